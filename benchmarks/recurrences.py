@@ -164,8 +164,8 @@ def predicted(case: Case, kernel: Array, received: Array) -> dict[str, Any]:
     pulled = pullback(Gradient(at_heads, LENGTH))
     weights = pulled.weights()
     return {
-        "output": output.kernel.pairs * width * case.output,
-        "gradient": pulled.gradient.kernel.pairs,
+        "output": output.kernel.off_diagonal * width * case.output,
+        "gradient": pulled.gradient.kernel.off_diagonal,
         "matrices": sum(weights[name] for name in shapes),
     }
 

@@ -180,7 +180,7 @@ def test_a_memory_shared_by_heads_spreads_the_norms(groups: int) -> None:
     layer = Layer(D_MODEL, HEADS, D_HEAD, scale, scale, scale, kv_heads=groups)
     variance, error = sample(layer, queries, np.eye(8), 500, memory)["spread"]
     leaf = CrossAttention(
-        "a", D_MODEL, D_MODEL, HEADS, D_HEAD, scale, scale, scale, kv_heads=groups
+        "a", D_MODEL, HEADS, D_HEAD, scale, scale, scale, D_MODEL, kv_heads=groups
     )
     sides = (
         (resolved(queries), resolved(memory)),
@@ -205,7 +205,7 @@ def test_gains_of_normalised_queries_and_keys(reads: bool, common: float) -> Non
     received = Gradient(Kernel.of_matrix(gradient), length)
     signal, sizes = resolved(tokens, width), (scale, scale, scale)
     if reads:
-        cross = CrossAttention("a", width, width, 2, d_head, *sizes, **settings)
+        cross = CrossAttention("a", width, 2, d_head, *sizes, width, **settings)
         assert memory is not None
         pulled, _ = cross.attend(signal, resolved(memory, width))[1](received)
     else:
@@ -306,7 +306,7 @@ def test_a_memory_is_attended_to_as_own_tokens_are() -> None:
     settings: dict[str, Any] = {"kv_heads": 2, "query_bias": 0.2, "has_bias": True}
     settings |= {"qk_norm": "layernorm", "norm_affine": True}
     own = SelfAttention("a", D_MODEL, HEADS, D_HEAD, *scales, 0.0, **settings)
-    cross = CrossAttention("a", D_MODEL, D_MODEL, HEADS, D_HEAD, *scales, **settings)
+    cross = CrossAttention("a", D_MODEL, HEADS, D_HEAD, *scales, D_MODEL, **settings)
     output, back = own.forward(tokens)
     read, back_read = cross.attend(tokens, tokens.replace())
     np.testing.assert_allclose(read.kernel.off_diagonal, output.kernel.off_diagonal)
@@ -338,7 +338,7 @@ def test_cross_attention_against_a_real_layer() -> None:
     layer = Layer(D_MODEL, HEADS, D_HEAD, *scales, memory_width=width, query_bias=0.2)
     truth = sample(layer, queries, gradient, 600, memory)
     leaf = CrossAttention(
-        "cross.heads", D_MODEL, width, HEADS, D_HEAD, *scales, query_bias=0.2, has_bias=True
+        "cross.heads", D_MODEL, HEADS, D_HEAD, *scales, width, query_bias=0.2, has_bias=True
     )
     output, pullback = leaf.attend(resolved(queries), resolved(memory, width))
     pulled, sent = pullback(Gradient(Kernel.of_matrix(gradient), 8))
@@ -538,7 +538,7 @@ def test_the_laws_and_statistics_of_alike_rows_are_one(
 
 def test_memory_alike_agrees_with_memory_resolved() -> None:
     leaf = CrossAttention(
-        "c", D_MODEL, 64, HEADS, D_HEAD, 1 / D_MODEL, 1 / 64, 1 / 64, 0.1, value_bias=0.1
+        "c", D_MODEL, HEADS, D_HEAD, 1 / D_MODEL, 1 / 64, 1 / 64, 64, 0.1, value_bias=0.1
     )
     found = []
     for signal, memory, gradient in (
@@ -634,7 +634,7 @@ def test_bad_batches_are_named() -> None:
     leaf = self_attention(sequences=2, padding=((True,) * 5,))
     with pytest.raises(DomainError, match="padding"):
         leaf.forward(resolved(text(LENGTH)))
-    memory = CrossAttention("c", D_MODEL, 64, HEADS, D_HEAD, 0.01, 0.01, 0.01)
+    memory = CrossAttention("c", D_MODEL, HEADS, D_HEAD, 0.01, 0.01, 0.01, 64)
     with pytest.raises(DomainError, match="memory"):
         memory.attend(resolved(text(8)), exchangeable(8, 1.0, 0.2, 64))
 

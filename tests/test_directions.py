@@ -60,7 +60,7 @@ def feed_forward() -> tuple[Component, ...]:
 
 
 def attention() -> tuple[Component, ...]:
-    heads = SelfAttention("heads", WIDTH, 1, WIDTH, 1e-12, 1e-12, 2.0 / WIDTH, 0.0, 1.0, False)
+    heads = SelfAttention("heads", WIDTH, 1, WIDTH, 1e-12, 1e-12, 2.0 / WIDTH, 0.0)
     return heads, linear(WIDTH, WIDTH)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,32 @@ def test_the_page_on_checks_shows_what_a_check_of_clip_prints() -> None:
     quoted = re.findall(r'"(.+?)", in', page)
     assert "sits on query, key and value instead of output" in quoted[0]
     assert "sits on query, key and value instead of" in report.findings[0].reason
+
+
+def test_the_page_of_first_answers_prints_what_it_quotes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """To two digits of what is sampled; `tests/test_site.py` runs the other pages' snippets."""
+    pytest.importorskip("transformers")
+    page = (ROOT / "docs/how-to/first-answers.md").read_text(encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {"__name__": "page"})
+    printed = capsys.readouterr().out.split()
+    quoted = [
+        line
+        for text in re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+        for line in text.splitlines()
+    ]
+    assert len(quoted) > 9
+    for line in quoted:
+        words = line.split()
+        places = range(len(printed) - len(words) + 1)
+        assert any(all(map(_same, words, printed[at:])) for at in places), line
+
+
+def _same(stated: str, printed: str) -> bool:
+    try:
+        return float(stated) == pytest.approx(float(printed), rel=0.02, abs=1e-9)
+    except ValueError:
+        return stated == printed

@@ -263,7 +263,7 @@ def test_image_kernel_and_gradients_of_what_embeds() -> None:
     rng = np.random.default_rng(6)
     count = len(images) * PATCHES.seq_len
     mixing = rng.normal(size=(count, count))
-    kernel = image_kernel(PATCHES, images)
+    kernel = image_kernel(PATCHES, images, WIDTH)
     gradients = image_gradients(PATCHES, images, WIDTH, Kernel.of_matrix(mixing @ mixing.T))
     moments, norms = [], {name: [] for name in gradients}
 
@@ -297,12 +297,12 @@ def test_image_kernel_and_gradients_of_what_embeds() -> None:
 
 def test_bad_images_are_named() -> None:
     with pytest.raises(DomainError, match="pixels"):
-        image_kernel(PATCHES, np.zeros((1, 3, 16, 8)))
+        image_kernel(PATCHES, np.zeros((1, 3, 16, 8)), WIDTH)
     with pytest.raises(DomainError, match="finite"):
-        image_kernel(PATCHES, np.full((3, 16, 16), np.nan))
-    blank = PATCHES.replace(bias_variance=None, position_variance=0.0)
-    with pytest.raises(DomainError, match="position_variance"):
-        image_kernel(blank, np.zeros((3, 16, 16)))
+        image_kernel(PATCHES, np.full((3, 16, 16), np.nan), WIDTH)
+    fixed = PATCHES.replace(position_variance=0.0, positions="sinusoidal")
+    with pytest.raises(DomainError, match="a multiple of 4"):
+        image_kernel(fixed, np.zeros((3, 16, 16)), 66)
     with pytest.raises(DomainError, match="gradient"):
         image_gradients(PATCHES, pixels(), WIDTH, Kernel.of_matrix(np.eye(3)))
     for wrong, word in (

@@ -34,20 +34,37 @@ def step() -> tuple[Ranges, dict[str, float]]:
 
         return hook
 
+    def rms(layer: int) -> Any:
+        def hook(_: Any, given: Any, output: Any) -> None:
+            stream = output if isinstance(output, torch.Tensor) else output[0]
+            size = given[0].square().mean().sqrt().item()
+            seen[f"massive_act/layer_{layer}/activation_rms"] = size
+
+            def sent(gradient: Any) -> None:
+                size = gradient.square().mean().sqrt().item()
+                for name in ("layer_out_rms", "layer_out_rms_global"):
+                    seen[f"grad_health/layer_{layer}/{name}"] = size
+
+            stream.register_hook(sent)
+
+        return hook
+
     hooks = [m.register_forward_pre_hook(look(path)) for path, m in module.named_modules()]
+    hooks += [block.register_forward_hook(rms(n)) for n, block in enumerate(module.transformer.h)]
     torch.manual_seed(0)
     loss = module.train()(**batch).loss
     loss.backward()
     for hook in hooks:
         hook.remove()
-    seen["loss"] = seen["lm loss"] = loss.item()
+    seen |= dict.fromkeys(("loss", "lm loss", "lm_loss", "train/CE loss"), loss.item())
     for name, parameter in module.named_parameters():
         norm = torch.linalg.vector_norm(parameter.grad).item()
         seen[f"l2_norm/grad/{name}"] = seen[f"grad_2.0_norm/{name}"] = norm
         seen[f"gradients/{name}"] = norm / math.sqrt(parameter.numel())
     every = [p.grad for p in module.parameters()]
     whole = torch.nn.utils.get_total_norm(every).item()
-    seen |= dict.fromkeys(("grad-norm", "grad_norm", "l2_norm/grad/global"), whole)
+    names = ("grad-norm", "grad_norm", "l2_norm/grad/global", "optim/total grad norm")
+    seen |= dict.fromkeys(names, whole)
     return expected, seen
 
 
@@ -56,6 +73,7 @@ def test_what_is_measured_lies_inside(step: tuple[Ranges, dict[str, float]]) -> 
     both = expected.keys() & seen.keys()
     kinds = {name.split("/")[0] for name in both}
     assert {"activations", "gradients", "l2_norm", "grad_2.0_norm", "lm loss"} <= kinds
+    assert {"massive_act", "grad_health", "train", "lm_loss", "optim"} <= kinds
     assert len(both) > 30
     outside = {n: (expected[n], seen[n]) for n in both if not _inside(expected[n], seen[n])}
     assert not outside
@@ -80,6 +98,9 @@ def test_a_declaration_has_a_loss_and_a_gradient() -> None:
     model = moments.preset("gpt2", seq_len=64)
     expected = moments.expect(model)
     assert {"lm loss", "grad_norm", "loss_metrics/global_avg_loss"} <= set(expected)
+    assert {"massive_act/layer_11/activation_rms", "grad_health/layer_0/layer_out_rms"} <= set(
+        expected
+    )
     assert not any(name.startswith("l2_norm/grad/transformer") for name in expected)
     low, high = expected["lm loss"]
     assert low < float(moments.predict(model).loss or 0.0) < high

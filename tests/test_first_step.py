@@ -999,7 +999,7 @@ def test_what_is_not_covered_is_named(prediction: moments.Prediction) -> None:
     for found, said in (
         (moments.predict(bare, token_ids=ids), "loss"),
         (moments.predict(model), "token_ids"),
-        (moments.predict(model.replace(qk_norm="rmsnorm"), token_ids=ids), "qk_norm"),
+        (moments.predict(model.replace(qk_norm="rmsnorm", alibi=True), token_ids=ids), "alibi"),
         (moments.predict(model.replace(normalization="dyt"), token_ids=ids), "DynamicTanh"),
     ):
         with pytest.raises(moments.DomainError, match=said):

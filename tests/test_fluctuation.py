@@ -186,9 +186,7 @@ def test_parallel_branches_follow_one_stream(causal: bool) -> None:
 def test_a_scale_in_front_of_attention_scales_the_values_overlaps() -> None:
     """As LayerNorm Scaling has it: what varied before the norm still does behind the factor."""
     factor = 0.3
-    attend = SelfAttention(
-        "heads", WIDTH, 1, WIDTH, 1e-9 / WIDTH, 1e-9 / WIDTH, 4.0 / WIDTH, 0.0, 1.0, False
-    )
+    attend = SelfAttention("heads", WIDTH, 1, WIDTH, 1e-9 / WIDTH, 1e-9 / WIDTH, 4.0 / WIDTH, 0.0)
     norm = FiniteNormalization(RMSNORM, "norm", centres=False)
     reduced = Scale(SCALE, "refined", "scale", {"weight_variance": factor})
     signal = gaussian(Kernel(1.0, 0.1), TOKENS, WIDTH, True)

@@ -220,6 +220,22 @@ def test_no_import_cycles() -> None:
     TopologicalSorter(graph).prepare()
 
 
+@pytest.mark.parametrize("name", ["engine", "layers", "noise", "prediction"])
+def test_no_circle_within_a_folder(name: str) -> None:
+    """Those for annotations alone and inside functions included."""
+    files = [file for file in (PACKAGE / name).rglob("*.py") if file.stem != "__init__"]
+    modules = {file: (*file.relative_to(PACKAGE.parent).with_suffix("").parts,) for file in files}
+    known, graph = {".".join(parts) for parts in modules.values()}, dict[str, set[str]]()
+    for file, parts in modules.items():
+        targets = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = ".".join((*parts[: -node.level], *filter(None, [node.module])))
+                targets |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        graph[".".join(parts)] = targets & known
+    TopologicalSorter(graph).prepare()
+
+
 # Imports inside functions, which put off what a first prediction does not need. May only fall.
 INSIDE = 23
 

@@ -22,7 +22,7 @@ import moments
 from moments.formulas.registry import COMPONENTS, STACKS
 
 ROOT = Path(__file__).parent.parent
-FRAGMENTS = ("check-your-model",)  # on a module of the reader's; its notebook is what runs
+FRAGMENTS = ("check-your-model", "first-answers")  # run by a notebook, and by test_docs
 HAND_WRITTEN = sorted(
     page
     for page in (ROOT / "docs").rglob("*.md")

@@ -35,6 +35,7 @@ from .base import (
     err,
     examples,
     named,
+    noise,
     note,
     pictures,
     scheme_options,
@@ -91,9 +92,9 @@ def predict(
     Of a config that no declaration covers, those of every submodule of its module.
     """
     from ..prediction.predict import predict as run
+    from ..scheme.registry import input_options
     from ..scheme.registry import scheme as known_scheme
     from ..show.report import prediction_table
-    from ..show.scheme_table import input_options
     from ..show.screen import prediction_screen
 
     options = {
@@ -132,7 +133,7 @@ def predict(
         described = described.with_scheme(scheme, **options)
     inputs = known | given
     if not known:
-        inputs["pixels"] = pictures(described, variance, correlation)
+        inputs |= {"pixels": pictures(described, variance, correlation)} | noise(described)
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     Answer(

@@ -107,10 +107,6 @@ class DoubleSum(NamedTuple):
     """A layer with a second connection, on its way up.
 
     Attributes:
-        node: its declaration.
-        signal: the input.
-        between: attention's residual sum.
-        entering: the same, normalised.
         inner: the feed-forward block's residual sum.
         carried: amplitude of the input in `inner`, per token.
     """
@@ -292,7 +288,7 @@ class DoubleSum(NamedTuple):
 #
 # With u = s x + b the sum behind attention, n = u/|u| and f the feed-forward block's output, the
 # layer ends in y = x + s' n + f, which holds x with amplitude 1 + a, a = s s'/|u|. The cross term
-# x.b of attention is in the kernel of u with the factor 2 s and in that of y with 2 s'/|u| beside,
+# x.b of attention is in the kernel of u with the factor 2 s and in that of y with 2 s'/|u|,
 # and on the way back the feed-forward block's likewise.
 
 
@@ -320,7 +316,7 @@ class Bypass:
         between = self.norm.gradient_adjoint(inner.sensitivity)
         top = self.ffn.gradient_adjoint(between.sensitivity)
         both, skip = self._both, per_pair(self.ffn.skip)
-        # The feed-forward block's branch, then attention's beside all the rest.
+        # The feed-forward block's branch, then attention's and all the rest.
         first = skip * self.grad_out
         deep = self.ffn.grad_in - first
         crossed = between.sensitivity + ratio(0.5 * (both - 1), skip) * sensitivity

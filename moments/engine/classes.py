@@ -1,6 +1,6 @@
 """Classes of positions: a causal sequence of any length as a few nodes in log position.
 
-Kernels of tokens that differ in position alone are smooth in its logarithm. They are held at nodes
+Kernels of tokens that differ in position alone are smooth in its logarithm. They are kept at nodes
 x_1 = 1 < ... < x_P = L; K at (p, p) is the value between two neighbours near x_p. Sums over tokens
 are sums over nodes with counts, those of an interpolant. See docs/theory/state.md, Classes of
 positions.
@@ -42,7 +42,6 @@ class PositionClasses:
     """Nodes in position and what sums over tokens make of them.
 
     Attributes:
-        length: tokens L.
         nodes: (P,) positions, counted from 1; the last are L - 1 and L.
     """
 
@@ -96,7 +95,7 @@ class PositionClasses:
         return ((diagonal, off_diagonal),)
 
     def blocks_by_relation(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
-        """The same, and what else tells pairs of a cell apart."""
+        """The same, and by what else pairs of a cell differ in."""
         return self.blocks(diagonal, off_diagonal)
 
     def joined(self, *blocks: Matrix) -> Matrix:
@@ -118,7 +117,7 @@ class PositionClasses:
         return across[0] if across else None
 
     def over_relations(self, off_diagonal: Array) -> Array:
-        """(..., P, P) means over what else tells pairs of two cells apart."""
+        """(..., P, P) means over what else pairs of two cells differ in."""
         return off_diagonal
 
     def with_relations(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
@@ -240,7 +239,7 @@ class PositionClasses:
         return means[0]
 
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
-        """Of the same, by what else tells pairs apart."""
+        """Of the same, by what else pairs differ in."""
         known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
         sums = [
             np.array([np.bincount(one, hat, len(known)) for hat in self.basis])
@@ -358,7 +357,7 @@ def one_class(length: int) -> OneClass:
 
 @dataclass(frozen=True, eq=False)
 class DocumentClasses(PositionClasses):
-    """Several sequences or documents that share weights, each of which sees itself alone.
+    """Several sequences or documents that share weights, each of which attends to itself alone.
 
     Under a causal mask what a token is depends on its place alone, however long its document: one
     set of classes serves all. Two documents stand for every two, so that `nodes` are those of one
@@ -367,7 +366,7 @@ class DocumentClasses(PositionClasses):
         [[inside, across], [across, inside]],
 
     `across` having two tokens at one place of two documents on its diagonal, as a token with itself
-    is beside `inside`: they share a row of a table of positions. What two tokens near each other
+    is next to `inside`: they share a row of a table of positions. What two tokens near each other
     share in two documents is read off both sides of it.
 
     A number of a class is its mean over the documents that reach it, whose shares are counts.
@@ -375,7 +374,6 @@ class DocumentClasses(PositionClasses):
     Attributes:
         length: tokens of all documents.
         one: classes of the longest.
-        lengths: of all documents.
     """
 
     one: PositionClasses
@@ -462,14 +460,14 @@ class DocumentClasses(PositionClasses):
     def pair_count(self) -> Array:
         diagonal, off_diagonal = self.across_count
         inner = np.diagonal(off_diagonal)
-        # Those beside the diagonal are counted where they are read from.
+        # Those next to the diagonal are counted where they are read from.
         across = off_diagonal - np.diag(inner) + inner[:, None] * self._aside
         across = 0.5 * (across + across.T) + np.diag(diagonal)
         return 0.5 * np.block([[self.inside_count, across], [across, self.inside_count]])
 
     @functools.cached_property
     def _aside(self) -> Array:
-        """(P, P) weights by which a row's other entries give that beside its diagonal: linear in
+        """(P, P) weights by which a row's other entries give that next to its diagonal: linear in
         log position from either side, along which the rest is smooth, and their mean."""
         logs, size = np.log(self.one.nodes), len(self.one.nodes)
         result = np.zeros((size, size))
@@ -696,9 +694,8 @@ class KeyCounts:
     where that may jump; what is of one row alone goes on beyond the first key of its window.
 
     Attributes:
-        classes: of positions.
-        window: keys that a row sees at most.
-        starts: (P,) the last position that a row no longer sees.
+        window: keys that a row attends to at most.
+        starts: (P,) the last position that a row no longer attends to.
         ends: (P,) the last that it does.
         size: (P,) keys of a row.
         keys: (P, P) counts of a row's keys.
@@ -874,7 +871,6 @@ class ClassRows(NamedTuple):
 
     Attributes:
         weights: (..., P, P) [row, key], to one token of a class.
-        key_counts: what rows see.
     """
 
     weights: Array
@@ -882,7 +878,7 @@ class ClassRows(NamedTuple):
 
     @property
     def counted(self) -> Array:
-        """(..., P, P) to all tokens of a class that a row sees."""
+        """(..., P, P) to all tokens of a class that a row attends to."""
         return self.key_counts.keys * self.weights
 
 
@@ -907,7 +903,7 @@ class ClassMatrix:
     Classes are taken as blocks of alike tokens here, each of `count`: a row that sees a part of a
     class sees all of it with as much less weight. Products, transposes and sums are then those of
     one matrix over all tokens, so that maps of kernels and their transposes agree; it costs the
-    order of a cell in how a mask's edge is met.
+    order of a cell at a mask's edge.
 
     Attributes:
         diagonal: (..., nodes) entries of a token with itself.

@@ -28,7 +28,7 @@ from .trace import Record, Run
 
 @dataclass(slots=True, eq=False)
 class Pulled:
-    """What a pullback returns: the gradient at the input, and what it can tell when asked.
+    """What a pullback returns: the gradient at the input, and what follows from it when asked.
 
     Leaves with weights have a class of their own, which holds what its answers need.
     """
@@ -60,7 +60,6 @@ class Addition(NamedTuple):
 
     Attributes:
         kept, added: what enters the connection and what leaves the branch.
-        keeping, adding: the squared factors.
     """
 
     kept: Record
@@ -219,7 +218,6 @@ class Component(abc.ABC):
         """The same with another residual connection in the place of each of its own.
 
         Args:
-            signal: what enters.
             solve: gives the other, from the one and what enters it.
             carry: gives what a component makes of what enters it.
         """
@@ -644,11 +642,6 @@ def forward(
 ) -> tuple[Signal, Record]:
     """Carry a signal through a declaration.
 
-    Args:
-        component: any.
-        signal: what enters.
-        memory: what cross-attention reads.
-
     Returns:
         The output, and the record of the pass, whose `backward` carries a gradient at the output
         back to the input.
@@ -672,7 +665,7 @@ def added(
 
     Args:
         source: what both are branches of; None: the first is what the second branches off.
-        keeps_mean: whether what the first has without its features' mean stays told apart.
+        keeps_mean: whether what the first has without its features' mean stays a part of its own.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
     fluctuation = summed(signal, branch, skip, scale, source)

@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..formulas.algebra import is_number
 from .classes import ClassRows, diagonal_of
 from .state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
-
-if TYPE_CHECKING:
-    from .composition import Leaf
-    from .trace import Record
+from .trace import Record
 
 
 def has_fixed_norms(signal: Signal) -> bool:
@@ -281,7 +278,7 @@ def _by_class(
 
 def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kernel:
     """A function of a kernel on classes, its pairs and what a token has besides, inside documents
-    and across them; what belongs to one place is that beside it: the rows are the same."""
+    and across them; what belongs to one place is that next to it: the rows are the same."""
     classes = kernel.classes
     assert classes is not None
     result = []
@@ -293,7 +290,7 @@ def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kerne
 
 def rows_times(rows: ClassRows, kernel: Kernel) -> Kernel:
     """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
-    key at its own position what it has with one beside that."""
+    key at its own position what it has with one next to that."""
     return _of_rows(
         lambda off_diagonal, excess: (
             rows.counted @ off_diagonal + rows.weights * excess[..., None, :]
@@ -333,10 +330,8 @@ def normalised(
     """Behind a normalisation, and a gain of that square.
 
     Args:
-        signal: before it.
         kernel, normal: of what is divided by its norm, and of what that leaves.
         epsilon: added to the variance under the root.
-        square: of the gain.
     """
     fixed = normal.scaled(0.0)
     overlaps = followed(signal)
@@ -367,7 +362,6 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
     covariance by the slope, which exceeds that where the function is not homogeneous.
 
     Args:
-        signal, output: before and behind.
         kurtosis: of an entry behind it.
         slope: mean change of a covariance per change of the input's.
     """
@@ -453,10 +447,13 @@ class UnsharedOverlap(NamedTuple):
         """Behind a linear map onto so many features."""
         return UnsharedOverlap(self.variance + 1.0 / width, self.response)
 
-    def activated(self, elasticity: float, widths: tuple[float, float]) -> UnsharedOverlap:
-        """Of independent features' nonlinear images, (features in, features out)."""
+    def activated(
+        self, elasticity: float, widths: tuple[float, float], units: float = 1.0
+    ) -> UnsharedOverlap:
+        """Of independent features' nonlinear images, (features in, features out), of which so few
+        count as `units` says (`layers.elementary.concentration`)."""
         moved = elasticity**2 * (self.variance - 1.0 / widths[0])
-        return UnsharedOverlap(moved + 1.0 / widths[1], self.response * elasticity)
+        return UnsharedOverlap(moved + units / widths[1], self.response * elasticity)
 
     def dropped(self, before: float, after: float, width: float) -> UnsharedOverlap:
         """Behind dropout; own variances before and after."""
@@ -479,7 +476,6 @@ class UnsharedOverlap(NamedTuple):
             other: of what is added.
             variances: own variances of both.
             source: of what both are made from.
-            width: number of features.
         """
         first, second = variances
         total = first + second
@@ -512,7 +508,8 @@ class OverlapWalk:
 
     def through(self, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
         """That behind a component."""
-        return record.component.unshared_overlap(record, at, self)
+        behind: UnsharedOverlap = record.component.unshared_overlap(record, at, self)
+        return behind
 
 
 def unshared_variance(signal: Signal, real: Array | None = None) -> float:
@@ -521,7 +518,7 @@ def unshared_variance(signal: Signal, real: Array | None = None) -> float:
     return max(float(tokens.mean_diagonal(real)) - float(tokens.mean_off_diagonal(real)), 0.0)
 
 
-def elasticity(leaf: Leaf, before: Signal, after: Signal, real: Array | None) -> float:
+def elasticity(leaf: Any, before: Signal, after: Signal, real: Array | None) -> float:
     """Relative change of two tokens' overlap behind an entrywise function per that before it."""
     kernel = before.kernel
     tokens = Kernel(float(kernel.mean_diagonal(real)), float(kernel.mean_off_diagonal(real)))

@@ -3,7 +3,7 @@
 Two replicas of a network have one architecture and Gaussian weights, of variance s in either and
 of covariance s + c across. A block's law takes the array X of E x_i . x'_j per feature, x and x' of
 one replica each, to that of its output. At c = 0 both are the same network: the law is the
-signal's, its derivative in X, what each replica has by itself being held, gives the gradient's
+signal's, its derivative in X, what each replica has by itself being fixed, gives the gradient's
 second moments (Price's theorem), that in c the squared gradients of the weights.
 
 Where a block mixes tokens, X is (..., L, L). Where it does not, it may also be (..., P + 1, P):

@@ -82,12 +82,7 @@ def spans(documents: Any) -> np.ndarray | None:
 
 
 def by_document(values: Any, where: np.ndarray) -> np.ndarray:
-    """(documents, longest) of (L,) or (B, L) values; -1 behind a document's end.
-
-    Args:
-        values: of every token.
-        where: as from `spans`.
-    """
+    """(documents, longest) of (L,) or (B, L) values; -1 behind a document's end."""
     every = np.atleast_2d(np.asarray(values))
     result = np.full((len(where), int(where[:, 2].max())), -1, dtype=every.dtype)
     for one, (row, first, length) in zip(result, where, strict=True):
@@ -150,7 +145,7 @@ class SequenceLayout:
 
     @property
     def places(self) -> tuple[Padding | None, int, Padding | None]:
-        """What a declaration of layers is told of where its tokens lie."""
+        """Where the tokens lie, for a declaration of layers."""
         return self.padding, self.sequences, self.memory
 
     @property
@@ -254,7 +249,6 @@ class SequenceLayout:
         """(..., L) averages over sequences of (..., longest) values by place in a document.
 
         Args:
-            values: of every place.
             padding: what stands where all tokens pad; None: the last place's.
         """
         if self.numbers is None:

@@ -280,8 +280,6 @@ class Elementwise:
 
         Args:
             leaf: one, or what has its `forward`.
-            signal: that one.
-            gradient: at the output.
             grad_out: the same, as sensitivities have it.
             linear: whether the leaf scales every pair by a factor, the same at any kernel.
             at_once: whether it takes several signals on an axis before those of configurations.
@@ -392,7 +390,6 @@ class Sum:
     """Branches that read the same tensor, whose outputs add up.
 
     Attributes:
-        parts: the branches.
         grad_out: (..., L, L) gradient at the output.
     """
 
@@ -437,7 +434,6 @@ class Sublayer:
             former's trace.
         kappa: (...,) d_model times the relative variance of |branch|^2.
         back_kappa: the same of the gradient, beyond what `response` calls noise.
-        width: d_model.
         inner: number of features of all heads, where the branch attends; else None.
         attends: (...,) share of attention in what the branch adds; 1 where it is all of it.
     """

@@ -174,7 +174,6 @@ class Kernel:
         """Average over tokens of a number for each; a number for all stays.
 
         Args:
-            values: of the tokens.
             real: (L,) 1 for tokens that count and 0 for padding, by token; None: all count.
         """
         if not self.resolved or np.ndim(values) < np.ndim(self.diagonal):
@@ -262,15 +261,13 @@ class Signal:
 
     Attributes:
         kernel: variances and token covariances about the ensemble mean.
-        seq_len: tokens per sequence.
         mean: ensemble mean, per token where resolved.
-        width: number of features.
         hidden_covariance: covariance between two features of one token (published theory).
         fluctuation: how realised norms and overlaps vary over draws of the weights (refined
             theory); None where not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
-        diagnostics: what the component that made this signal can tell besides its moments.
+        diagnostics: what the component that made this signal adds to its moments.
         notes: what made the numbers here less certain, for the component that produced them.
     """
 
@@ -329,7 +326,6 @@ class Gradient:
 
     Attributes:
         kernel: variances and token covariances.
-        seq_len: tokens per sequence.
         radial: variance of the gradient's component along the signal at its point, over that of
             any other component: 0.0 where everything downstream ignores the signal's scale, 1 where
             nothing is known. A number for all tokens or one for each.

@@ -89,7 +89,6 @@ def joined(values: Sequence[Any], join: Callable[[str, tuple[Any, ...]], Any]) -
     """One value of the structure that all have.
 
     Args:
-        values: states or declarations.
         join: of a field's name and its numbers, the number that takes their place.
 
     Raises:

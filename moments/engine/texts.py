@@ -67,9 +67,7 @@ class TextClasses(PositionClasses):
     """Of one text, or of several: `nodes` are those of other classes twice, tokens counted once.
 
     Attributes:
-        one: those classes.
         share: (P, P) of pairs of different tokens of two cells that are one word.
-        frequencies: of its words.
         others: (T - 1,) of a document's tokens, those of a pair's word besides that pair, by its
             frequency.
         others_across: the same of pairs of two documents.
@@ -161,7 +159,7 @@ class TextClasses(PositionClasses):
     def shares(self) -> tuple[Matrix, ...]:
         """`share` in one document and in two, own parts being those of pairs at one place."""
         result = self.one.blocks(np.zeros(self.size), self.share)
-        # Of two documents a cell with itself is read off those beside it, which may lead beyond.
+        # Of two documents a cell with itself is read off its neighbours, which may lead beyond.
         return tuple((diagonal, np.clip(share, 0.0, 1.0)) for diagonal, share in result)
 
     @functools.cached_property
@@ -235,7 +233,7 @@ class TextClasses(PositionClasses):
 
     def with_relations(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
         """By parts: what a token has with itself beyond two words stands by itself. Rows of
-        attention give two keys of one word less, be they met from the left, X = w C w^T, or from
+        attention give two keys of one word less, multiplied from the left, X = w C w^T, or from
         the right, w^T R w."""
         (diagonal, off_diagonal), share, count = product, self.share, self.inside.count
         (first, left), (second, right) = (self._beyond(matrix) for matrix in (one, other))

@@ -9,12 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .state import Array, Gradient, Signal
-
-if TYPE_CHECKING:
-    from .composition import Component, Pulled
 
 
 class Point(NamedTuple):
@@ -33,18 +30,18 @@ class Record:
     A value, like `state.Signal`: nothing changes it after it is made.
 
     Attributes:
-        component: the node of the declaration.
+        component: the node of the declaration, a `composition.Component`.
         layer: number of the layer that it is in; 0 before the first.
         input, output: what entered and left.
         children: of the components it holds, in the order in which the signal passed them.
         pullback: of a leaf, the way back around `input`.
         memory: what a leaf read besides its input.
         grad_out, grad_in: the `Gradient` at the output and at the input; None before it came.
-        pulled: of a leaf, what its way back can tell besides the gradient.
+        pulled: of a leaf, the `composition.Pulled` that its way back returned.
         grad_memory: the gradient at `memory`.
     """
 
-    component: Component
+    component: Any
     layer: int
     input: Signal
     output: Signal
@@ -53,19 +50,20 @@ class Record:
     memory: Signal | None = None
     grad_out: Any = None
     grad_in: Any = None
-    pulled: Pulled | None = None
+    pulled: Any = None
     grad_memory: Gradient | None = None
 
     def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
         """The same with a gradient at the output carried back through it."""
-        return self.component.backpropagate(self, gradient, Run() if run is None else run)
+        done: Record = self.component.backpropagate(self, gradient, Run() if run is None else run)
+        return done
 
     def completed(
         self,
         grad_out: Gradient,
         grad_in: Gradient,
         children: tuple[Record, ...],
-        pulled: Pulled | None = None,
+        pulled: Any = None,
         grad_memory: Gradient | None = None,
     ) -> Record:
         """The same with what came back."""
@@ -92,11 +90,13 @@ class Record:
     def paths(self) -> list[tuple[Record, ...]]:
         """The leaves of every way through parallel branches; those before and behind the branches
         are in each."""
-        return self.component.record_paths(self)
+        paths: list[tuple[Record, ...]] = self.component.record_paths(self)
+        return paths
 
     def in_order(self) -> tuple[Record, ...]:
         """What follows one another in it: itself, unless it is of a chain."""
-        return self.component.records_in_order(self)
+        records: tuple[Record, ...] = self.component.records_in_order(self)
+        return records
 
     def leaves(self) -> Iterator[Record]:
         """Those of components that hold no others."""
@@ -135,10 +135,9 @@ class Record:
 
 @dataclass
 class Run:
-    """One pass under way: what components may read, where it is, and who is told.
+    """One pass under way: what components may read, where it is, and callbacks.
 
     Attributes:
-        memory: what cross-attention reads.
         layer: number of the layer at hand.
         on_layer: called as each layer is passed, in either direction.
         reached: every site passed on the way up, for an error to say where numbers broke.
@@ -181,7 +180,6 @@ class Trace:
 
     Attributes:
         entering: what enters layer 1.
-        stack: of the layers.
         embedding: of what follows the sum of the embedding tables.
         ending: of what stands between the last layer and the matrix to the logits, or the decoder
             that reads it.

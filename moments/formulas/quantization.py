@@ -191,6 +191,22 @@ def loss(
     return Loss(square, product / square, power / square, zero, beyond)
 
 
+def cast(values: np.ndarray, elements: Elements, scale: str, size: int) -> tuple[np.ndarray, float]:
+    """Values (..., n) after a cast in groups of `size` along the last axis, the last group as large
+    as is left, and the share that lies beyond the largest number; scales as of `loss`, that of the
+    whole tensor from these values."""
+    count = values.shape[-1]
+    padded = np.pad(values.reshape(-1, count), ((0, 0), (0, -count % size)))
+    groups = padded.reshape(-1, size)
+    largest = np.abs(groups).max(axis=1, keepdims=True)
+    largest = np.where(largest > 0, largest, 1.0)
+    unit = scales(largest, elements, scale, float(largest.max()))
+    inside = np.abs(groups) / unit
+    near = np.copysign(elements.nearest(inside), groups) * unit
+    beyond = np.sum(inside > elements.largest * (1 + 1e-9)) / values.size
+    return near.reshape(len(padded), -1)[:, :count].reshape(values.shape), float(beyond)
+
+
 def scales(
     largest: np.ndarray, elements: Elements, scale: str, tensor_largest: float
 ) -> np.ndarray:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
@@ -22,7 +23,7 @@ from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.law_block import LawBlock
-from ..model.mixers import RECURRENT, Absent, LatentAttention
+from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, LayerAttention, ParallelMixer
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
@@ -33,7 +34,7 @@ from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
-from .recurrent import recurrent_parts
+from .shared import SharedStack
 
 
 @functools.lru_cache(maxsize=32)
@@ -47,8 +48,6 @@ def declare(
     """The stack of layers as components that hold the laws of `theory`.
 
     Args:
-        model: the declaration.
-        theory: which laws.
         padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
         sequences: how many sequences share one kernel, one after the other.
         memory_padding: as `padding`, of what cross-attention reads.
@@ -57,6 +56,8 @@ def declare(
         DomainError: the theory does not cover a feature of the model.
     """
     check_coverage(model, theory)
+    if model.shared_layers:
+        return SharedStack.of(model)
     stack = _Stack(model, theory, padding, sequences, memory_padding)
     bodies: dict[Any, Component] = {}
     layers = []
@@ -128,7 +129,7 @@ class _Stack:
         self.factor = model.norm_scales.tolist()
 
     def numbers(self) -> Iterator[tuple[Any, ...]]:
-        """For every layer, all that tells its declaration from another's."""
+        """For every layer, all that distinguishes its declaration from another's."""
         model = self.model
         layers = range(1, model.layers + 1)
         columns = (
@@ -204,7 +205,6 @@ class Parts:
     """What a layer is put together from.
 
     Attributes:
-        stack: the model's.
         number: of the layer, from 1.
         blocks: "attention", "cross" (of a decoder) and "ffn", each with its dropout, none with a
             norm.
@@ -219,7 +219,7 @@ class Parts:
         return self.stack.model
 
     def norm(self, block: str) -> tuple[Component, ...]:
-        """The norm at "BLOCK.norm", and what LayerNorm Scaling puts beside it."""
+        """The norm at "BLOCK.norm", and LayerNorm Scaling's factor."""
         return self.stack._norm(block, self.number)
 
     def output_norm(self, block: str) -> Component:
@@ -369,7 +369,7 @@ class Blocks:
         return {} if self.model.biases is None else self.model.biases.layer(self.number)
 
     def _projections(self) -> dict[str, Any]:
-        """What self-attention and cross-attention have in common beside their matrices."""
+        """What self-attention and cross-attention have in common but their matrices."""
         model, biases = self.model, self._biases
         names = ("query", "key", "value")
         return {
@@ -384,7 +384,7 @@ class Blocks:
         }
 
     def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
-        like = weight.removeprefix(SHARED)
+        like = weight.removeprefix(SHARED).removeprefix(MIXER)
         variance = getattr(self.model.layer_weights(self.number), like)
         parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
         biases = self._biases
@@ -429,9 +429,9 @@ class Blocks:
             weights.key,
             weights.value,
             model.attention_dropout,
-            temperature,
             model.causal,
-            self.padding,
+            temperature=temperature,
+            padding=self.padding,
             rotary=model.rotaries[self.number - 1],
             alibi=model.alibi,
             relative_bias=model.relative_bias,
@@ -470,14 +470,14 @@ class Blocks:
         heads = CrossAttention(
             "cross.heads",
             model.d_model,
-            encoder.d_model,
             model.heads,
             model.d_head,
             weights.cross_query,
             weights.cross_key,
             weights.cross_value,
+            encoder.d_model,
             model.attention_dropout,
-            float(model.temperatures[self.number - 1]),
+            temperature=float(model.temperatures[self.number - 1]),
             padding=self.memory_padding,
             **self._projections(),
         )
@@ -524,7 +524,6 @@ class Blocks:
         """From the stream to hidden features.
 
         Args:
-            d_ff: how many.
             prefix: of the matrices' names.
             label: of the sites' names; empty: there are none.
             shift, clamp: of a gated unit (`GatedLinear`).
@@ -581,9 +580,9 @@ def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
         weights.key,
         weights.value,
         model.attention_dropout,
-        float(model.temperatures[number - 1]),
         model.causal,
-        blocks.padding,
+        temperature=float(model.temperatures[number - 1]),
+        padding=blocks.padding,
         rotary=model.rotaries[number - 1],
         window=model.windows[number - 1],
         sequences=blocks.sequences,
@@ -592,11 +591,33 @@ def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
     return LatentHeads(heads, block, model.norm_affine), projection
 
 
+def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ...]:
+    """Attention with fields of its own."""
+    alone = dataclasses.replace(parts, model=block.applied(parts.model))
+    heads, *rest, _ = alone.attention().components  # without dropout, which every block has
+    if block.value_norm:
+        assert isinstance(heads, SelfAttention)
+        heads = NormalizedAttention(heads)
+    return heads, *rest
+
+
+def _recurrent(name: str) -> BlockParts:
+    """A function of `recurrent`, which few models need and which is loaded for those alone."""
+
+    def parts(blocks: Blocks, block: Any) -> Iterable[Component]:
+        made: BlockParts = getattr(import_module(".recurrent", __package__), name)
+        return made(blocks, block)
+
+    return parts
+
+
 BLOCKS: dict[type[Block], BlockParts] = {
     LawBlock: by_law,
     Experts: experts,
     LatentAttention: latent,
-    **dict.fromkeys(RECURRENT, recurrent_parts),
+    **dict.fromkeys(RECURRENT, _recurrent("recurrent_parts")),
+    LayerAttention: layer_attention,
+    ParallelMixer: _recurrent("parallel_parts"),
     Absent: lambda parts, block: (),
 }
 """By the class of a block (`moments.model.block`). Register another by its class."""
@@ -653,6 +674,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "an encoder": model.encoder is not None,
         "activation_dropout": model.activation_dropout,
         "norm_groups": model.norm_groups > 1,
+        "shared_layers": model.shared_layers,
     }
 
 

@@ -105,7 +105,6 @@ def joint_kernel(
     two rows are one; tokens at the same position of two sequences share the position's row.
 
     Args:
-        embedding: the tables.
         seq_len: tokens per sequence L.
         token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
         d_model: width; needed for sinusoidal positions.
@@ -132,8 +131,6 @@ def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None
     The text is one segment without padding.
 
     Args:
-        embedding: the tables.
-        classes: of its words.
         d_model: width; needed for sinusoidal positions.
     """
     token = embedding.row_variance
@@ -145,20 +142,26 @@ def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None
     return result if fixed is None else result + fixed.kernel
 
 
-def _frequencies(d_model: int) -> np.ndarray:
-    return np.asarray(10000.0 ** (-2 * np.arange(d_model // 2) / d_model))
+def _frequencies(d_model: int, base: float) -> np.ndarray:
+    return np.asarray(base ** (-2 * np.arange(d_model // 2) / d_model))
 
 
 class FixedPart(NamedTuple):
     """What a tensor holds that no weight is drawn for.
 
     Attributes:
-        kernel: p_i . p_j/d.
         common: the product of two tokens' means over features, which centring removes.
     """
 
     kernel: Kernel
     common: Kernel
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> FixedPart:
+        """Of what is added to every token, (tokens, d)."""
+        means = rows.mean(1)
+        both = rows @ rows.T / rows.shape[1], means[:, None] * means[None, :]
+        return cls(*map(Kernel.of_matrix, both))
 
 
 def fixed_positions(
@@ -172,12 +175,10 @@ def fixed_positions(
     """Sinusoidal positions; None where there are none.
 
     Sines and cosines of one angle meet as cos(w_m (i - j)), so p_i . p_j/d averages that over the
-    d/2 frequencies w_m = 10000^(-2 m/d).
+    d/2 frequencies w_m = position_base^(-2 m/d).
 
     Args:
-        embedding: the declaration.
         seq_len: tokens per sequence L.
-        d_model: width.
         sequences: B for kernels of shape (B L, B L); None: tokens alike.
         documents: of packed rows, (L,) or (B, L); None: each row is one.
         classes: of positions, for means over their cells; None: none.
@@ -194,26 +195,23 @@ def fixed_positions(
         allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
         raise domain_error("d_model", d_model, allowed)
     if classes is not None:
-        blocks = _fixed_on(d_model, classes.inside)
+        blocks = _fixed_on(d_model, embedding.position_base, classes.inside)
         return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
     if sequences is None:
-        alike = _fixed_on(d_model, one_class(seq_len))
+        alike = _fixed_on(d_model, embedding.position_base, one_class(seq_len))
         return FixedPart(
             *(Kernel(diagonal[0], off_diagonal[0, 0]) for diagonal, off_diagonal in alike)
         )
-    frequencies = _frequencies(d_model)
+    frequencies = _frequencies(d_model, embedding.position_base)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-    means = rows.mean(1)
-    both = rows @ rows.T / d_model, means[:, None] * means[None, :]
-    place = _places(seq_len, sequences, documents)
-    return FixedPart(*(Kernel.of_matrix(m[np.ix_(place, place)]) for m in both))
+    return FixedPart.of_rows(rows[_places(seq_len, sequences, documents)])
 
 
 @functools.lru_cache(maxsize=16)
-def _fixed_on(d_model: int, one: PositionClasses) -> tuple[Matrix, Matrix]:
+def _fixed_on(d_model: int, base: float, one: PositionClasses) -> tuple[Matrix, Matrix]:
     """Means over cells, of one place or of two: the same in every document."""
-    frequencies = _frequencies(d_model)
+    frequencies = _frequencies(d_model, base)
     count = len(frequencies)
     phases, mass, twice = basis_of(one, frequencies).sums(0, one.length)
     cosines = (phases @ phases.conj().T).real / count
@@ -248,7 +246,6 @@ def embedding_gradients(
     padding row has no gradient.
 
     Args:
-        embedding: the tables.
         seq_len: tokens per sequence L.
         d_model: width of the sum of the tables.
         gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or

@@ -1,18 +1,26 @@
-"""Second moments of embedded images, the gradients of what embeds them, and a photograph."""
+"""Second moments of embedded images and sound, the gradients of what embeds them, a photograph."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from ..engine import laws
+from ..engine.derivative import pullback
 from ..engine.state import Array, Kernel
 from ..errors import domain_error
+from ..formulas.activation import activation_laws
 from ..formulas.checks import check_array, check_count
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
+from .embedding import FixedPart
+
+ReadsPixels = PatchEmbedding | SoundEmbedding
+"""What an embedding of images is, a spectrogram being one of one channel."""
 
 
-def check_pixels(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
+def check_pixels(embedding: ReadsPixels, pixels: Any) -> np.ndarray:
     """Images of shape (B, C, H, W).
 
     Raises:
@@ -22,9 +30,9 @@ def check_pixels(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
     if not np.all(np.isfinite(images)):
         raise domain_error("pixels", "NaN or infinity", "finite")
     images = images[None] if images.ndim == 3 else images
-    size = embedding.image_size
-    if images.ndim != 4 or images.shape[1:] != (embedding.channels, size, size):
-        allowed = f"of shape (B, {embedding.channels}, {size}, {size})"
+    shape = embedding.channels, *embedding.sides
+    if images.ndim != 4 or images.shape[1:] != shape:
+        allowed = f"of shape (B, {', '.join(map(str, shape))})"
         raise domain_error("pixels", f"shape {np.shape(pixels)}", allowed)
     return images
 
@@ -32,66 +40,98 @@ def check_pixels(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
 def cut_patches(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
     """The patches of images (B, C, H, W), row by row: (B, patches, channels * patch_size**2)."""
     images = check_pixels(embedding, pixels)
-    side = embedding.image_size // embedding.patch_size
-    shape = (len(images), embedding.channels, side, embedding.patch_size, side, -1)
-    cut = images.reshape(shape).transpose(0, 2, 4, 1, 3, 5)
+    size, (down, across) = embedding.patch_size, embedding.strides
+    windows = np.lib.stride_tricks.sliding_window_view(images, (size, size), axis=(2, 3))
+    cut = windows[:, :, ::down, ::across].transpose(0, 2, 3, 1, 4, 5)
     return np.ascontiguousarray(cut.reshape(len(images), embedding.patches, embedding.patch_width))
 
 
-def image_kernel(embedding: PatchEmbedding, pixels: Any) -> Kernel:
-    """Sum of projected patches, bias, class vector and positions: one kernel (B L, B L).
+def entering(embedding: ReadsPixels, pixels: Any, d_model: int) -> tuple[Kernel, FixedPart | None]:
+    """What images are to layer 1 but for norm and dropout, one kernel (B L, B L), and of it what no
+    weight is drawn for; None: nothing.
 
-    With Gaussian weights, E (W p_i)_k (W p_j)_k = variance p_i . p_j; the class vector and a
+    Raises:
+        DomainError: pixels of another shape.
+    """
+    if isinstance(embedding, SoundEmbedding):
+        return sound_kernel(embedding, check_pixels(embedding, pixels), d_model)
+    kernel = image_kernel(embedding, pixels, d_model)
+    return kernel, patch_positions(
+        embedding, d_model, len(kernel.off_diagonal) // embedding.seq_len
+    )
+
+
+def image_kernel(embedding: PatchEmbedding, pixels: Any, d_model: int) -> Kernel:
+    """Sum of projected patches, bias, learned vectors and positions: one kernel (B L, B L).
+
+    With Gaussian weights, E (W p_i)_k (W p_j)_k = variance p_i . p_j; the learned vectors and a
     position's row are shared by the images.
 
     Args:
-        embedding: the declaration.
         pixels: images of shape (B, C, H, W) as the model reads them, normalised.
+        d_model: width, of which sinusoidal positions are.
 
     Raises:
-        DomainError: pixels of another shape, or two blank patches with nothing added to them.
+        DomainError: pixels of another shape.
     """
     features, shared = _layout(embedding, pixels)
     matrix = embedding.patch_variance * features @ features.T
     matrix += embedding.position_variance * shared["position"]
     matrix += embedding.class_variance * shared["class"]
+    matrix += embedding.register_variance * shared["register"]
     matrix += (embedding.bias_variance or 0.0) * shared["patch.bias"]
-    if np.diagonal(matrix).min() <= 0:
-        raise domain_error(
-            "pixels", "a patch that is zero", "of positive variance", "declare position_variance"
-        )
-    return Kernel.of_matrix(matrix)
+    fixed = patch_positions(embedding, d_model, len(matrix) // embedding.seq_len)
+    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
+
+
+def patch_positions(embedding: PatchEmbedding, d_model: int, images: int) -> FixedPart | None:
+    """Sinusoidal positions of patches: sines and cosines of d/4 angles w_m = 10000^(-4 m/d) times
+    the place down, and as many of that across; zero where a token is no patch. None: no such.
+
+    Raises:
+        DomainError: a width that is no multiple of 4.
+    """
+    if embedding.placed != "sinusoidal":
+        return None
+    if d_model % 4:
+        raise domain_error("d_model", d_model, "a multiple of 4 for sinusoidal positions")
+    speeds = 10000.0 ** (-np.arange(d_model // 4) / (d_model // 4))
+    angles = np.indices(embedding.grid).reshape(2, -1, 1) * speeds
+    rows = np.concatenate([*np.sin(angles), *np.cos(angles)], axis=1)
+    return FixedPart.of_rows(np.tile(np.pad(rows, ((embedding.before, 0), (0, 0))), (images, 1)))
 
 
 def image_gradients(
-    embedding: PatchEmbedding, pixels: Any, d_model: int, gradient: Kernel
+    embedding: ReadsPixels, pixels: Any, d_model: int, gradient: Kernel
 ) -> dict[str, Array]:
-    """Squared gradient norms of projection, bias, class vector and position table.
+    """Squared gradient norms of projection, bias, learned vectors and position table.
 
     dW = sum_i g_i p_i^T, so E |dW|^2 = d sum_ij G_ij p_i . p_j; the others gather the gradients of
     the tokens that share them.
 
     Args:
-        embedding: the declaration.
         pixels: images of shape (B, C, H, W).
-        d_model: width.
         gradient: at the sum, (B L, B L).
 
     Returns:
-        "patch", and "patch.bias", "class" and "position" where there are such parameters.
+        "patch", and "patch.bias", "class", "register" and "position" where there are such
+        parameters; of convolutions "convolution_1" and so on.
 
     Raises:
         DomainError: pixels of another shape, or not as many tokens as the gradient has.
     """
-    features, shared = _layout(embedding, pixels)
     grad_out = gradient.off_diagonal
+    if isinstance(embedding, SoundEmbedding):
+        return sound_gradients(embedding, check_pixels(embedding, pixels), d_model, grad_out)
+    features, shared = _layout(embedding, pixels)
     if np.shape(grad_out) != (len(features), len(features)):
         allowed = f"of shape {(len(features), len(features))}, one row per token"
         raise domain_error("gradient", f"shape {np.shape(grad_out)}", allowed)
     there = {
         "patch.bias": embedding.bias_variance is not None,
         "class": embedding.class_token,
-        "position": embedding.position_variance > 0,
+        "register": embedding.registers > 0,
+        "position": embedding.placed == "learned",
     }
     result = {"patch": d_model * float((grad_out * (features @ features.T)).sum())}
     for name, present in there.items():
@@ -103,16 +143,118 @@ def image_gradients(
 def _layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """What the projection reads, (B L, patch width), and which tokens share a vector."""
     cut = cut_patches(embedding, pixels)
-    if embedding.class_token:
-        cut = np.concatenate([np.zeros_like(cut[:, :1]), cut], axis=1)
+    cut = np.pad(cut, ((0, 0), (embedding.before, 0), (0, 0)))
     place = np.tile(np.arange(embedding.seq_len), len(cut))
-    first = (place == 0) & embedding.class_token
+    first, patch = (place == 0) & embedding.class_token, place >= embedding.before
+    register, same = ~first & ~patch, place[:, None] == place[None, :]
     shared = {
-        "position": place[:, None] == place[None, :],
+        "position": same,
         "class": first[:, None] & first[None, :],
-        "patch.bias": ~first[:, None] & ~first[None, :],
+        "register": same & register,
+        "patch.bias": patch[:, None] & patch[None, :],
     }
     return cut.reshape(len(place), -1), shared
+
+
+# --- sound ----------------------------------------------------------------------------------------
+# A convolution's output is Gaussian given its input, with the covariance of two places a sum over
+# its taps of what they read; at infinite width that holds layer by layer (derived here; a test
+# compares a real module). Derivatives are those of two replicas (`engine.laws`).
+
+
+def sound_kernel(
+    embedding: SoundEmbedding, pixels: np.ndarray, d_model: int
+) -> tuple[Kernel, FixedPart]:
+    """What enters layer 1 but for dropout, (B L, B L), and of it what no feature has of its own:
+    positions, and the means that activations leave.
+
+    Args:
+        embedding: the declaration.
+        pixels: spectrograms as images, (B, 1, bins, frames).
+        d_model: width.
+    """
+    behind, inner = _convolved(embedding, _products(pixels), d_model)
+    own = laws.Layout(True, len(pixels)).joined(behind)
+    read = np.diagonal(laws.Layout(True, len(pixels)).joined(inner))
+    mean = np.asarray(activation_laws(embedding.activation).law("mean")(x_variance=read))
+    rows = np.zeros((embedding.seq_len, d_model))
+    if embedding.positions == "sinusoidal":
+        half = d_model // 2
+        speeds = 10000.0 ** (-np.arange(half) / max(half - 1, 1))
+        angles = np.outer(np.arange(embedding.seq_len), speeds)
+        rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    fixed = FixedPart.of_rows(np.tile(rows, (len(pixels), 1)) + mean[:, None])
+    return Kernel.of_matrix(own - np.outer(mean, mean) + fixed.kernel.off_diagonal), fixed
+
+
+def sound_gradients(
+    embedding: SoundEmbedding, pixels: np.ndarray, d_model: int, gradient: Array
+) -> dict[str, Array]:
+    """Squared gradient norms of the convolutions and of their biases, by name.
+
+    Args:
+        embedding, pixels, d_model: as of `sound_kernel`.
+        gradient: at the sum, (B L, B L).
+    """
+    names = []
+    for number in range(1, len(embedding.kernels) + 1):
+        names.append(f"convolution_{number}")
+        if embedding.bias_variance is not None:
+            names.append(f"convolution_{number}.bias")
+    frames = _products(pixels)
+    grad_out = laws.Layout(True, len(pixels)).cut(np.asarray(gradient))
+    _, pull = pullback(
+        lambda *extra: _convolved(embedding, frames, d_model, *extra)[0],
+        *(np.zeros(()) for _ in names),
+    )
+    return {n: d_model * float(g) for n, g in zip(names, pull(grad_out), strict=True)}
+
+
+def _products(pixels: np.ndarray) -> Array:
+    """Of frames, summed over their numbers: (B, B, frames, frames), or (frames, frames) of one."""
+    found = np.einsum("aif,big->abfg", pixels[:, 0], pixels[:, 0])
+    return found if len(pixels) > 1 else found[0, 0]
+
+
+def _convolved(
+    embedding: SoundEmbedding, frames: Array, d_model: int, *extra: Array
+) -> tuple[Array, Array]:
+    """Second moments behind the last activation, and before it.
+
+    Args:
+        embedding: the declaration.
+        frames: products of what is read.
+        d_model: features behind every convolution.
+        extra: covariances across replicas of every convolution's entries, each followed by that of
+            its bias where there is one; none: 0.
+    """
+    given, found, inner = list(extra), frames, frames
+    sequences = len(frames) if np.ndim(frames) == 4 else 1
+    level = extra[0].level if extra else math.inf  # what a replica has by itself is held constant
+    with laws.evaluating(laws.Layout(True, sequences), level):
+        for number, kernel in enumerate(embedding.kernels):
+            inner = _taps(found, kernel, embedding.strides[number]) * (d_model if number else 1)
+            inner = inner * (embedding.variance + (given.pop(0) if given else 0.0))
+            if embedding.bias_variance is not None:
+                inner = inner + (embedding.bias_variance + (given.pop(0) if given else 0.0))
+            found = laws.activation(embedding.activation, inner)
+    return found, inner
+
+
+def _taps(x: Array, kernel: int, stride: int) -> Array:
+    """Sums over a convolution's taps of x at both places, padding being zero."""
+    length, edge = x.shape[-1], kernel // 2
+    places = np.arange((length + 2 * edge - kernel) // stride + 1) * stride - edge
+    total: Array = 0.0
+    for tap in range(kernel):
+        read = places + tap
+        there = (read >= 0) & (read < length)
+        read = np.clip(read, 0, length - 1)
+        total = total + x[..., read[:, None], read] * np.outer(there, there)
+    return total
+
+
+# --- a picture to predict with --------------------------------------------------------------------
 
 
 def photograph(image_size: int, top: bool = True) -> np.ndarray:

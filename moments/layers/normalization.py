@@ -200,8 +200,6 @@ class NormalizationPullback:
     """The way back through a normalisation.
 
     Attributes:
-        leaf: that one.
-        signal: what entered.
         normal: kernel of what the gain multiplies.
         one, two: values of the laws' symbols, for a token and for a pair.
         epsilon: to meet a diagonal.
@@ -294,7 +292,6 @@ class DynamicTanh(Leaf):
         alpha: multiplies the input; its own gradient is not given.
         gain: root mean square of the gain, which multiplies the output.
         affine: whether gain and bias are parameters per feature that receive gradients.
-        laws: the component's laws.
     """
 
     label: str
@@ -355,8 +352,6 @@ class AffinePulled(Pulled):
     """What a norm sent back, whose gain and bias per feature receive gradients.
 
     Attributes:
-        norm: that one.
-        width: number of features.
         normal: kernel of what the gain multiplies.
         grad_out: gradient at the output.
     """

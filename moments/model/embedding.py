@@ -36,6 +36,7 @@ class Embedding(Stored):
         scale: multiplies the token rows; sqrt(d_model) in the original Transformer and in Gemma.
         positions: "learned" (a table of `position_variance`), "sinusoidal" (the original
             Transformer's fixed sines and cosines, entries of mean square 1/2) or "none".
+        position_base: b of their frequencies b^(-2 m/d_model), m = 0 ... d_model/2 - 1.
         padding_id: the token whose row is zero and receives no gradient from the input; None: all
             rows are drawn.
         factor_dim: width of tables that a matrix of factor_dim rows and d_model columns widens;
@@ -60,6 +61,7 @@ class Embedding(Stored):
     norm_epsilon: float = 0.0
     scale: float = field(default=1.0, kw_only=True)
     positions: str = field(default="learned", kw_only=True)
+    position_base: float = field(default=10000.0, kw_only=True)
     padding_id: int | None = field(default=None, kw_only=True)
     factor_dim: int | None = field(default=None, kw_only=True)
     factor_variance: float | None = field(default=None, kw_only=True)
@@ -67,7 +69,7 @@ class Embedding(Stored):
 
     def __post_init__(self) -> None:
         settle(self, ["vocab_size"], check_count, least=2)
-        settle(self, ["token_variance", "scale"], check_number, POSITIVE)
+        settle(self, ["token_variance", "scale", "position_base"], check_number, POSITIVE)
         names = ("position_variance", "segment_variance", "norm_epsilon")
         settle(self, names, check_number, NONNEGATIVE)
         settle(self, ["norm", "factor_bias"], check_flag)

@@ -20,7 +20,7 @@ from ..formulas.checks import (
 from .fields import Stored, settle
 
 LOSSES = ("causal", "masked", "classification", None)
-POOLS = ("first", "mean")
+POOLS = ("first", "mean", "patches", "before")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,9 @@ class Head(Stored):
         loss: "causal" (every token predicts the next), "masked" (masked tokens predict
             themselves), "classification" (one label per sequence) or None: no loss.
         classes: labels of a classification.
-        pool: what classifies a sequence: its "first" token or the "mean" of its tokens.
+        pool: what classifies a sequence: its "first" token or the "mean" of its tokens; of a
+            picture also the mean of its "patches" alone, or of the tokens "before" them.
+        pool_norm: whether a normalisation follows that.
         target_share: share of tokens with a target under "masked" where no targets are given.
         factor_dim: features that the matrix reads where they are fewer than d_model: those of a
             token table that it is tied to. A `transform` makes them (ELECTRA), else a matrix of its
@@ -76,6 +78,7 @@ class Head(Stored):
     loss: str | None = "causal"
     classes: int | None = None
     pool: str = "first"
+    pool_norm: bool = False
     target_share: float = 0.15
     label_smoothing: float = 0.0
     norm_gain: float = 1.0
@@ -83,7 +86,7 @@ class Head(Stored):
     factor_variance: float | None = None
 
     def __post_init__(self) -> None:
-        settle(self, ("tied", "norm", "bias", "transform_norm"), check_flag)
+        settle(self, ("tied", "norm", "bias", "transform_norm", "pool_norm"), check_flag)
         check_choice("loss", self.loss, LOSSES)
         check_choice("pool", self.pool, POOLS)
         settle(self, ("vocab_size", "classes"), check_count, least=2)
@@ -125,6 +128,10 @@ class Head(Stored):
                 raise domain_error("tied", True, "False for a classification")
             if self.classes is None and self.vocab_size is None:
                 raise DomainError("classes is missing: pass the number of labels")
+            if self.pool_norm and self.transform is not None:
+                raise domain_error("pool_norm", True, "False before a transform")
+        elif self.pool_norm:
+            raise domain_error("pool_norm", True, "False unless loss='classification'")
         elif self.classes is not None:
             raise domain_error("classes", self.classes, "None unless loss='classification'")
 

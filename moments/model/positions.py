@@ -33,12 +33,17 @@ class Rotary(Stored):
         base: frequencies are w_m = base^(-2 m / turned), m = 0 ... turned/2 - 1.
         speeds: the frequencies themselves, one per pair of turned features, where they are no
             powers of one base (scaled for longer texts); None: they are.
+        grid: rows and columns of a picture's patches, whose places turn: a quarter of the features'
+            pairs each by 2 pi base^(-4 m / d_head) times a place down and across, which run from -1
+            to 1 between the picture's edges. Tokens before the patches are not turned. None: a
+            token's number turns.
 
     Raises:
         DomainError: a value outside what is allowed.
 
     Source:
-        Su et al. 2021, RoFormer, section 3.2.2.
+        Su et al. 2021, RoFormer, section 3.2.2; of patches Simeoni et al. 2025, DINOv3, section
+        3.2, and its released code.
     """
 
     _part: ClassVar[str] = "rotary"
@@ -46,6 +51,7 @@ class Rotary(Stored):
     fraction: float = 1.0
     base: float = 10000.0
     speeds: tuple[float, ...] | None = None
+    grid: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         settle(self, ["fraction"], check_number, Interval(0.0, 1.0, open_lower=True))
@@ -55,10 +61,18 @@ class Rotary(Stored):
             if given.ndim != 1:
                 raise domain_error("speeds", self.speeds, "one positive number per pair")
             set_field(self, "speeds", tuple(given.tolist()))
+        if self.grid is not None:
+            if not isinstance(self.grid, list | tuple) or len(self.grid) != 2:
+                raise domain_error("grid", self.grid, "rows and columns of patches")
+            set_field(self, "grid", tuple(check_count("grid", side) for side in self.grid))
+            if self.fraction != 1.0 or self.speeds is not None:
+                raise domain_error("grid", self.grid, "None with a fraction or speeds")
 
     def check_width(self, d_head: int) -> None:
         """Raise unless `speeds` are as many as a head has pairs of turned features."""
         pairs = int(self.fraction * d_head) // 2
+        if self.grid is not None and d_head % 4:
+            raise domain_error("d_head", d_head, "a multiple of 4 where places of patches turn")
         if self.speeds is not None and len(self.speeds) != pairs:
             raise domain_error("speeds", f"{len(self.speeds)} numbers", f"{pairs}, one per pair")
 
@@ -73,11 +87,35 @@ class Rotary(Stored):
         turned = self.base ** (-np.arange(pairs) / pairs)
         if self.speeds is not None:
             turned = np.array(self.speeds)
+        if self.grid is not None:
+            quarter = 2 * np.pi * self.base ** (-np.arange(pairs // 2) / (pairs // 2))
+            turned = np.concatenate([quarter, quarter])
         share = np.full(pairs, 2.0 / d_head)
         rest = 1.0 - float(share.sum())
         if rest <= 1e-12:
             return turned, share
         return np.append(0.0, turned), np.append(rest, share)
+
+    def angles(self, positions: Any, d_head: int) -> Array:
+        """(tokens, m) by how much each frequency turns tokens of a picture at these positions in
+        their sequence, of which the patches are the last.
+
+        Raises:
+            DomainError: fewer tokens than there are patches.
+        """
+        assert self.grid is not None
+        speeds, _ = self.frequencies(d_head)
+        where = np.asarray(positions, dtype=np.float64)
+        rows, columns = self.grid
+        before = int(where.max(initial=0.0)) + 1 - rows * columns
+        if before < 0:
+            allowed = f"at least the {rows * columns} patches whose places turn"
+            raise domain_error("seq_len", int(where.max()) + 1, allowed)
+        patch = where.astype(np.intp) - before
+        down, across = np.divmod(np.maximum(patch, 0), columns)
+        places = (2 * down + 1) / rows - 1, (2 * across + 1) / columns - 1
+        half = np.repeat([0, 1], len(speeds) // 2)
+        return np.stack(places, 1)[:, half] * speeds * (patch >= 0)[:, None]
 
     def kernel(self, offset: Any, d_head: int) -> Array:
         """rho(offset) = sum_m share_m cos(w_m offset): the covariance of two logits over its value
@@ -92,6 +130,8 @@ class Rotary(Stored):
 
     def __str__(self) -> str:
         share = "" if self.fraction == 1.0 else f" on {self.fraction:g} of each head"
+        if self.grid is not None:
+            share = " of {} by {} patches".format(*self.grid)
         if self.speeds is not None:
             return f"rotary, speeds {max(self.speeds):.3g} to {min(self.speeds):.3g}{share}"
         return f"rotary, base {self.base:g}{share}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 
-GATED = {"silu": "SwiGLU", "gelu": "GEGLU", "relu": "ReGLU", "sigmoid": "GLU"}
+UNITS = {"silu": "SwiGLU", "gelu": "GEGLU", "relu": "ReGLU", "sigmoid": "GLU"}
 """Names of gated units by their activation."""
 
 
@@ -46,7 +46,7 @@ def in_short(model: Transformer) -> str:
         heads = f"{model.heads} query heads on {shared} key head{'s' * (shared > 1)}"
     attention = f"{'causal' if model.causal else 'full'} attention"
     mixers = (attention if one is None else _block(one, "mixer") for one in model.mixers)
-    units = GATED.get(model.activation, f"gated {model.activation}")
+    units = UNITS.get(model.activation, f"gated {model.activation}")
     own = units if model.gated else model.activation
     blocks = (own if one is None else _block(one, "feed-forward block") for one in model.ffns)
     parts = [f"{model.layers} layer{'s' * (model.layers > 1)} of width {model.d_model}"]

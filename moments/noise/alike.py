@@ -1,4 +1,4 @@
-"""Tokens alike: layers of one structure met at once; and what sequences share of one draw.
+"""Tokens alike: layers of one structure at once; and what sequences share of one draw.
 
 Cross-attention asks nothing of a sequence beyond its own memory. Memories of texts read by one
 embedding are taken to share what two of their own tokens do; those of other inputs, nothing.
@@ -29,7 +29,6 @@ class Alike(NamedTuple):
     Attributes:
         entering: what enters layer 1.
         passing: what enters every layer, and the gradient that its output receives.
-        memory: what cross-attention reads.
     """
 
     entering: Signal
@@ -53,7 +52,7 @@ class Alike(NamedTuple):
     def sublayers(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
         """Of all layers, those of one structure at once, with the record of both passes.
 
-        Positions that tell no token from another are left out, as by token.
+        Positions that distinguish no tokens are left out, as by token.
         """
         starts, alike = sublayer_starts(layers), dict[Any, list[int]]()
         distinct = {id(layer.body): layer.body for layer in layers}  # most layers share one body
@@ -82,7 +81,8 @@ class Alike(NamedTuple):
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:
     """What a part does, in as many configurations."""
     unit = trace_of(matrix_of(record.grad_in.kernel, record.input.seq_len))
-    return record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
+    sublayer: Sublayer = record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
+    return sublayer
 
 
 def across_sequences(

@@ -138,7 +138,6 @@ def signal_log_variance(
     """Var log v of the signal's variance at every point of the stream, shape (..., N + 1).
 
     Args:
-        declaration, trace, batch, across: as in `log_variance`.
         real: (n,) by token, 1 for tokens that count and 0 for padding; None: all count.
     """
     layers = _layers(declaration)

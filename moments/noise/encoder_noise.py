@@ -88,7 +88,6 @@ class DecoderTop:
 
     Attributes:
         read: what turns the encoder's last layer into the memory.
-        declaration: of the decoder.
         trace: of the decoder, both passes.
         top: where its own last gradient comes from; None: it is a fresh Gaussian tensor.
     """
@@ -178,7 +177,6 @@ class _Reading(NamedTuple):
         back: (3, ..., 2, 2) map of the gradient's modes from the memory to that signal.
         modes, width: of the encoder's tokens.
         batch: sequences that share the weights.
-        shape: of the configurations.
     """
 
     memory: Signal
@@ -319,7 +317,6 @@ class OfModes:
     Attributes:
         response, covariance: (..., 2, 2) as `DecoderTop` finds them.
         grad_out: the gradient, of trace 1.
-        kernel: of the signal.
         modes: of the tokens of a sequence.
     """
 
@@ -389,7 +386,6 @@ class OfAverages:
     Attributes:
         inner: the same by token.
         like: a matrix by token.
-        kind: the tokens.
         sequences: how many of them the matrix holds.
     """
 

@@ -279,7 +279,7 @@ class _Ending:
         return step._replace(noise=noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        # above it there is nothing, of as many tokens as the matrix sees
+        # above it there is nothing, of as many tokens as the matrix attends to
         by_size = exposure[1]
         none = diagonal_matrix(np.zeros(by_size.shape, SINGLE), self.grad_out)
         return self.answer.signal_adjoint(none, exposure)

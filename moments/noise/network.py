@@ -6,7 +6,7 @@ realised signal kernels, with sensitivities Gamma (`response`). All parts above 
 their matrices make of the first, all parts of the network of the second; and where directions share
 nothing on average, their random overlap q is the floor under what tokens and sequences that share
 the weights can average out. Tokens alike are one class of all (`classes.ClassMatrix`), whose parts
-of one structure are met at once (`alike`).
+of one structure are evaluated at once (`alike`).
 
 See docs/theory/band.md, What fluctuates. See docs/theory/band.md, The floor."""
 
@@ -304,12 +304,11 @@ class Network:
         across: Sequence[Matrix] | None = None,
     ) -> None:
         """Arguments:
-        walk: through all parts.
         first: the signal that enters.
         batch: sequences that share the weights.
         overlaps: covariance of tokens of different sequences before every part, and behind all.
         end: the gradient at the last part's output, and where it comes from.
-        across: the same as `overlaps`, place by place, where parts are met one by one; None: alike.
+        across: the same as `overlaps`, place by place, where parts come one by one; None: alike.
         """
         self.top, self.end = end
         self.across = across

@@ -1,13 +1,13 @@
 """How much two tokens' overlap x_a.x_b/d varies over draws, beyond independent features.
 
 The gradients of queries and keys sum o_ab^2 over L^2 pairs of tokens, whose mean overlap may be 0,
-beside L terms C_aa: there 1/d is followed as one number nu for all pairs, the relative variance of
+and L terms C_aa: there 1/d is followed as one number nu for all pairs, the relative variance of
 the overlap of what two tokens have of their own (a component's `unshared_overlap`).
 
 Around a unit of realised overlap o, hidden units have the covariance F(o) and send the gradient
 G b(o) back. The gradients of the matrices before and behind, and of the gain of a norm before, sum
 o b(o) and F(o) over pairs: the mean is taken of the two values at E o +- sqrt(Var o), exact to
-third order in o. Var o_ab is what the forward pass found (`fluctuation`).
+third order in o. Var o_ab is the forward pass's (`fluctuation`).
 
 See docs/theory/norms.md, Overlaps of idiosyncratic parts."""
 

@@ -77,7 +77,7 @@ class Statistic(NamedTuple):
     samples: Array
 
     def row(self, name: str) -> dict[str, float]:
-        """Of a table's row what a column of that name has, and the one beside it."""
+        """Of a table's row what a column of that name has, and its neighbour."""
         return {name: self.value, f"{name}_stderr": self.stderr}
 
 

@@ -217,12 +217,7 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The laws of one layer in the order in which they were used, residual additions included.
-
-    Attributes:
-        model, layer: of which.
-        steps: in that order.
-    """
+    """The laws of one layer in the order in which they were used, residual additions included."""
 
     model: Transformer
     layer: int
@@ -292,9 +287,7 @@ def explain(
     docs/theory/index.md has what ties the laws together.
 
     Args:
-        model: the declaration.
         layer: its number, from 1.
-        theory: whose laws.
         inputs: what `predict` takes, for one configuration.
 
     Raises:
@@ -308,6 +301,7 @@ def explain(
     prediction = predict(model, theory=theory, **inputs)
     if prediction.variance.ndim > 1:
         raise DomainError("explain takes one configuration: pass numbers, not arrays")
+    prediction.unshared("one layer's recursion")
     log = Log(prediction.layout, names_of_laws(model))
     record = prediction.trace.layers[layer - 1]
     log.forward(record)

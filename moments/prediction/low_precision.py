@@ -7,9 +7,15 @@ They are taken for
 * f(u), f(u) w and their derivatives times a Gaussian gradient: hidden units of a feed-forward
   block, u and w Gaussian of the predicted variance.
 
-Left out: that tokens differ in variance, and dropout's zeros. The third product of a matrix, which
-gives the gradient of its weights, sums over tokens, whose entries are neither independent nor of
-one variance: of it nothing is said.
+Left out: that tokens differ in variance, and dropout's zeros.
+
+The gradient of a matrix, dW = sum_t g_t x_t^T, is summed over tokens, and a group of entries is one
+feature at consecutive tokens. Over features such a group is a draw of a Gaussian whose kernel is
+predicted, K at the input and D at the gradient, so that features are drawn, cast and multiplied:
+the noise of E |dW_Q - dW|^2 has the tokens' unequal variances, their correlation inside a group,
+and the signal, sum_ts K_ts D_ts, what the tokens' gradients have in common. Hidden units are their
+function of Gaussian draws. A key's signal also has the variance of overlaps (docs/theory/norms.md),
+which adds to pairs of different tokens alone, and so nothing to the noise.
 """
 
 from __future__ import annotations
@@ -33,18 +39,21 @@ from ..formulas.quantization import (
     Elements,
     Entries,
     Loss,
+    cast,
     decibels,
     gaussian_grid,
     loss,
     mean,
     product_noise,
 )
+from ..layers.attention.self_attention import AttentionPulled
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ..engine.state import Kernel
+    from ..engine.trace import Record
     from ..model.transformer import Transformer
-    from .result import Prediction
 
 
 class Format(NamedTuple):
@@ -141,20 +150,25 @@ def _unsized(operand: Operand, scale: str) -> Operand:
     return operand._replace(variance=2.0**octaves)
 
 
-def low_precision(prediction: Prediction, format: str) -> pd.DataFrame:
+def low_precision(prediction: Any, format: str) -> pd.DataFrame:
     """See `Prediction.low_precision`."""
     check_choice("format", format, tuple(FORMATS))
     if prediction.variance.ndim > 1:
         raise DomainError("low_precision takes one configuration: predict one at a time")
     sites: Any = prediction.to_frame().to_dict("records")
-    layers = range(1, prediction.model.layers + 1)
+    form = FORMATS[format]
     return as_frame(
-        row for layer in layers for row in _rows(prediction, sites, layer, FORMATS[format])
+        row
+        for layer in range(1, prediction.model.layers + 1)
+        for row in (
+            *_rows(prediction, sites, layer, form),
+            *_weight_rows(prediction, layer, form),
+        )
     )
 
 
 def _rows(
-    prediction: Prediction, sites: list[dict[str, Any]], layer: int, form: Format
+    prediction: Any, sites: list[dict[str, Any]], layer: int, form: Format
 ) -> Iterator[dict[str, Any]]:
     """Two rows a product, one for each operand."""
     model = prediction.model
@@ -235,3 +249,133 @@ def _units_of(
 def _rounded(value: float) -> float:
     """To a 16th of an octave, so that layers that hardly differ share a law."""
     return float(2.0 ** (round(16 * math.log2(value)) / 16))
+
+
+# --- the product that gives the gradient of weights ----------------------------------------------
+
+FEATURES = 256
+"""Drawn of either operand: the ratio of noise to signal comes within .05 dB."""
+
+
+class Drawn(NamedTuple):
+    """Features of what a matrix reads and of the gradient at what it makes, (features, tokens)."""
+
+    read: np.ndarray
+    sent: np.ndarray
+
+
+def _weight_rows(prediction: Any, layer: int, form: Format) -> Iterator[dict[str, Any]]:
+    """Two rows a weight gradient, where every token is resolved by itself."""
+    squares = _squares(prediction, layer)
+    for name, (read, sent) in _drawn(prediction, layer).items():
+        casts, rows = [], []
+        for kind, values, elements in (
+            ("input", read, form.forward),
+            ("gradient", sent, form.gradient),
+        ):
+            grouped = values.reshape(1, -1) if form.group == 0 else values
+            size = form.group or grouped.shape[-1]
+            changed, clipped = cast(grouped, elements, form.scale, size)
+            casts.append(changed.reshape(values.shape))
+            zero = float(np.mean((casts[-1] == 0) & (values != 0)))
+            lost = np.mean((casts[-1] - values) ** 2) / max(float(np.mean(values**2)), 1e-300)
+            rows.append((kind, zero, clipped, decibels(float(lost))))
+        lost = np.mean((casts[1] @ casts[0].T - sent @ read.T) ** 2) / max(squares[name], 1e-300)
+        for kind, zero, clipped, snr in rows:
+            yield {
+                "layer": layer,
+                "weight": name,
+                "product": "weight gradient",
+                "operand": kind,
+                "zero": zero,
+                "clipped": clipped,
+                "snr": snr,
+                "product_snr": decibels(float(lost)),
+            }
+
+
+def _squares(prediction: Any, layer: int) -> dict[str, float]:
+    """E dW^2 of an entry. A query's is that of the mean kernels: what overlaps that vary over draws
+    add to it, they add to a token's own gradient too, and so to the noise."""
+    shapes, found = prediction.model.shapes_of(layer), {}
+    for at, name, norm in prediction.inner_weights():
+        if at == layer and name in shapes:
+            found[name] = float(np.sum(norm)) / math.prod(shapes[name])
+    for record in prediction.trace.layers[layer - 1].walk():
+        if isinstance(record.pulled, AttentionPulled) and record.memory is None:
+            leaf, path = record.pulled.way.leaf, record.pulled.sides.query
+            _, outputs = shapes["query"]
+            product = float(np.sum(path.off_diagonal * record.input.second_moment().off_diagonal))
+            found["query"] = product / (outputs * max(float(leaf.query), 1e-300))
+    return found
+
+
+def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
+    """Both operands of a layer's weight gradients, by the matrix's name."""
+    model, rng = prediction.model, np.random.default_rng(layer)
+    found: dict[str, Drawn] = {}
+    at: dict[str, Record] = {}
+    for record in prediction.trace.layers[layer - 1].walk():
+        if record.input.resolved is not True or record.grad_out is None:
+            continue
+        if isinstance(record.pulled, AttentionPulled) and record.memory is None:
+            found |= dict(_of_attention(record, record.pulled, rng))
+        elif record.component.label:
+            at[record.component.label] = record
+    if "attention.projection" in at and found:
+        found["output"] = _of_matrix(at["attention.projection"], rng)
+    if "ffn.activation" not in at or "ffn.out" not in at:
+        return found
+    unit, weights = at["ffn.activation"], model.layer_weights(layer)
+    value, slope = _units(model.activation)
+    sent, entering = _features(unit.grad_out.kernel, rng), unit.input.second_moment()
+    if model.gated:
+        gate, factor = (
+            _features(entering.scaled(model.d_model * float(one)), rng)
+            for one in (weights.gate, weights.ffn_in)
+        )
+        read, hidden = _features(entering, rng), value(gate) * factor
+        found["gate"] = Drawn(read, slope(gate) * factor * sent)
+        found["ffn_in"] = Drawn(read, value(gate) * sent)
+    elif "ffn.in" in at:
+        entered = _features(entering, rng)
+        read, hidden = _features(at["ffn.in"].input.second_moment(), rng), value(entered)
+        found["ffn_in"] = Drawn(read, slope(entered) * sent)
+    else:
+        return found
+    found["ffn_out"] = Drawn(hidden, _features(at["ffn.out"].grad_out.kernel, rng))
+    return found
+
+
+def _of_matrix(record: Record, rng: np.random.Generator) -> Drawn:
+    read = record.input.second_moment()
+    return Drawn(_features(read, rng), _features(record.grad_out.kernel, rng))
+
+
+def _of_attention(
+    record: Record, pulled: AttentionPulled, rng: np.random.Generator
+) -> Iterator[tuple[str, Drawn]]:
+    """Of queries, keys and values, whose gradients' kernels attention keeps as what they send to
+    the tokens."""
+    leaf, tokens = pulled.way.leaf, record.input.second_moment()
+    kept, heads = float(leaf.kv_heads or leaf.heads), float(leaf.heads)
+    for name, path, several in (
+        ("query", pulled.sides.query, heads),
+        ("key", pulled.sides.key, kept),
+        ("value", pulled.sides.value, kept),
+    ):
+        variance = max(float(getattr(leaf, name)), 1e-300)
+        sent = path.scaled(1.0 / (several * float(leaf.d_head) * variance))
+        yield name, Drawn(_features(tokens, rng), _features(sent, rng))
+
+
+def _features(kernel: Kernel, rng: np.random.Generator) -> np.ndarray:
+    """(features, tokens) Gaussian features of a kernel, their second moments exact where there are
+    more of them than tokens."""
+    matrix = np.asarray(kernel.off_diagonal, float)
+    drawn = rng.standard_normal((FEATURES, len(matrix)))
+    if 2 * len(matrix) <= FEATURES:
+        values, vectors = np.linalg.eigh(drawn.T @ drawn / FEATURES)
+        drawn = drawn @ (vectors / np.sqrt(values)) @ vectors.T
+    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
+    return np.asarray(drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T)

@@ -135,7 +135,7 @@ def predict(
     stack.notes += tuple(notes_of(model, stack.classes))
     stacks = [stack]
     if model.encoder is not None:
-        of_encoder = resolved is True  # beside classes of positions its tokens are alike
+        of_encoder = resolved is True  # with classes of positions its tokens are alike
         stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
     if stack.layout.sequences > 1:
         batch = _counted(batch, stack.layout.sequences)

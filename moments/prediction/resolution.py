@@ -60,6 +60,15 @@ def resolution(
     input do not allow it."""
     if tokens is not None:
         check_flag("tokens", tokens)
+    if model.shared_layers:
+        singled = (inputs.kernel, grad_kernel, inputs.pixels, inputs.document_ids)
+        singled += (inputs.attention_mask, tokens or None)
+        if any(value is not None for value in singled) or model.seq_len == 1:
+            raise DomainError(
+                "shared_layers: tokens are followed as alike there: leave out tokens=True, kernel, "
+                "grad_kernel, pixels, attention_mask and document_ids, with a seq_len of 2 at least"
+            )
+        return False
     encoder = model.encoder
     stacks = [model] if encoder is None else [model, encoder]
     placed = any(map(positional, stacks))
@@ -203,7 +212,7 @@ def shortened(model: Transformer) -> Transformer:
 
 def by_position(model: Transformer, text: bool = False) -> bool:
     """Whether tokens are alike but for how many they see, so that classes of positions serve.
-    Without a mask or windows they are all alike, unless a text tells them apart."""
+    Without a mask or windows they are all alike, unless a text distinguishes them."""
     encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
     around = (text or any(model.windows)) and model.relative_bias is None  # rows see both sides
     return (
@@ -225,7 +234,7 @@ def repeating(model: Transformer, inputs: Inputs) -> bool:
 
 
 def positional(model: Transformer) -> bool:
-    """Whether attention tells tokens apart by where they are in their sequence."""
+    """Whether attention distinguishes tokens by where they are in their sequence."""
     return any((model.causal, model.alibi, any(model.windows), single(model)))
 
 
@@ -237,7 +246,10 @@ def single(model: Transformer) -> bool:
 def few_turned(model: Transformer) -> bool:
     """Whether rotary positions without a mask are few enough to follow each: more are one class,
     which does not know which are near each other."""
-    return bool(model.rotary) and not positional(model) and model.seq_len < SHORT_TURNED
+    if positional(model) or not model.rotary:
+        return False
+    patches = any(one is not None and one.grid is not None for one in model.rotaries)
+    return patches or model.seq_len < SHORT_TURNED
 
 
 LEAST_DRAWN = 0.5

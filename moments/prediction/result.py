@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..show.expects import Expects
     from ..step.result import FirstStep
     from ..step.sharpness import Sharpness
-    from .stack import OuterWeights
 
 
 FORMAT_VERSION = 1
@@ -70,7 +69,7 @@ class Prediction:
         outer_weights: what is outside the layers: on what the loss was predicted, and squared
             gradient norms.
         top: gives what the band has to know of what sends the last gradient; None: nothing.
-        alone: of several sequences or documents that are held together, gives the same of one of
+        alone: of several sequences or documents in one kernel, gives the same of one of
             them and how many such there are as its batch; None: there are none.
         asked: arguments of `predict`, the model aside, as they were given.
     """
@@ -91,7 +90,7 @@ class Prediction:
     loss_stderr: Any = None
     logit_variance: Any = None
     encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: OuterWeights | None = field(default=None, repr=False)
+    outer_weights: Any = field(default=None, repr=False)
     top: Callable[[], Any] | None = field(default=None, repr=False)
     alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -184,6 +183,7 @@ class Prediction:
         return one, between_documents(self.trace), batch
 
     def _check_draws(self) -> None:
+        self.unshared("the band of one draw")
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
@@ -251,7 +251,7 @@ class Prediction:
         """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
 
         What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
-        `token_ids` that is held by token or by classes; else for one sequence, though the loss is
+        `token_ids` resolved by token or by classes; else for one sequence, though the loss is
         averaged over `batch`: the frame's `attrs["sequences"]` says of how many, `attrs["batch"]`
         of how many the loss is. Layer 0 holds embedding tables, layer N + 1 the head. Theories that
         state no query or key gradient have no such rows.
@@ -286,7 +286,9 @@ class Prediction:
         router and over the load's square (width does not change it: tokens that are alike choose
         alike); and, sampled at the tokens' mean correlation, `largest_load` over an even share,
         `starving` (the part of the experts with less than a tenth of that) and `balance_loss`
-        (E sum_e f_e p_e, without its coefficient). `learns`: whether any gradient reaches the
+        (E sum_e f_e p_e, without its coefficient) with `balance_gradient`, the expected squared
+        norm of its gradient at the router's matrix: times the coefficient's square, to be compared
+        with the router's in `weight_gradients`. `learns`: whether any gradient reaches the
         router; none does where the gate of a single expert is normalised.
 
         Raises:
@@ -323,6 +325,11 @@ class Prediction:
             entering = embedding.unshared_overlap(self.model.d_model)
         return stack_overlaps(self.trace.stack, memory, entering)
 
+    def unshared(self, what: str) -> None:
+        """Raise where layers share their weights, for which `what` is not stated."""
+        if self.model.shared_layers:
+            raise DomainError(f"{what} is not stated where layers share their weights")
+
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)
 
@@ -331,7 +338,15 @@ class Prediction:
         """What first steps of all rates share."""
         from ..step.result import Stepping
 
+        self.unshared("a step of an optimizer")
         return Stepping.of(self)
+
+    @functools.cached_property
+    def _sharpening(self) -> Any:
+        """The same, of many tokens on classes."""
+        from ..step.result import Stepping
+
+        return Stepping.on_classes(self) or self._stepping
 
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """The network after the first step of an optimizer on the batch that was predicted.
@@ -357,8 +372,8 @@ class Prediction:
 
         Raises:
             DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or
-                `pixels` and `targets`), the model has what a step does not cover (norms of queries
-                and keys, ...; the message names it), or an option is out of range.
+                `pixels` and `targets`), the model has what a step does not cover (the message
+                names it), or an option is out of range.
 
         Warns:
             ValidityWarning: where the step is too large for the theory.
@@ -397,6 +412,7 @@ class Prediction:
         """
         from ..step.result import sharpness
 
+        self.unshared("sharpness")
         return sharpness(self, optimizer, **options)
 
     def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
@@ -460,11 +476,14 @@ class Prediction:
             A row for both operands of every product: layer, weight, product ("forward", "input
             gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
             (shares of entries that become 0, and that lie beyond the largest number), snr and
-            product_snr (signal over noise of the operand and of the product, in dB).
+            product_snr (signal over noise of the operand and of the product, in dB). "weight
+            gradient" has rows where every token is resolved by itself (`tokens=True`), of
+            attention and dense blocks.
 
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
         """
+        self.unshared("the precision of products")
         return low_precision(self, format)
 
     def expects(
@@ -514,7 +533,7 @@ class Prediction:
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
         quantities, notes = list(QUANTITIES), self.warnings
-        if self.theory == "refined":
+        if self.theory == "refined" and not self.model.shared_layers:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {

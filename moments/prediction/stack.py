@@ -34,9 +34,8 @@ from ..layers.embedding import (
     joint_kernel,
 )
 from ..layers.head.output import OutputMoments, output_moments
-from ..layers.images import image_gradients, image_kernel
+from ..layers.images import ReadsPixels, entering, image_gradients
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from ..noise.loss_noise import HeadTop
 from .gate import Gate, breakdown, validity_warnings
@@ -66,7 +65,7 @@ class Inputs:
 
     @property
     def given_by_token(self) -> bool:
-        """Whether what is given tells single tokens apart: more than a text, and where it ends."""
+        """Whether what is given distinguishes single tokens: more than a text and its ends."""
         segments = self.segment_ids is not None and np.ptp(np.asarray(self.segment_ids)) != 0
         return segments or any(value is not None for value in (self.pixels, self.kernel))
 
@@ -236,6 +235,8 @@ class Stack:
         if read and isinstance(model.embedding, Embedding):
             sequences = self.layout.sequences
             fixed = placed_positions(model, self.resolved, sequences, self.documents)
+        elif read:
+            fixed = _of_image(model, self.inputs)[1]
         width = model.d_model
         if read and isinstance(model.embedding, Embedding):
             width = model.embedding.table_width(width)
@@ -302,7 +303,7 @@ class Stack:
         top: Any = None,
         alone: Any = None,
     ) -> Prediction:
-        """What both passes found, the gradient at the last layer coming from `top` if any; `alone`
+        """What both passes give, the gradient at the last layer coming from `top` if any; `alone`
         as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.grad_in
@@ -535,7 +536,7 @@ def gaussian(
     """Independent Gaussian features; their squared norms vary by 2 C o C / d.
 
     With a fixed part, x = e + p, Cov(|x_i|^2, |x_j|^2) = 2 d E_ij^2 + 4 d E_ij P_ij, that is
-    2 d (C_ij^2 - P_ij^2); and the mean over features is that of p, beside the 1/d of e.
+    2 d (C_ij^2 - P_ij^2); and the mean over features is that of p and the 1/d of e.
     """
     mean = 0.0 * kernel.diagonal
     signal = Signal(kernel, seq_len, mean=mean, width=d_model)
@@ -570,7 +571,7 @@ def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
 
 def _unseen_filled(kernel: Kernel, real: np.ndarray) -> Kernel:
     """With variance at padding whose row of the table is zero (`real` is (L,) or (B, L), 0 there):
-    nobody sees it, so that it may be any token, and one of no size would be divided by."""
+    nothing attends to it, so that it may be any token, and one of no size would be divided by."""
     there = np.broadcast_to(real.reshape(-1) > 0, kernel.diagonal.shape)
     empty = ~there & (kernel.diagonal == 0)
     if not empty.any():
@@ -605,7 +606,7 @@ tokens: measured, 140 and 200 under a causal mask of 128 to 512 tokens; by resol
 
 
 POSITIONS = 12
-"""Numbers for every position of a sequence on classes beside what `Prediction` keeps by token:
+"""Numbers for every position of a sequence on classes next to what `Prediction` keeps by token:
 measured, 8 at 1e6 and 1e7 of them."""
 
 
@@ -643,7 +644,7 @@ def memory() -> float:
 
 
 def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
-    """Which tokens are real, two of a sequence at least, as 0.0 and 1.0: (B, L) beside token_ids of
+    """Which tokens are real, two of a sequence at least, as 0.0 and 1.0: (B, L) for token_ids of
     that shape, else (L,)."""
     real = check_array("attention_mask", mask, "0 or 1, of shape (L,) or (B, L)")
     shape = (seq_len,) if token_ids is None else check_ids(token_ids, seq_len, "token_ids").shape
@@ -672,7 +673,7 @@ def first_kernel(
     moments_given = variance is not None or correlation is not None
     embedding = model.embedding
     if inputs.pixels is not None:
-        return _of_image(model, inputs)
+        return _of_image(model, inputs)[0]
     if inputs.kernel is not None:
         if moments_given or token_ids is not None:
             raise DomainError("kernel replaces variance, correlation and token_ids: give one")
@@ -782,8 +783,8 @@ def last_kernel(
     return Kernel.of_matrix(joint.reshape(sequences * length, sequences * length))
 
 
-def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
-    if not isinstance(model.embedding, PatchEmbedding):
+def _of_image(model: Transformer, inputs: Inputs) -> tuple[Kernel, FixedPart | None]:
+    if not isinstance(model.embedding, ReadsPixels):
         raise DomainError("pixels are read by a patch embedding: declare model.embedding")
     if inputs.moments or inputs.token_ids is not None:
         raise DomainError("pixels replace variance, correlation, kernel and token_ids: give one")
@@ -792,7 +793,7 @@ def _of_image(model: Transformer, inputs: Inputs) -> Kernel:
             f"seq_len = {model.seq_len}: the image has {model.embedding.seq_len} tokens; use "
             f"model.replace(seq_len={model.embedding.seq_len})"
         )
-    return image_kernel(model.embedding, inputs.pixels)
+    return entering(model.embedding, inputs.pixels, model.d_model)
 
 
 def _each(value: Array) -> Any:

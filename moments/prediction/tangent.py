@@ -12,7 +12,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from .gate import computing
 if TYPE_CHECKING:
     import pandas as pd
 
-    from .result import Prediction
 
 MOST_PASSES = 1000
 """Passes of a gradient beyond which a kernel is refused: 43 tokens each by itself."""
@@ -44,7 +43,6 @@ class TangentKernel:
             class of positions or every token.
         off_diagonal: Theta_ij of two different tokens, (P, P); by token Theta_ii on its diagonal.
         positions: (P,) of the tokens, from 1, or of the classes' nodes; None: tokens are alike.
-        seq_len: L.
         weights: layer, parameter and its part of the mean of `diagonal` over tokens.
     """
 
@@ -92,9 +90,7 @@ class TangentKernel:
         return f"TangentKernel({self.seq_len} tokens {where}: {entries})"
 
 
-def tangent_kernel(
-    prediction: Prediction, rates: Mapping[str, float] | None = None
-) -> TangentKernel:
+def tangent_kernel(prediction: Any, rates: Mapping[str, float] | None = None) -> TangentKernel:
     """As `Prediction.tangent_kernel`, which says what it is."""
     if prediction.theory != "refined":
         raise domain_error("theory", prediction.theory, "'refined' for a tangent kernel")
@@ -128,7 +124,7 @@ def tangent_kernel(
 class _Read:
     """Squared gradients of all weights, as a function of the gradient at the last stream."""
 
-    prediction: Prediction
+    prediction: Any
     rates: dict[str, float]
 
     def rows(self, kernel: Kernel) -> list[tuple[int, str, Array]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -119,3 +119,20 @@ def apply(model: Transformer, name: str, **options: Any) -> Transformer:
     changed = found.apply(model, **options)
     warn(found, model, changed, options)
     return changed
+
+
+def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by which a scheme learns of the input; what it does not ask for is left out."""
+    correlation = inputs.get("correlation")
+    if "correlation" in scheme.options and correlation is not None:
+        return {"correlation": correlation}
+    if "inputs" not in scheme.options:
+        return {}
+    names = ("correlation", "token_ids", "segment_ids", "kernel", "pixels", "encoder_inputs")
+    given = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    if model.embedding is None and set(given) <= {"correlation"} and given.get("correlation"):
+        # The correlation is that after the embedding's dropout, as `predict` takes it.
+        return {"input_correlation": min(1.0, given["correlation"] / (1 - model.dropout))}
+    if model.embedding is None:
+        return {"variant": "solved", "inputs": {"correlation": 0.0, **given}}
+    return {"variant": "solved", "inputs": given} if given else {}

@@ -16,11 +16,11 @@ from ..model.summary import in_brief
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
+from ..scheme.registry import input_options
 from ..scheme.registry import scheme as known_scheme
 from ..scheme.registry import schemes as every_scheme
 from .html import fragment, picture, render
 from .plot import plot_stream
-from .scheme_table import input_options
 from .verdict import growth
 
 Value = float | int | str | bool

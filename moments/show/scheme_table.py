@@ -16,6 +16,7 @@ from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from ..scheme import Scheme
 from ..scheme import schemes as every_scheme
+from ..scheme.registry import input_options
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -179,20 +180,3 @@ def scheme_model(
         )
     given = {name: value for name, value in (options or {}).items() if name in scheme.options}
     return scheme.apply(model, **input_options(model, scheme, inputs) | given)
-
-
-def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by which a scheme learns of the input; what it does not ask for is left out."""
-    correlation = inputs.get("correlation")
-    if "correlation" in scheme.options and correlation is not None:
-        return {"correlation": correlation}
-    if "inputs" not in scheme.options:
-        return {}
-    names = ("correlation", "token_ids", "segment_ids", "kernel", "pixels", "encoder_inputs")
-    given = {name: inputs[name] for name in names if inputs.get(name) is not None}
-    if model.embedding is None and set(given) <= {"correlation"} and given.get("correlation"):
-        # The correlation is that after the embedding's dropout, as `predict` takes it.
-        return {"input_correlation": min(1.0, given["correlation"] / (1 - model.dropout))}
-    if model.embedding is None:
-        return {"variant": "solved", "inputs": {"correlation": 0.0, **given}}
-    return {"variant": "solved", "inputs": given} if given else {}

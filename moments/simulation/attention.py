@@ -33,11 +33,13 @@ def self_attention(
     generator: torch.Generator,
     documents: Tensor | None = None,
     gains: Gains | None = None,
+    value_norm: bool = False,
 ) -> Tensor:
     """Concatenated heads (batch, L, heads * d_head) of layer `number`, counted from 1.
 
     `project` knows "query", "key" and "value"; `table` is (buckets, heads) of relative biases;
-    `documents` (batch, L) are those of packed rows, of which a token reads its own alone.
+    `documents` (batch, L) are those of packed rows, of which a token reads its own alone;
+    `value_norm` puts every head's values over their root mean square.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
@@ -47,6 +49,8 @@ def self_attention(
         _split(project(x, name), model.d_head or 0) for name in ("query", "key", "value")
     )
     query, key = _normalised(model, query, "query", gains), _normalised(model, key, "key", gains)
+    if value_norm:
+        value = normalise(value, "rmsnorm", model.norm_epsilon)
     if model.placements[number - 1] == "hybrid":
         query, key, value = (
             normalise(part, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)
@@ -212,8 +216,8 @@ def hidden_from(offset: Tensor, causal: bool, window: int | None) -> Tensor | No
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn features k and k + half of the rotated part by position * base^(-2k / part), or
-    by position times one of `speeds`.
+    """Turn features k and k + half of the rotated part by position * base^(-2k / part), by
+    position times one of `speeds`, or by places of patches.
 
     Args:
         x: (..., L, d_head).
@@ -226,9 +230,24 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     if rotary.speeds is not None:
         speeds = torch.tensor(rotary.speeds, dtype=torch.float64)
     angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), speeds)
+    if rotary.grid is not None:
+        angle = _turned_by_places(rotary, half, x.shape[-2])
     cos, sin = (f(angle).to(x.device, x.dtype) for f in (torch.cos, torch.sin))
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def _turned_by_places(rotary: Rotary, half: int, tokens: int) -> Tensor:
+    """(L, half) angles of patches: 2 pi base^(-2k / half) times the place of their middle."""
+    assert rotary.grid is not None
+    speeds = 2 * math.pi * rotary.base ** (-torch.arange(half // 2, dtype=torch.float64) * 2 / half)
+    down, across = (
+        2 * (torch.arange(side, dtype=torch.float64) + 0.5) / side - 1 for side in rotary.grid
+    )
+    rows = torch.outer(down, speeds)[:, None].expand(-1, len(across), -1)
+    columns = torch.outer(across, speeds)[None].expand(len(down), -1, -1)
+    angles = torch.cat([rows, columns], -1).flatten(0, 1)
+    return torch.cat([angles.new_zeros(tokens - len(angles), half), angles])
 
 
 def alibi_slopes(heads: int) -> list[float]:

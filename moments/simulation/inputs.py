@@ -15,7 +15,7 @@ from ..errors import DomainError, domain_error
 from ..layers.embedding import check_ids
 from ..layers.head.targets import NO_TARGET
 from ..layers.images import check_pixels
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..prediction.stack import check_moments
 from .output import vocabulary
@@ -86,7 +86,7 @@ def entering(
     if given.token_ids is None:
         moments = float(given.variance), float(given.correlation)
         return Input(moments, joint=joint, documents=documents)
-    if embedding is None or isinstance(embedding, PatchEmbedding):
+    if embedding is None or isinstance(embedding, PatchEmbedding | SoundEmbedding):
         raise DomainError("token_ids need tables to be looked up in: declare model.embedding")
     ids = _ids(model, given.token_ids, batch, "token_ids")
     if ids.max() >= embedding.vocab_size:
@@ -123,7 +123,7 @@ def _ids(model: Transformer, ids: Any, batch: int, name: str) -> np.ndarray:
 
 def _pixels(model: Transformer, pixels: Any, batch: int) -> np.ndarray:
     embedding = model.embedding
-    if not isinstance(embedding, PatchEmbedding):
+    if not isinstance(embedding, PatchEmbedding | SoundEmbedding):
         raise DomainError("pixels need patches: declare model.embedding as a PatchEmbedding")
     images = check_pixels(embedding, pixels)
     if model.seq_len != embedding.seq_len:

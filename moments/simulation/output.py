@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from ..errors import DomainError
 from ..layers.head.targets import NO_TARGET
+from ..model.embedding import Embedding
 from ..model.head import Head
-from ..model.patches import PatchEmbedding
 from ..model.transformer import Transformer
 from .functions import activation, affine_norm, dropout
 from .network import Watch
@@ -34,7 +34,7 @@ def vocabulary(model: Transformer) -> int:
             tied to a table there is none of.
     """
     head, embedding = model.head, model.embedding
-    if head.tied and (embedding is None or isinstance(embedding, PatchEmbedding)):
+    if head.tied and not isinstance(embedding, Embedding):
         raise DomainError("a tied head needs a token table: declare model.embedding, or tied=False")
     if head.tied:
         return int(embedding.vocab_size)
@@ -59,8 +59,8 @@ def draw_head(
         if head.transform_bias_variance is not None:
             bias = draw((width,), head.transform_bias_variance, generator, dtype)
             drawn["head.transform.bias"] = bias
-        if head.transform_norm:
-            drawn |= affine(model, "head.norm", 1.0, device, dtype, width)
+    if head.pool_norm or (head.transform is not None and head.transform_norm):
+        drawn |= affine(model, "head.norm", 1.0, device, dtype, width)
     size = vocabulary(model)
     if not head.tied:
         drawn["head"] = draw((width, size), head.weight_variance, generator, dtype)
@@ -100,7 +100,11 @@ def run_final(
     if has_final_norm(model):
         x = watch(affine_norm(model, x, weights, "final.norm", final_gain(model)), "final.norm")
     if pool is not None:
-        x = x[:, :1] if pool == "first" else x.mean(1, keepdim=True)
+        before = getattr(model.embedding, "before", 0)
+        tokens = {"first": x[:, :1], "before": x[:, :before], "patches": x[:, before:]}
+        x = tokens.get(pool, x).mean(1, keepdim=True)
+        if model.head.pool_norm:
+            x = watch(affine_norm(model, x, weights, "head.norm"), "head.norm")
     drop_prob = 0.0 if model.head is None else model.head.dropout
     return watch(dropout(x, drop_prob, generator), "final.dropout") if drop_prob else x
 

@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..prediction.draws import Draw, WeightGradient
 from . import experts as _experts  # noqa: F401 (registers its twin)
 from .collector import Collector, squared_norm
-from .functions import affine_norm, dropout, exchangeable_normal, generator
+from .functions import activation, affine_norm, dropout, exchangeable_normal, generator
 from .network import LayerTwin, Watch
 from .output import draw_final, draw_head, run_final, run_head
 from .parameters import affine, draw, draw_shared, draw_weights
@@ -202,7 +203,13 @@ class _Pass:
         return received
 
     def backward(self, received: Tensor) -> None:
-        """Carry a gradient at the last layer's output back to the input, layer by layer."""
+        """Carry a gradient at the last layer's output back to the input, layer by layer.
+
+        Of weights that all layers share, a layer's norm is what its part of their gradient has
+        along the whole.
+        """
+        together = self.twin.model.shared_layers
+        parts: list[tuple[int, dict[str, Tensor], list[Tensor]]] = []
         for n in range(self.layers, 0, -1):
             entering = self.entering.pop().requires_grad_()
             kept = self.graphs.pop() if self.graphs else None
@@ -215,7 +222,13 @@ class _Pass:
                 self.memory_gradient += pulled.pop()
             for total, added in zip(self.shared_gradient, pulled, strict=False):
                 total += added
-            self._note(n, self.shared | weights, pulled)
+            if together:
+                parts.append((n, weights, pulled))
+            else:
+                self._note(n, self.shared | weights, pulled)
+        wholes = [sum(each) for each in zip(*(pulled for *_, pulled in parts), strict=True)]
+        for n, weights, pulled in parts:
+            self._note(n, weights, pulled, wholes)
         self._note(0, self.shared, self.shared_gradient)
         leaving, leaves = self._enter(self.seen)
         pulled = torch.autograd.grad(leaving, list(leaves.values()), received)
@@ -256,17 +269,30 @@ class _Pass:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The tensor that leaves a layer, and the layer's weights."""
         twin, random = self.twin, self.random(number)
-        weights = draw_weights(twin.model, number, random, twin.dtype)
+        of_weights = self.random(self.layers + 4) if twin.model.shared_layers else random
+        weights = draw_weights(twin.model, number, of_weights, twin.dtype)
         every, watch = {**weights, **self.shared}, _watcher(seen, number)
         of = (self.memory, twin.input.documents)
         return LayerTwin(twin.model, number, every, random, watch, *of).run(x), weights
 
-    def _note(self, layer: int, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> None:
+    def _note(
+        self,
+        layer: int,
+        leaves: Mapping[str, Tensor],
+        gradients: Sequence[Tensor],
+        wholes: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Squared norms of gradients, or what they have along `wholes`."""
         # Independent sequences receive independent gradients, so their squared norms add up.
         over = 1 if self.twin.input.joint else self.twin.batch
+        if wholes is None:
+            products = [squared_norm(gradient) for gradient in gradients]
+        else:
+            pairs = zip(gradients, wholes, strict=True)
+            products = [float((one.double() * whole.double()).sum()) for one, whole in pairs]
         self.norms[:0] = [
-            (WeightGradient(layer, name, name), squared_norm(gradient) / over)
-            for name, gradient in zip(leaves, gradients, strict=True)
+            (WeightGradient(layer, name, name), product / over)
+            for name, product in zip(leaves, products, strict=True)
         ]
 
 
@@ -286,6 +312,15 @@ def draw_embedding(
     are (rows, d_model), the segment table's `segments`."""
     embedding, d_model = model.embedding, model.d_model
     drawn: dict[str, Tensor] = {}
+    if isinstance(embedding, SoundEmbedding):
+        for number, kernel in enumerate(embedding.kernels, 1):
+            taps = (d_model, d_model if number > 1 else embedding.bins, kernel)
+            name = f"convolution_{number}"
+            drawn[name] = draw(taps, embedding.variance, generator, dtype)
+            if embedding.bias_variance is not None:
+                bias = draw((d_model,), embedding.bias_variance, generator, dtype)
+                drawn[f"{name}.bias"] = bias
+        return drawn
     if isinstance(embedding, PatchEmbedding):
         shape = (embedding.patch_width, d_model)
         drawn["patch"] = draw(shape, embedding.patch_variance, generator, dtype)
@@ -293,7 +328,11 @@ def draw_embedding(
             drawn["patch.bias"] = draw((d_model,), embedding.bias_variance, generator, dtype)
         if embedding.class_token:
             drawn["class"] = draw((d_model,), embedding.class_variance, generator, dtype)
-        tables = {"position": (model.seq_len, embedding.position_variance)}
+        tables: dict[str, tuple[int, float]] = {}
+        if embedding.placed == "learned":
+            tables["position"] = model.seq_len, embedding.position_variance
+        if embedding.registers:
+            tables["register"] = embedding.registers, embedding.register_variance
     else:
         tables = {
             "token": (embedding.vocab_size, embedding.token_variance),
@@ -302,7 +341,7 @@ def draw_embedding(
         }
     factor: int | None = getattr(embedding, "factor_dim", None)
     for name, (rows, variance) in tables.items():
-        if variance > 0:
+        if variance > 0 or isinstance(embedding, PatchEmbedding):  # whose tables may start at zero
             narrow = embedding.norm or name == "token"
             width = factor if factor is not None and narrow else d_model
             drawn[name] = draw((rows, width), variance, generator, dtype)
@@ -336,13 +375,16 @@ def run_embedding(
     embedding = model.embedding
     if isinstance(embedding, PatchEmbedding):
         x = _patches(embedding, read, weights)
+    elif isinstance(embedding, SoundEmbedding):
+        x = _convolutions(embedding, read, weights)
     else:
         x = functional.embedding(read, weights["token"], padding_idx=embedding.padding_id)
         x = x * embedding.scale if embedding.scale != 1 else x
         if embedding.factor_dim is not None and not embedding.norm:
             x = x @ weights["factor"]
         if embedding.positions == "sinusoidal":
-            table = sinusoids(model.seq_len, model.d_model).to(x.device, x.dtype)
+            table = sinusoids(model.seq_len, model.d_model, embedding.position_base)
+            table = table.to(x.device, x.dtype)
             x = x + (table if place is None else table[place])
         if "segment" in weights:
             ids = torch.zeros_like(read) if segment_ids is None else segment_ids
@@ -370,20 +412,46 @@ def within(documents: Tensor) -> Tensor:
     return same.tril(-1).sum(-1)
 
 
-def sinusoids(seq_len: int, d_model: int) -> Tensor:
-    """sin and cos of position / 10000^(2k/d_model) in features 2k and 2k + 1, (L, d_model)."""
+def sinusoids(seq_len: int, d_model: int, base: float = 10000.0) -> Tensor:
+    """sin and cos of position / base^(2k/d_model) in features 2k and 2k + 1, (L, d_model)."""
     features = torch.arange(d_model)
-    rate = 10000.0 ** (-(features - features % 2).double() / d_model)
+    rate = base ** (-(features - features % 2).double() / d_model)
     angle = torch.outer(torch.arange(seq_len, dtype=torch.float64), rate)
     return torch.where(features % 2 == 0, angle.sin(), angle.cos())
 
 
+def _convolutions(
+    embedding: SoundEmbedding, pixels: Tensor, weights: Mapping[str, Tensor]
+) -> Tensor:
+    x = pixels[:, 0]
+    for number, (kernel, stride) in enumerate(
+        zip(embedding.kernels, embedding.strides, strict=True), 1
+    ):
+        name = f"convolution_{number}"
+        bias, padding = weights.get(f"{name}.bias"), kernel // 2
+        x = functional.conv1d(x, weights[name], bias, stride, padding)
+        x = activation(embedding.activation)(x)
+    x = x.transpose(1, 2)
+    if embedding.positions == "sinusoidal":
+        half = x.shape[-1] // 2
+        speeds = 10000.0 ** (-torch.arange(half).double() / max(half - 1, 1))
+        angles = torch.outer(torch.arange(x.shape[1]).double(), speeds)
+        x = x + torch.cat([angles.sin(), angles.cos()], 1).to(x)
+    return x
+
+
 def _patches(embedding: PatchEmbedding, pixels: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    size = embedding.patch_size
     # unfold gives (batch, channels * size * size, patches), row by row.
-    x = functional.unfold(pixels, size, stride=size).transpose(1, 2) @ weights["patch"]
+    cut = functional.unfold(pixels, embedding.patch_size, stride=embedding.strides)
+    x = cut.transpose(1, 2) @ weights["patch"]
     if "patch.bias" in weights:
         x = x + weights["patch.bias"]
-    if "class" in weights:
-        x = torch.cat([weights["class"].expand(len(x), 1, -1), x], 1)
+    if embedding.placed == "sinusoidal":
+        halves = [sinusoids(side, x.shape[-1] // 2).to(x) for side in embedding.grid]
+        down, across = (torch.tensor(p).flatten() for p in np.indices(embedding.grid))
+        x = x + torch.cat([halves[0][down], halves[1][across]], 1)
+    for name in ("register", "class"):
+        if name in weights:
+            row = weights[name].reshape(-1, x.shape[-1])
+            x = torch.cat([row.expand(len(x), *row.shape), x], 1)
     return x

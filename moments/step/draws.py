@@ -29,7 +29,7 @@ from .change import Array, over, resolved
 from .ends import Words
 from .heads import Heads
 from .rules import Sides, spread
-from .sites import ENCODER
+from .sites import ENCODER, bent
 
 if TYPE_CHECKING:
     from .sites import Reading, Site
@@ -302,7 +302,7 @@ class Draws:
 
         def back(delta: Features) -> Features:
             sent = delta * slope * factor, delta * value
-            for name, one in zip(("gate", "ffn_in"), sent, strict=True):
+            for name, one in zip(leaf.matrices, sent, strict=True):
                 self._met((leaving.layer, prefix + name), x, one)
             return by_gate(sent[0]) + by_factor(sent[1])
 
@@ -348,6 +348,8 @@ class Draws:
         read = (x, at) if own else self._memory
         assert read is not None
         memory, there = read
+        if bent(leaf):
+            raise _Undrawn
         rows = self.reading.attention(leaf, at, leaving, there)
         heads: Heads = rows.heads
         inner = heads.d_head * heads.shared

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..errors import domain_error
 from ..files import as_frame, plain
 from ..prediction.gate import computing
 from ..prediction.predict import predict
+from . import blocks as _blocks  # noqa: F401 (what the walk does at them)
 from .change import Change, between_trace
 from .draws import Draws
 from .ends import Words, ending, entered, tied_overlap
@@ -196,7 +197,7 @@ class FirstStep:
     def __repr__(self) -> str:
         return (
             f"FirstStep({self.optimizer} at {self.learning_rate:g}: loss {self.loss_before:.4g} to "
-            f"{self.loss:.4g}, last stream changes by {self.relative_change[-1]:.3g} of its mean square)"
+            f"{self.loss:.4g}, stream changes by {self.relative_change[-1]:.3g} of its mean square)"
         )
 
     def _repr_html_(self) -> str:
@@ -352,6 +353,10 @@ def stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
     raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")
 
 
+FEW = 256
+"""Tokens up to which sharpness follows each; of more it reads kernels between classes."""
+
+
 @dataclass(frozen=True, eq=False)
 class Stepping:
     """What steps of different rates share: kernels' eigenvalues, attention, the loss at rate 0."""
@@ -366,6 +371,18 @@ class Stepping:
         """
         resolved = _by_token(prediction)
         return cls(Reading.of(resolved), resolved)
+
+    @classmethod
+    def on_classes(cls, prediction: Prediction) -> Self | None:
+        """For sharpness, of more tokens than are followed one by one in a second."""
+        classes = prediction.layout.classes
+        if (
+            classes is None
+            or sum(classes.ends) <= FEW
+            or prediction.model.relative_bias is not None
+        ):
+            return None
+        return cls(Reading.of(prediction), prediction)
 
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """See `Prediction.after`."""

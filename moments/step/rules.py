@@ -589,14 +589,17 @@ def check_step(optimizer: str, learning_rate: float, **options: Any) -> float:
 
 
 GROUPS = ("matrices", "embedding", "head", "vectors")
-"""Hidden matrices; tables and patches; the matrix to the logits; norms' gains and all biases."""
+"""Hidden matrices; tables and patches; the matrix to the logits; norms' gains, all biases and what
+else is no matrix."""
+
+_OF_HEADS = ("rate", "skip", "attention_sink")
 
 _TABLES = ("token", "position", "segment", "patch", "class", "relative_bias")
 
 
 def group_of(name: str) -> str:
     """The group of a parameter, by its name in `Prediction.weight_gradients`."""
-    if name.endswith((".bias", ".gain")):
+    if name.endswith((".bias", ".gain", ".taps")) or name in _OF_HEADS:
         return "vectors"
     if name.removeprefix("encoder.") in _TABLES:
         return "embedding"

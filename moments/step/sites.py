@@ -21,12 +21,13 @@ from ..engine.state import Kernel, Signal
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..layers.architecture import declare, declare_embedding, declare_output
+from ..layers.attention.layers import TokenLayer, self_masks
 from ..layers.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
 from ..layers.embedding import joint_kernel, table_rows
 from ..layers.head.readout import Readout
 from ..layers.images import cut_patches, image_kernel
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads
@@ -39,6 +40,18 @@ Made = TypeVar("Made")
 
 ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
+
+
+def bent(leaf: Any) -> list[str]:
+    """What attention has that the closed forms of a step leave out."""
+    parts = {
+        "qk_norm": leaf.qk_norm is not None,
+        "logit_softcap": leaf.logit_softcap is not None,
+        "attention_sink": getattr(leaf, "sink", None) is not None,
+        "biases of queries": bool(leaf.query_bias),
+        "biases of keys": bool(leaf.key_bias),
+    }
+    return [name for name, there in parts.items() if there]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +105,8 @@ class Site:
             point.layer,
             prefix + point.site,
             point.signal,
-            np.asarray(point.signal.second_moment().off_diagonal, float),
-            np.asarray(point.gradient.kernel.off_diagonal, float),
+            over_tokens(point.signal.second_moment()),
+            over_tokens(point.gradient.kernel),
             float(point.signal.width),
             attended,
         )
@@ -120,15 +133,8 @@ class Site:
         """The attention that reads this site and the tokens of `memory`, whose heads are
         `leaving`. `norm` gives that of the gradient of queries or keys, squared; None: that of the
         mean overlaps."""
-        for name, there in {
-            "qk_norm": leaf.qk_norm is not None,
-            "logit_softcap": leaf.logit_softcap is not None,
-            "attention_sink": getattr(leaf, "sink", None) is not None,
-            "biases of queries": bool(leaf.query_bias),
-            "biases of keys": bool(leaf.key_bias),
-        }.items():
-            if there:
-                raise DomainError(f"the first step does not cover {name} ({leaf.label})")
+        for name in bent(leaf):
+            raise DomainError(f"the first step does not cover {name} ({leaf.label})")
         heads, d = float(leaf.heads * leaf.d_head), float(leaf.memory_width)
         shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
         value, query, key = (
@@ -139,7 +145,7 @@ class Site:
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
         way, paths = self.attended.way, self.attended.sides
         layer, tokens = way.layer, len(self.kernel)
-        sent = [np.asarray(path.off_diagonal) for path in (paths.query, paths.key, paths.value)]
+        sent = [over_tokens(path) for path in (paths.query, paths.key, paths.value)]
         by_query, by_key, by_value = (
             pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
             for pairs, at in zip(sent, (self, memory, memory), strict=True)
@@ -163,7 +169,7 @@ class Site:
             Heads(
                 self.kernel,
                 memory.kernel,
-                layer.head_weights(),
+                _head_weights(leaf, layer, tokens),
                 float(way.law.scale),
                 int(leaf.d_head),
                 round(float(leaf.kv_heads or leaf.heads)),
@@ -172,7 +178,7 @@ class Site:
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
             ),
-            np.asarray(layer.response().off_diagonal),
+            over_tokens(layer.response()),
             d * value,
             np.asarray(received.off_diagonal),
             by_key,
@@ -186,6 +192,43 @@ class Site:
             grown,
             int(leaf.sequences),
         )
+
+
+def over_tokens(kernel: Kernel) -> Array:
+    """(T, T) of a kernel by token; of one on classes what is linear in log position between nodes,
+    by whether two tokens are of one sequence and of one word."""
+    classes = kernel.classes
+    if classes is None:
+        return np.asarray(kernel.off_diagonal, float)
+    between, sequences = np.asarray(classes.inside.basis), len(classes.ends)
+    length = between.shape[1]
+    blocks = []
+    cells = np.asarray(kernel.diagonal), np.asarray(kernel.off_diagonal)
+    for diagonal, off_diagonal in classes.blocks_by_relation(*cells):
+        block = between.T @ off_diagonal @ between
+        np.fill_diagonal(block, diagonal @ between)
+        blocks.append(block)
+    kinds, every = [], min(sequences, 2)
+    for k in range(0, len(blocks), every):
+        inside, across = blocks[k], blocks[k + every - 1]
+        kind = np.tile(across, (sequences, sequences))
+        for start in range(0, len(kind), length):
+            kind[start : start + length, start : start + length] = inside
+        kinds.append(kind)
+    if len(kinds) == 1:
+        return kinds[0]
+    words = np.ravel(classes.ids)
+    return np.where(words[:, None] == words, kinds[1], kinds[0])
+
+
+def _head_weights(leaf: Any, layer: Any, tokens: int) -> Array:
+    """(heads, T, T) mean attention; on classes all keys that a row sees have the same."""
+    if isinstance(layer, TokenLayer):
+        return layer.head_weights()
+    if leaf.relative_bias is not None:
+        raise DomainError(f"tables of relative biases are followed by token alone ({leaf.label})")
+    (seen,) = self_masks(leaf, tokens, 1)
+    return np.asarray(seen / seen.sum(-1, keepdims=True))[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +291,7 @@ class Stream:
         assert outer.gradient is not None
         length, d = model.seq_len, model.d_model
         if isinstance(model.embedding, PatchEmbedding):
-            before = np.asarray(image_kernel(model.embedding, inputs.pixels).off_diagonal)
+            before = np.asarray(image_kernel(model.embedding, inputs.pixels, d).off_diagonal)
             tables, patch = _of_images(model.embedding, inputs.pixels)
             ids = np.full(len(before), -1)
         else:
@@ -263,7 +306,7 @@ class Stream:
             declare(model, "refined", *layout.places),
             ending,
             before,
-            np.asarray(outer.gradient.kernel.off_diagonal),
+            over_tokens(outer.gradient.kernel),
             tables,
             patch,
             ids,
@@ -287,7 +330,7 @@ class Reading:
         readout: the matrix to the logits.
         targets: of the loss, for every row of the logits, -1 for none.
         loss, logit_variance: as predicted.
-        norms: of the gradients of queries and keys, squared, by layer and name, once asked for.
+        norms: of the weights' gradients, squared, by layer and name, once asked for.
         sequences: how many.
         batches: of several steps; None: one.
     """
@@ -343,17 +386,27 @@ class Reading:
 
     @classmethod
     def of(cls, prediction: Prediction) -> Reading:
-        """Read a prediction of a text or of images.
+        """Read a prediction of a text or of images; one on classes is read between them.
 
         Raises:
-            DomainError: it is not resolved by token, has no loss, or its model has what a step
-                does not cover.
+            DomainError: it is of no batch, has no loss, or its model has what a step does not
+                cover.
         """
         model, read = prediction.model, prediction.outer_weights
         _check(prediction)
         assert read is not None
         assert read.ending is not None
         chain, readout = read.ending
+        classes = readout.kernel.classes
+        if classes is not None:
+            carried = np.broadcast_to(readout.carried, len(classes.nodes))[
+                : len(classes.inside.basis)
+            ]
+            readout = dataclasses.replace(
+                readout,
+                kernel=Kernel.of_matrix(over_tokens(readout.kernel)),
+                carried=np.tile(carried @ classes.inside.basis, len(classes.ends)),
+            )
         traces, encoder = [("", prediction.trace)], None
         if prediction.encoder is not None:
             beside = prediction.encoder
@@ -386,10 +439,13 @@ class Reading:
 
     @functools.cached_property
     def logit_spread(self) -> float:
-        """The largest variance of attention's logits within rows, averaged over a layer's rows."""
-        diagnostics = [site.signal.diagnostics for site in self.points if site.signal is not None]
-        found = [float(np.mean(one["logit_variance"])) for one in diagnostics if one is not None]
-        return max(found, default=0.0)
+        """The largest variance of attention's logits within rows, averaged over a layer's rows, of
+        attention in closed form."""
+        ways = [
+            one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)
+        ]
+        seen = [way.output.diagnostics for way in ways if not bent(way.leaf)]
+        return max((float(np.mean(one["logit_variance"])) for one in seen if one), default=0.0)
 
     @functools.cached_property
     def made(self) -> dict[Any, Any]:
@@ -430,7 +486,6 @@ def _norms(prediction: Prediction) -> dict[tuple[int, str], float]:
         (layer, before + name): float(np.sum(norm))
         for before, stream in streams
         for layer, name, norm in stream.inner_weights()
-        if name.endswith(("query", "key"))
     }
 
 
@@ -448,7 +503,7 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
             for one in record.walk():
                 if isinstance(one.component, SelfAttention | CrossAttention):
                     attended[id(one.input)] = one.pulled
-                if one.component.label:
+                if one.component.label or not one.component.children:
                     found.append((prefix, one.point, one.output))
     return tuple(
         Site.of(k, prefix, point, attended.get(id(signal)))
@@ -467,9 +522,7 @@ def _check(prediction: Prediction) -> None:
             "grad_correlation and grad_kernel out"
         )
     inputs = read.inputs
-    if prediction.layout.classes is not None or (
-        inputs.token_ids is None and inputs.pixels is None
-    ):
+    if inputs.token_ids is None and inputs.pixels is None:
         raise DomainError(
             "a first step is that of a batch: predict with its token_ids (or pixels), as "
             "moments.text.tokenize makes them"
@@ -478,6 +531,8 @@ def _check(prediction: Prediction) -> None:
         "attention_mask": inputs.attention_mask is not None,
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
+        "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
+        "rotary positions of patches": any(one and one.grid for one in model.rotaries),
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,
@@ -542,20 +597,22 @@ def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:
 
 
 def _of_images(embedding: Any, pixels: Any) -> tuple[tuple[Table, ...], Array]:
-    cut = cut_patches(embedding, pixels)
-    count = len(cut)
-    if embedding.class_token:
-        cut = np.concatenate([np.zeros_like(cut[:, :1]), cut], axis=1)
-    where = np.tile(np.arange(embedding.seq_len), count)
+    cut, before, classes = cut_patches(embedding, pixels), embedding.before, embedding.class_token
+    where = np.tile(np.arange(embedding.seq_len), len(cut))
+    cut = np.pad(cut, ((0, 0), (before, 0), (0, 0)))
     tables = []
-    first = (where == 0) & bool(embedding.class_token)
-    if embedding.class_token:
-        rows = np.where(first, 0, -1)
+    if classes:
+        rows = np.where(where == 0, 0, -1)
         tables.append(Table("class", rows, 1.0, float(embedding.class_variance), 1))
-    if embedding.position_variance > 0:
+    if embedding.registers:
+        rows = np.where((where >= classes) & (where < before), where - classes, -1)
+        variance = float(embedding.register_variance)
+        tables.append(Table("register", rows, 1.0, variance, embedding.registers))
+    if embedding.placed == "learned":
         tables.append(
             Table("position", where, 1.0, float(embedding.position_variance), embedding.seq_len)
         )
     if embedding.bias_variance is not None:
-        tables.append(Table("patch.bias", np.where(first, -1, 0), 1.0, embedding.bias_variance, 1))
+        rows = np.where(where < before, -1, 0)
+        tables.append(Table("patch.bias", rows, 1.0, embedding.bias_variance, 1))
     return tuple(tables), np.asarray(cut.reshape(len(where), -1), float)

@@ -18,6 +18,7 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
+from ..layers.attention.gates import GatedHeads
 from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.by_law import LawLeaf
 from ..layers.elementary import Activation, Dropout, Linear, Scale
@@ -38,10 +39,12 @@ from .change import (
     joined,
     scattering,
 )
+from .drawn import Block
 from .draws import Draws
 from .elementwise import activated, gated
 from .neurons import Neurons, gaussian
 from .rules import (
+    Drawn,
     Effect,
     Optimizer,
     Orthogonal,
@@ -56,7 +59,7 @@ from .rules import (
     sign_of_rows,
     vector_effect,
 )
-from .sites import Reading, Site
+from .sites import ENCODER, Reading, Site
 
 
 class SiteStep(NamedTuple):
@@ -153,7 +156,8 @@ class Walk:
             return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
-        leaving = next(points)
+        inside = isinstance(component, GatedHeads)  # whose own sites are passed by
+        leaving = next(at for at in points if not inside or at.name.endswith(component.label))
         return self.noted(self.leaf(component, change, entering, leaving), leaving)
 
     def _residual(
@@ -220,6 +224,8 @@ class Walk:
         return None if self._draws is None else self._draws.scatter(at, gradient)
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
+        if at.name in ("", ENCODER):
+            return change, at
         before, met, changed = (
             float(np.trace(part)) for part in (at.kernel, change.overlap, change.total)
         )
@@ -291,6 +297,7 @@ class Walk:
         if left != 1.0:
             same = np.full(len(kernel), left)
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
+        block = self.reading.made.get((Block, entering.index))
         not_gaussian = orthogonal = None
         if rule == "sign" and signs is not None:
             not_gaussian = once(Signs, *key, make=lambda: signs(spectrum))
@@ -303,7 +310,7 @@ class Walk:
             *self._moved(change, entering),
             n,
             m,
-            entering.excess(),
+            entering.excess() if block is None else block.excess,
             self.optimizer.pulled,
             not_gaussian,
             orthogonal,
@@ -412,7 +419,9 @@ class Walk:
             if units is not None:
                 signs = functools.partial(_rows_of, units, 0)
         elif before is not None:
-            signs = functools.partial(_columns_of, before)
+            signs = functools.partial(columns_of, before.given)
+        elif (block := self.reading.made.get((Block, entering.index))) is not None:
+            signs = functools.partial(columns_of, block.columns)
         found = self.matrix(
             leaf.weight,
             change,
@@ -472,13 +481,14 @@ class Walk:
 
     @leaf.register(GatedLinear)
     def gated(self, leaf: GatedLinear, change: Change, entering: Site, leaving: Site) -> Change:
+        if leaf.shift or leaf.clamp:
+            raise DomainError("the first step covers shift and clamp of routed experts alone")
         n, m = float(leaf.fan_in), float(leaf.fan_out)
         inner = {
-            "gate": (float(leaf.gate), float(leaf.gate_bias)),
-            "ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
+            f"{leaf.prefix}gate": (float(leaf.gate), float(leaf.gate_bias)),
+            f"{leaf.prefix}ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
         }
-        kernels = {name: n * v * entering.kernel + b for name, (v, b) in inner.items()}
-        both = kernels["gate"], kernels["ffn_in"]
+        both = tuple(n * v * entering.kernel + b for v, b in inner.values())
         unit = gated(leaf.activation, *both)
         units = self._neurons(leaf.activation, both, leaving)
         moved = []
@@ -496,11 +506,8 @@ class Walk:
             moved.append(found)
         received = self._scatter(leaving.index, leaving.gradient)
         found = unit.carried(moved[0], moved[1], leaving.gradient, received)
-        self.response = (
-            n
-            * (inner["gate"][0] * unit.slopes[0] + inner["ffn_in"][0] * unit.slopes[1])
-            * self.response
-        )
+        ways = sum(v * way for (v, _), way in zip(inner.values(), unit.slopes, strict=True))
+        self.response = n * ways * self.response
         if units is None:
             return found
         more = units.beyond_pairs((moved[0].coherent, moved[1].coherent))
@@ -631,10 +638,9 @@ def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:
     return sign_of_rows(spectrum, units.sent(place, spectrum.gradient))
 
 
-def _columns_of(units: Neurons, spectrum: Spectrum) -> Signs:
-    return sign_of_columns(
-        spectrum, units.given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512]
-    )
+def columns_of(given: Callable[[Array], Drawn], spectrum: Spectrum) -> Signs:
+    """Of features that are drawn, by their kernel."""
+    return sign_of_columns(spectrum, given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512])
 
 
 def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob: float) -> Change:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import DomainError, MomentsError, listed, optional, without_warnings
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.measurement import Measurement, last_grad_kernel
@@ -27,7 +27,7 @@ from ..show.differences import Case
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import Seen, rules, stream_numbers
 from ..show.outliers import odd_layers
-from ..show.recognition import Weight, WeightRule, recognise
+from ..show.recognition import Weight, WeightRule, misplaced, recognise
 from .advice import STRUCTURE, advise
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
@@ -223,7 +223,13 @@ class Checking:
                 values = in_every_layer(MATRICES, own.layers, squares)
                 return own.replace(weights=own.weights.replace(**values))
         self.notes += dict.fromkeys(str(w.message) for w in caught)
-        return self.architecture if found.model is None else found.model
+        model = self.architecture if found.model is None else found.model
+        other = model.encoder
+        sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
+        if other is None or other.embedding is not None or not isinstance(sound, SoundEmbedding):
+            return model
+        # No operation says that convolutions embed sound; its config does.
+        return model.replace(encoder=other.replace(embedding=sound, seq_len=sound.seq_len))
 
     def _unused(self) -> Iterator[str]:
         """Submodules whose parameters nothing reads, and which get no gradient."""
@@ -379,6 +385,8 @@ class Checking:
                 spread = entries.spread if math.isfinite(entries.spread) else 1.0
                 of = entries.square, spread, entries.count, role.fan_in, role.fan_out
                 weights.append(Weight(role.layer, role.name, *of))
+        if self.promised is not None and misplaced(self.promised):
+            self.promised = None  # its library draws it so: no less a slip
         reading = recognise(weights, self.architecture, self.promised, self.promised_by)
         if self.promised_by == "class" and self.promised is not None:
             # Its user may draw it anew, which a config would say.

@@ -28,8 +28,17 @@ with optional("torch", "torch"):
 
 Range = tuple[float, float]
 
-LOSS = ("loss/train/total", "lm loss", "loss_metrics/global_avg_loss", "train/loss", "loss")
-"""The loss: Composer, Megatron, torchtitan, Trainer of transformers on W&B, and by itself."""
+LOSS = (
+    "loss/train/total",
+    "lm loss",
+    "loss_metrics/global_avg_loss",
+    "train/loss",
+    "train/CE loss",
+    "lm_loss",
+    "loss",
+)
+"""The loss: Composer, Megatron, torchtitan, Trainer of transformers on W&B, OLMo-core, nanotron,
+and by itself."""
 
 GRADIENT = (
     "l2_norm/grad/global",
@@ -37,9 +46,10 @@ GRADIENT = (
     "grad_norm",
     "train/grad_norm",
     "grad_2.0_norm_total",
+    "optim/total grad norm",
 )
-"""The norm of all gradients: Composer's OptimizerMonitor, Megatron, torchtitan, Trainer of
-transformers on W&B, Lightning's grad_norm."""
+"""The norm of all gradients: Composer's OptimizerMonitor, Megatron, torchtitan and nanotron,
+Trainer of transformers on W&B, Lightning's grad_norm, OLMo-core."""
 
 WEIGHTS = 0.1
 """Relative error granted to a predicted squared gradient norm of a matrix, one standard deviation:
@@ -55,13 +65,16 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
 
     Names: `l2_norm/grad/NAME`, `l2_norm/grad/global` and `activations/l2_norm/PATH_input.0` of
     Composer's monitors; `lm loss` and `grad-norm` of Megatron;
-    `loss_metrics/global_avg_loss` and `grad_norm` of torchtitan; `grad_2.0_norm/NAME` and
+    `loss_metrics/global_avg_loss` and `grad_norm` of torchtitan; `train/CE loss` and `optim/total
+    grad norm` of OLMo-core; `lm_loss` and `grad_norm` of nanotron; `grad_2.0_norm/NAME` and
     `grad_2.0_norm_total` of Lightning's `grad_norm`; `gradients/NAME`, of W&B's `watch`, as the
-    root mean square of its histogram.
+    root mean square of its histogram; `massive_act/layer_N/activation_rms` and
+    `grad_health/layer_N/layer_out_rms`, also with `_global`, of llm-internal-medicine, layers from
+    0.
 
     Args:
         subject: an nn.Module, or a function that makes one; a Transformer or what `moments.check`
-            takes for one, of which only the loss and the whole gradient have names.
+            takes for one, of which loss, whole gradient and layers have names.
         batch: one batch of the run, of the size that it has there: gradients shrink with it.
         loss: as in `moments.torch.measure`.
 
@@ -78,13 +91,15 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
     known = declared(subject)
     if known is not None:
         with without_warnings():
-            return dict(_outputs(predict(known[0], **inputs_of(known[0], arrays_of(batch or {})))))
+            prediction = predict(known[0], **inputs_of(known[0], arrays_of(batch or {})))
+        return {**dict(_outputs(prediction)), **dict(_layers(prediction))}
     if not isinstance(subject, nn.Module):
         subject = opened(subject)
     checking = Checking(subject, at_hand(as_named(subject, batch)), None, loss)
     prediction = _at_full_size(checking, batch, loss)
     return {
         **dict(_outputs(prediction)),
+        **dict(_layers(prediction)),
         **dict(_streams(checking, prediction)),
         **dict(_gradients(subject, checking.found, prediction)),
     }
@@ -157,6 +172,25 @@ def _squares(p: Prediction) -> dict[tuple[int, str], tuple[float, float]]:
         before = rows.get((layer, name), (0.0, 0.0))[0]
         rows[layer, name] = before + square, math.sqrt(chance + few + WEIGHTS**2)
     return rows
+
+
+def _layers(p: Prediction) -> Iterator[tuple[str, Range]]:
+    """Root mean squares of what enters a layer and of the gradient at what leaves it."""
+    with without_warnings():
+        ranges = one_draw(p)
+    if (signal := ranges.get("variance")) is not None:
+        for layer, variance in enumerate(p.variance[:-1]):
+            spread = math.hypot(
+                math.sqrt(math.expm1(float(signal.deviation[layer]) ** 2)), TOLERANCE
+            )
+            yield f"massive_act/layer_{layer}/activation_rms", _band(float(variance), spread)
+    if p.loss is None:
+        return
+    for layer, variance in enumerate(p.grad_variance[1:]):
+        deviation = float(ranges["grad_variance"].deviation[layer + 1])
+        band = _band(float(variance), math.hypot(math.sqrt(math.expm1(deviation**2)), WEIGHTS))
+        yield f"grad_health/layer_{layer}/layer_out_rms", band
+        yield f"grad_health/layer_{layer}/layer_out_rms_global", band
 
 
 def _streams(checking: Checking, p: Prediction) -> Iterator[tuple[str, Range]]:

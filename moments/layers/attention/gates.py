@@ -123,7 +123,6 @@ class _Product:
     """How sensitivities pass the product of two functions of the same tokens.
 
     Attributes:
-        parts: both functions.
         factors: second moments of each one's other factor.
         units: how many entries that it multiplies a feature of each gathers gradients of.
     """

@@ -46,6 +46,7 @@ class _PartTurned:
     rotary: Rotary
     width: int
     share: float
+    grid: None = None
 
     def frequencies(self, d_head: int) -> tuple[Array, Array]:
         """As of `Rotary`: the rest of the features does not turn."""
@@ -74,7 +75,7 @@ class _Core(SelfAttention):
         return self.heads * self.value_dim
 
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """Which keys each query sees: it stands where its key does."""
+        """Which keys each query attends to: it stands where its key does."""
         return self_masks(self, keys, matrices)
 
 
@@ -260,9 +261,7 @@ class _Pulled(Pulled):
     """What came back.
 
     Attributes:
-        way: around what.
         grad_out: gradient's kernel at the heads.
-        sides: attention's paths.
         shared: gradient's kernel at tokens that keys' shared part would be made of with matrices of
             unit gain.
         parts: what norms and matrices before the latents sent back.

@@ -59,7 +59,7 @@ def turned_alike(leaf: Any, law: LogitLaw) -> bool:
     return leaf.rotary is not None and bool(np.any(strong))
 
 
-# --- what each query sees -------------------------------------------------------------------------
+# --- what each query attends to -------------------------------------------------------------------
 
 
 def positions(tokens: int, leaf: Any) -> Array:
@@ -73,9 +73,9 @@ def positions(tokens: int, leaf: Any) -> Array:
 
 
 def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
-    """Which keys each query sees, one (n, n) mask for every kernel of n tokens.
+    """Which keys each query attends to, one (n, n) mask for every kernel of n tokens.
 
-    A kernel holds `leaf.sequences` sequences one after the other, and a token sees its own alone.
+    A kernel holds `leaf.sequences` sequences one after the other, each of which attends to itself.
 
     Raises:
         DomainError: the tokens are no whole number of sequences, or the padding fits neither the
@@ -104,7 +104,7 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
 
 def _visible(inside: Mask, documents: NDArray[np.int64]) -> Mask:
     """(L, L) real keys of a query's own document; of a padding query, all that are real. One that
-    would see none sees itself: padding before a causal text."""
+    would have no key attends to itself: padding before a causal text."""
     mask = inside & (one_document(documents) | ((documents[:, None] == 0) & (documents > 0)))
     return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
 
@@ -132,8 +132,6 @@ def build(
     """The layer on every kernel of a batch, and the variance its logits were to have in each.
 
     Args:
-        leaf: `SelfAttention` or `CrossAttention`.
-        law: of the logits.
         memory: (..., Lk, Lk) kernel of the tokens attended to.
         allowed: a mask for every kernel.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
@@ -160,7 +158,7 @@ def build(
             "norm_spread": float(spread),
             "query_kernel": None if plain and queries is memory else query_tokens,
             "key_kernel": None if plain else key_tokens,
-            "rotation": Rotation.of(*leaf.rotary.frequencies(int(leaf.d_head)), *where)
+            "rotation": Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *where)
             if turned
             else None,
             "value_bias": leaf.value_bias / value_gain,
@@ -208,10 +206,10 @@ class _Layer:
     rows: Kernel | None = None
     """Second moments of the sums of rows; None: they are 1."""
     keys: Any
-    """How many keys a row sees."""
+    """How many keys a row attends to."""
 
     def summed(self, query: Kernel) -> Kernel:
-        """The query path as sums over pairs of tokens take it: what is held as means over cells
+        """The query path as sums over pairs of tokens take it: what is kept as means over cells
         by what these weigh."""
         return query
 
@@ -454,7 +452,7 @@ class ClassLayer(_Layer):
         return self._of_rows(lambda one: one.mean_output())
 
     def weights(self) -> ClassRows | None:
-        """Uniform, as far as tokens alike can tell."""
+        """Uniform, for tokens alike."""
         if self._alike:
             return None
         result = np.stack([one.weights for one in self._rows])
@@ -510,7 +508,7 @@ class ClassLayer(_Layer):
                 for name in ("value", "key", "cross"):
                     (a, b), (more, rest) = (getattr(part, name) for part in parts)
                     whole, several = a + more, b + rest
-                    if number > 0:  # at one place as beside it, and what that has beyond
+                    if number > 0:  # at one place as next to it, and what that has beyond
                         mean = several[0] + share * (several[1] - several[0])
                         whole = whole + np.diagonal(several[kind] - mean)
                     of_path[name] = whole, several[kind]
@@ -556,10 +554,7 @@ def layer_of(
     """That layer.
 
     Args:
-        leaf: `SelfAttention` or `CrossAttention`.
-        law: of its logits.
         signal, memory: the tokens that ask and those attended to, which may be the same.
-        kernels: of both, likewise.
     """
     layer, (_, tokens) = _layer_of(leaf, law, signal, memory, kernels), kernels
     sink = getattr(leaf, "sink", None)

@@ -30,7 +30,7 @@ TABLE_NOTED = 0.1
 """Variance of relative biases beyond which a note says so: how they spread attention is missing."""
 
 FAINTEST = 1e-9
-"""What stands for no weight beside a bias: products of it with the rest keep seven digits."""
+"""What stands for no weight besides a bias: products of it with the rest keep seven digits."""
 
 LOGIT_VARIANCE_MAX = THETA_PEAKED
 """Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
@@ -82,7 +82,6 @@ class LogitLaw(NamedTuple):
     """Covariance of logits (i, j) and (k, l): scale times queries_ik times keys_jl.
 
     Attributes:
-        queries, keys: of the layer.
         scale: that of the Gaussian logits which stand for the actual ones.
         gradient_scale: actual scale over it, which multiplies gradients through queries and those
             of the keys' weights.
@@ -327,7 +326,6 @@ def logit_law(
     Args:
         leaf: with the fields of `SelfAttention` that name variances and norms.
         query_tokens, key_tokens: kernels of the tokens behind queries and keys.
-        widths: of those tokens.
         length: how many keys there are.
     """
     norm, d_head = leaf.qk_norm, leaf.d_head
@@ -430,7 +428,6 @@ def normalised_cross(
     """Correlation of the value and key paths of normalised keys.
 
     Args:
-        law: of the logits.
         rows: of the attention, in the shape of the queries.
         weights: mean attention, an array or `ClassRows`; None: uniform.
         width: of the tokens attended to.
@@ -501,12 +498,9 @@ def projection_gradients(
 
     Args:
         leaf: a `SelfAttention` or `CrossAttention`.
-        law: of its logits.
         signal, memory: the tokens that ask, and those attended to.
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
         grad_out: gradient's kernel at the heads.
-        paths: of it.
-        rows: of the attention.
     """
     width, length = leaf.value_width, signal.seq_len
     grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)
@@ -519,7 +513,7 @@ def projection_gradients(
     result["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
     result["key"] = result["key"] + grown["key"] / leaf.memory_width
     if leaf.qk_norm is not None and leaf.norm_affine:
-        # E (tr J)^2 of two rows, which the overlaps' variance stands beside, is that of any two.
+        # E (tr J)^2 of two rows, to which the overlaps' variance adds, is that of any two.
         path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)
         within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
         gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
@@ -582,7 +576,7 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
         np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(of))))
         for of in (rows.logit_variance, rows.squares)
     )
-    # p of the own key of a row beside the others'
+    # p of the own key of a row, and of the others'
     odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
     slope = theta * (1 - odds) / (1 + odds)
     off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal

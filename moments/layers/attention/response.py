@@ -130,7 +130,6 @@ class AttentionResponse:
 
     Attributes:
         kernel: second moments C of the tokens that attend.
-        weights: mean attention w.
         squares: E a_ij^2 times p/(1 - p) of the dropout on the attention weights.
         by_head: the factors value + key, tau C_ii' (R1 + R2): realised weights and keys, which are
             one vector over tokens in each head. The keys' part of dropout is included.
@@ -167,8 +166,8 @@ class AttentionResponse:
         Args:
             attention: the layer, a `SelfAttention`.
             kernel: second moments of the tokens that attend.
-            allowed: for every leading entry, (L, L) which keys each query sees; None on classes of
-                positions, where it sees those before it, and for tokens alike, where it sees all.
+            allowed: for every leading entry, (L, L) the keys of each query; None on classes of
+                positions (those before it) and for tokens alike (all).
             tau: (...,) logit scale.
         """
         dropped = attention.drop_prob / (1 - attention.drop_prob)
@@ -420,7 +419,7 @@ class HeadNoise(NamedTuple):
     Row i sends (g_i . v_j) a_ij q_i to key j, v_j relative to the row's mean. Rows of one gradient
     send one vector z_j of squares over keys, and so do rows of one query; independent rows send one
     each. With f = E a^4/(E a^2)^2 the relative variance of sum_j z_j^2 over n keys is (3 f - 1)/n,
-    beside 2/d of the norm that all g . v_j share.
+    besides 2/d of the norm that all g . v_j share.
 
     Attributes:
         gradients, queries: (..., L, L) what rows of common gradient, and of common query, send.
@@ -545,10 +544,8 @@ def through_attention(
     """Behind a `SelfAttention` or `CrossAttention`.
 
     Args:
-        leaf: the attention.
         record: of it, or of what holds it.
         at: of the tokens that ask.
-        walk: what is gathered.
         fixed: whether tokens are normalised inside.
     """
     signal, output, memory = record.input, record.output, record.memory

@@ -49,22 +49,52 @@ from .projections import (
 from .response import AttentionSublayer, through_attention
 
 
+@dataclass(frozen=True, kw_only=True)
 class Attention(Component):
     """What self-attention and cross-attention share: keys come from the tokens or from elsewhere.
 
     Attributes:
         matrices: name of the value matrix.
         prefix: of its weights' names.
+        heads, d_head: number and width of the heads.
+        query, key, value: variances of the projections' entries.
+        temperature: divides the logits.
+        kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
+        qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
+        norm_epsilon: added to the variance under the root of `qk_norm`.
+        norm_affine: whether `qk_norm` has gains, shared by the heads, that receive gradients.
+        logit_softcap: c of c tanh(logit / c); None: uncapped.
+        query_bias, key_bias, value_bias: variances of the projections' biases.
+        has_bias: which of query, key and value have a bias, be its variance 0, that receives a
+            gradient; True: all.
+        padding: for every sequence of the tokens attended to, the document of each, 0 where it
+            pads; None: one of all. A token attends to its own document, and nobody to padding.
+        sequences: number of equally long sequences that a token kernel holds one after the other.
     """
 
     matrices: ClassVar[tuple[str, ...]]
     prefix: ClassVar[str]
     mixes_tokens: ClassVar[bool] = True
 
+    label: str
+    d_model: Any
     heads: Any
     d_head: Any
+    query: Any
+    key: Any
     value: Any
-    value_bias: Any
+    temperature: Any = 1.0
+    kv_heads: Any = None
+    qk_norm: str | None = None
+    norm_epsilon: float = 0.0
+    norm_affine: bool = False
+    logit_softcap: float | None = None
+    query_bias: float = 0.0
+    key_bias: float = 0.0
+    value_bias: float = 0.0
+    has_bias: bool | tuple[str, ...] = ()
+    padding: Padding | None = None
+    sequences: int = 1
 
     @property
     def value_width(self) -> Any:
@@ -89,26 +119,12 @@ class SelfAttention(Attention, Leaf):
 
     Attributes:
         d_model: width of the input.
-        heads, d_head: number and width of the heads.
-        query, key, value: variances of the projections' entries.
         drop_prob: dropout on the attention weights.
-        temperature: divides the logits.
-        causal: whether a token sees only itself and earlier ones.
-        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
-            A token attends to its own document, and nobody to padding.
-        kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
+        causal: whether a token attends to only itself and earlier ones.
         rotary: how positions turn queries and keys.
         alibi: multiplies the slopes that, times the distance, logits lose; 0: they lose nothing.
         relative_bias: random biases on the logits by relative position.
-        qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
-        logit_softcap: c of c tanh(logit / c); None: uncapped.
-        window: a token sees those less than this many positions away; None: all.
-        query_bias, key_bias, value_bias: variances of the projections' biases.
-        has_bias: which of query, key and value have a bias, be its variance 0, that receives a
-            gradient; True: all.
-        sequences: number of equally long sequences that the token kernel holds one after the other.
-        norm_epsilon: added to the variance under the root of `qk_norm`.
-        norm_affine: whether `qk_norm` has gains, shared by the heads, that receive gradients.
+        window: a token attends to those less than this many positions away; None: all.
         sink: variance over heads of the logit of a key without a value; None: there is none.
     """
 
@@ -120,23 +136,11 @@ class SelfAttention(Attention, Leaf):
     key: Any
     value: Any
     drop_prob: Any
-    temperature: Any = 1.0
     causal: bool = False
-    padding: Padding | None = None
-    kv_heads: Any = None
     rotary: Rotary | None = None
     alibi: bool | float = False
     relative_bias: RelativeBias | None = None
-    qk_norm: str | None = None
-    logit_softcap: float | None = None
     window: int | None = None
-    query_bias: float = 0.0
-    key_bias: float = 0.0
-    value_bias: float = 0.0
-    has_bias: bool | tuple[str, ...] = ()
-    sequences: int = 1
-    norm_epsilon: float = 0.0
-    norm_affine: bool = False
     sink: float | None = None
 
     matrices: ClassVar[tuple[str, ...]] = ("value",)
@@ -151,7 +155,7 @@ class SelfAttention(Attention, Leaf):
         """Moments of the concatenated heads, and the map that carries a gradient back.
 
         Raises:
-            DomainError: tokens alike under a mask or positions that tell them apart.
+            DomainError: tokens alike under a mask or positions that distinguish them.
         """
         if not signal.resolved:
             self._check_alike(signal.seq_len)
@@ -159,13 +163,13 @@ class SelfAttention(Attention, Leaf):
         return way.output, way
 
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """Which keys each query sees, one mask for every kernel."""
+        """Which keys each query attends to, one mask for every kernel."""
         return self_masks(self, keys, matrices)
 
     # --- tokens alike --------------------------------------------------------------------------
 
     def _check_alike(self, length: int) -> None:
-        """Raise where positions tell tokens apart."""
+        """Raise where positions distinguish tokens."""
         if length == 1:
             return
         placed = {
@@ -201,9 +205,7 @@ class AttentionPullback:
 
     Attributes:
         leaf: a `SelfAttention` or `CrossAttention`.
-        law: of its logits.
         signal, memory: the tokens that ask and those attended to; one where they are the same.
-        output: what left.
         mixed: second moments per feature of sum_j a_ij y_j over those attended to.
         layer: what knows the paths.
     """
@@ -370,13 +372,11 @@ def concatenated(
     """The concatenated heads of a `SelfAttention` or `CrossAttention`.
 
     Args:
-        leaf: the attention.
         signal, memory: the tokens that ask, and those attended to.
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
         squares: E sum_j a_ij^2.
         shared: gives the overlap of what two heads of one key and value mix.
         weights: gives mean attention, None where it is uniform, tokens alike.
-        diagnostics, notes: of the signal.
         rows: second moments of the sums of rows; None: they are 1.
     """
     width, gain = leaf.value_width, leaf.memory_width * leaf.value
@@ -414,43 +414,22 @@ def concatenated(
 
 @dataclass(frozen=True)
 class CrossAttention(Attention, Reader):
-    """Queries from the tokens at hand, keys and values from a memory; every query sees every key.
+    """Queries from the tokens at hand, keys and values from a memory, all of it.
 
     Attributes:
         d_model, memory_width: widths of the tokens and of the memory.
-        heads, d_head: number and width of the heads.
-        query, key, value: variances of the projections' entries.
         drop_prob: dropout on the attention weights.
-        temperature: divides the logits.
-        kv_heads, qk_norm, logit_softcap, norm_epsilon, norm_affine, has_bias: as in
-            `SelfAttention`.
-        query_bias, key_bias, value_bias: variances of the projections' biases.
-        padding: for every sequence of the memory, which of its tokens are real; None: all.
-        sequences: number of equally long sequences that each token kernel holds one after the
-            other.
     """
 
     label: str
     d_model: Any
-    memory_width: Any
     heads: Any
     d_head: Any
     query: Any
     key: Any
     value: Any
+    memory_width: Any
     drop_prob: Any = 0.0
-    temperature: Any = 1.0
-    kv_heads: Any = None
-    qk_norm: str | None = None
-    logit_softcap: float | None = None
-    norm_epsilon: float = 0.0
-    norm_affine: bool = False
-    query_bias: float = 0.0
-    key_bias: float = 0.0
-    value_bias: float = 0.0
-    has_bias: bool | tuple[str, ...] = ()
-    padding: Padding | None = None
-    sequences: int = 1
 
     rotary: ClassVar[None] = None
     alibi: ClassVar[bool] = False
@@ -512,7 +491,7 @@ class CrossAttention(Attention, Reader):
 # --- normalised values ----------------------------------------------------------------------------
 
 LEAST_FREEDOM = 4.0
-"""Degrees of freedom of a head's norm at which narrower heads are held: E 1/|v|^2 is 1/(n - 2) and
+"""Degrees of freedom of a head's norm which stand for fewer: E 1/|v|^2 is 1/(n - 2) and
 has no mean at 2, where the ratio (n - 1)/(n - 2) of the way back is without meaning."""
 
 
@@ -522,7 +501,7 @@ class NormalizedAttention(Leaf):
 
     What is normalised has no scale, so the tokens' own may be taken off first, where their width
     makes it exact, and the values' weights then are 1/d_model. What normalising values does to a
-    gradient beside is applied to all of it, an error of order 1/d_head in the query and key paths;
+    gradient besides is applied to all of it, an error of order 1/d_head in the query and key paths;
     correlations of values are those of infinitely wide heads.
 
     Attributes:
@@ -610,10 +589,8 @@ class _Pullback:
     """The way back: through attention, and through the tokens' normalisation.
 
     Attributes:
-        attention, norm: those two ways.
         factor, both: what normalising values does to a token's gradient, and to that of two.
         gain: of the unnormalised values.
-        size: of the tokens.
     """
 
     attention: Pullback

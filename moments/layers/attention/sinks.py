@@ -52,7 +52,6 @@ def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
     u = e^{s - b}, averaged over the difference of the sink and what all keys share.
 
     Args:
-        theta, count: of every row.
         shared: variance of s - b.
     """
     theta, count, shared = np.broadcast_arrays(
@@ -116,9 +115,7 @@ class SinkLayer:
     def __init__(self, layer: Any, law: LogitLaw, sink: float, tokens: Kernel) -> None:
         """Args:
         layer: the attention without sinks.
-        law: of its logits.
         sink: variance of the sinks' logits over heads.
-        tokens: those attended to.
         """
         self.layer, self._law = layer, law
         queries, keys = law.queries.kernel, law.keys.kernel
@@ -197,7 +194,7 @@ class SinkLayer:
         return result.weighted(self._mean**2, first * second)
 
     def weights(self) -> Any:
-        """Mean attention; None: uniform, as far as tokens alike can tell."""
+        """Mean attention; None: uniform, for tokens alike."""
         result = self.layer.weights()
         if isinstance(result, ClassRows):
             mean = self._mean[..., : result.weights.shape[-2], None]

@@ -30,7 +30,6 @@ class Router:
         experts, chosen: E, and how many of them a token goes to, k.
         logistic: whether a weight is sigmoid(z), not exp(z).
         normalised: what gates are divided by: the weights of the "chosen", of "all", or "none".
-        scale: multiplies the gates.
         groups, kept_groups: experts are chosen among those of so many groups.
         group_best: a group scores by the sum of so many of its largest weights.
         power: weights are raised to it.
@@ -132,7 +131,6 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     """M, N and P, of tables that are made once.
 
     Args:
-        router: which.
         s: variance of the logits, a number or one per configuration.
         correlation: of two tokens' logits, with as many axes more as it likes.
     """
@@ -369,7 +367,6 @@ def _everywhere(
 
     Args:
         at: the nodes of the first and the second token.
-        factors: by node.
         onto, given: density times the factor, over its tail and over all, by node.
         p11: the region above both.
     """

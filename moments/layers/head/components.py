@@ -33,10 +33,13 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     """What stands between the last layer and the matrix to the logits."""
     parts: list[Component] = []
     if head.norm:
-        parts.append(_final_norm(model, head.norm_gain))
+        parts.append(_norm(model, "final.norm", head.norm_gain))
     if head.loss == "classification":
         weights = None if real is None else np.asarray(real, float).reshape(sequences, -1)
-        parts.append(Pool("head.pool", head.pool, sequences, weights))
+        before = getattr(model.embedding, "before", 0)
+        parts.append(Pool("head.pool", head.pool, sequences, weights, before))
+        if head.pool_norm:
+            parts.append(_norm(model, "head.norm"))
     if head.dropout:
         parts.append(Dropout(DROPOUT, "refined", "final.dropout", {"drop_prob": head.dropout}))
     width = head.factor_dim or model.d_model
@@ -64,10 +67,10 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     return Chain(tuple(parts))
 
 
-def _final_norm(model: Transformer, gain: float) -> Component:
+def _norm(model: Transformer, label: str, gain: float = 1.0) -> Component:
     if model.normalization == "dyt":
-        return DynamicTanh("final.norm", model.dyt_alpha, gain, model.norm_affine)
-    return FiniteNormalization.of(model, "final.norm", gain)
+        return DynamicTanh(label, model.dyt_alpha, gain, model.norm_affine)
+    return FiniteNormalization.of(model, label, gain)
 
 
 # Functions of a number system, where the laws do not hold them.
@@ -136,21 +139,25 @@ class HiddenNormalization(FiniteNormalization):
 
 @dataclass(frozen=True)
 class Pool(Leaf):
-    """One vector per sequence: its first token, or the mean of its real tokens.
+    """One vector per sequence: its first token, or the mean of its real tokens, or of a picture's
+    "patches" or the tokens "before" them.
 
-    With tokens alike there is one sequence, and the gradient is the average over its tokens.
+    With tokens alike there is one sequence, and the gradient is the average over its tokens; the
+    band then takes what is a mean of some tokens for one of all.
 
     Attributes:
         label: site name in a trace.
-        kind: "first" or "mean".
+        kind: as `Head.pool`.
         sequences: of a resolved kernel, one after the other.
         real: (sequences, L), 1 for real tokens; None: all.
+        before: tokens that stand before the patches.
     """
 
     label: str
     kind: str
     sequences: int = 1
     real: Any = None
+    before: int = 0
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         if not signal.resolved:
@@ -159,7 +166,11 @@ class Pool(Leaf):
             return self._on_classes(signal, signal.kernel.classes)
         weights = self.weights(signal.kernel.off_diagonal.shape[-1])
         pooled = Kernel.of_matrix(weights @ signal.second_moment().off_diagonal @ weights.T)
-        return _gaussian(pooled, signal), functools.partial(self._sent, signal.seq_len, weights)
+        output = _gaussian(pooled, signal)
+        if signal.centred is not None:
+            centred = weights @ signal.centred.off_diagonal @ weights.T
+            output = output.replace(centred=Kernel.of_matrix(centred))
+        return output, functools.partial(self._sent, signal.seq_len, weights)
 
     def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
         grad_in = Kernel.of_matrix(weights.T @ gradient.kernel.off_diagonal @ weights)
@@ -203,24 +214,26 @@ class Pool(Leaf):
         return Pulled(Gradient(Kernel(*classes.joined(*blocks), classes), seq_len))
 
     def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
-        kernel, count = signal.second_moment(), signal.seq_len
-        variance = kernel.diagonal
-        if self.kind == "mean":
-            variance = (kernel.diagonal + (count - 1) * kernel.off_diagonal) / count
+        kernel, count = signal.second_moment(), len(self._tokens(signal.seq_len))
+        variance = (kernel.diagonal + (count - 1) * kernel.off_diagonal) / count
         output = _gaussian(Kernel(variance, 0.0 * variance), signal)
-        return output, functools.partial(self._sent_alike, count)
+        return output, functools.partial(self._sent_alike, signal.seq_len, count)
 
-    def _sent_alike(self, count: int, gradient: Gradient) -> Pulled:
-        grad_out = gradient.kernel.diagonal
-        grad_in = Kernel(grad_out / count, 0.0 * grad_out)
-        if self.kind == "mean":
-            grad_in = Kernel(grad_out / count**2, grad_out / count**2)
-        return Pulled(Gradient(grad_in, count))
+    def _sent_alike(self, length: int, count: int, gradient: Gradient) -> Pulled:
+        """Each of `count` tokens receives that part of it, averaged over all."""
+        each = gradient.kernel.diagonal / (count * length)
+        return Pulled(Gradient(Kernel(each, each * ((count - 1) / max(length - 1, 1))), length))
+
+    def _tokens(self, length: int) -> range:
+        """The tokens that are averaged."""
+        first = self.before if self.kind == "patches" else 0
+        return range(first, {"first": 1, "before": self.before}.get(self.kind, length))
 
     def response(self, record: Record, around: Around) -> Response:
         classes = record.input.kernel.classes
         if not record.input.resolved:
-            return _PooledClasses(self.kind, one_class(record.input.seq_len))
+            kind = "first" if self.kind == "first" else "mean"
+            return _PooledClasses(kind, one_class(record.input.seq_len))
         if classes is not None:
             return _PooledClasses(self.kind, classes.of_one)
         return _Pooled(self.weights(record.input.kernel.off_diagonal.shape[-1]))
@@ -230,11 +243,10 @@ class Pool(Leaf):
         length = count // self.sequences
         rows = np.zeros((self.sequences, self.sequences, length))
         each = np.arange(self.sequences)
-        if self.kind == "first":
-            rows[each, each, 0] = 1.0
-        else:
-            real = np.ones((self.sequences, length)) if self.real is None else self.real
-            rows[each, each] = real / real.sum(-1, keepdims=True)
+        real = np.isin(np.arange(length), self._tokens(length)) * np.ones((self.sequences, 1))
+        if self.real is not None and self.kind != "first":
+            real = real * self.real
+        rows[each, each] = real / real.sum(-1, keepdims=True)
         return rows.reshape(self.sequences, count)
 
 

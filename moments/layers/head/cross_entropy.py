@@ -87,7 +87,6 @@ def softmax_expectations(
     """Expectations of a softmax over independent Gaussian logits, all but one alike.
 
     Args:
-        vocab_size: number of logits.
         variance: of each, any shape.
         own_mean, own_variance: of the one that differs; they broadcast with `variance`; None: as
             the others.

@@ -26,7 +26,6 @@ from .targets import (
     position_text,
     text_targets,
 )
-from .tied import cross_gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +41,7 @@ class OutputMoments:
         logit_variance: mean square of a logit.
         record: of what stands before the matrix to the logits ("final.norm", "head.transform",
             ...); under "classification" sites after "head.pool" have one token per sequence.
-        logits: the last site.
         notes: what makes the numbers less certain.
-        model: the declaration.
         readout: the matrix and its loss.
     """
 
@@ -99,7 +96,7 @@ class OutputMoments:
         overlap with what the input reads; 0 where the head is not tied."""
         if not self.head.tied or self.head.loss is None:
             return 0.0
-        return self.readout.matrix_gradient() + cross_gradient(self.readout)
+        return self.readout.matrix_gradient() + self.readout.cross_gradient()
 
 
 def output_moments(
@@ -240,14 +237,16 @@ def _normalised(model: Transformer, head: Head) -> bool:
         return False
     if head.transform is not None:
         return head.transform_norm
+    if head.pool_norm:
+        return True
     return bool(_last_norm(head)) and (head.norm or model.placements[-1] == "post")
 
 
 def _last_norm(head: Head) -> str:
     """The norm whose output the matrix multiplies; "": a mean or another matrix is between."""
-    if head.transform is not None:
+    if head.transform is not None or head.pool_norm:
         return "head.norm"
-    mean = head.loss == "classification" and head.pool == "mean"
+    mean = head.loss == "classification" and head.pool != "first"
     return "" if mean or head.factor_dim is not None else "final.norm"
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from ...engine.state import Array, Kernel, ratio_or_zero
-from . import tied
 from .cross_entropy import Softmax, softmax_expectations
 from .softmax_agreement import agreement_share
 from .targets import Targets
@@ -31,12 +30,8 @@ class Readout:
 
     Attributes:
         kernel: of what the matrix multiplies, h.
-        seq_len: tokens per sequence.
-        width: features of h.
-        targets: who predicts what.
         vocab_size: number of logits V.
         weight_variance: of the matrix's entries.
-        scale: multiplies the logits.
         softcap: of the logits; None: none.
         smoothing: share of a target's weight that is spread over all logits.
         carried: how much of the read token's own row is in h, h_i = carried_i E_id + ...; 0 where
@@ -155,20 +150,20 @@ class Readout:
         along h of it takes f_i A_ii A_ij off D_ij, and the same from the other side.
         """
         size = self.scale**2 * self.weight_variance
-        return (self._sent + tied.projected(self)).scaled(size)
+        return (self._sent + self._projected()).scaled(size)
 
     def radial(self) -> Kernel:
         """What the gradient at h has besides: along h_i, variance times sum_v E dd_i(v)/dz_i(v)."""
         length, count = self.radial_length, self.targets.count
         i, j = self.kernel.over_tokens(length)
-        forth, back = tied.gradients(self)
+        forth, back = self._row_gradients()
         k, other_k = self.kernel.over_tokens(self.weight_variance * self.carried + 0 * length)
         off_diagonal = i * j * self.kernel.off_diagonal + i * k * forth + j * other_k * back
-        first = tied.own_gradient(self)
+        first = self._own_row()
         diagonal = length**2 * self.kernel.diagonal
         diagonal = diagonal + 2 * length * self.weight_variance * self.carried * first
         result = Kernel.joined(diagonal, off_diagonal, self.kernel.resolved)
-        removed = tied.projected(self).scaled(-self.weight_variance)
+        removed = self._projected().scaled(-self.weight_variance)
         return (result.scaled(count**-2.0) + removed).scaled(self.scale**2)
 
     @property
@@ -189,7 +184,7 @@ class Readout:
         """
         kernel = self.kernel
         along = self.radial_length * kernel.diagonal
-        along = along + self.weight_variance * self.carried * tied.own_gradient(self)
+        along = along + self.weight_variance * self.carried * self._own_row()
         i, j = kernel.over_tokens(along)
         first, second = kernel.over_tokens(kernel.diagonal)
         off_diagonal = i * j * (1 + 2 * ratio_or_zero(kernel.off_diagonal**2, first * second))
@@ -303,3 +298,95 @@ class Readout:
         for index, one in np.ndenumerate(variance):
             result[index] = agreement_share(self.vocab_size, float(one), each[index])
         return result
+
+    # --- a tied matrix: the row of the token that is read is in what it multiplies --------------
+    #
+    # h_i = k_i E_id + ..., so that the logit of the token's own row has a mean, and the gradient
+    # meets that row again: with A_ij = E d_j(id_i), token j's gradient at the logit of the token
+    # that i reads, h_i . g_j/d = variance k_i A_ij besides the part along h_j. See
+    # docs/theory/loss.md, Tied rows.
+
+    def _own_row(self) -> Array:
+        """A_ii."""
+        own, targets = self.softmax.own, self.targets
+        hit = targets.own * (1 - self.smoothing) + self.smoothing / self.vocab_size
+        return (own.probability_slope - hit * own.slope) * targets.active
+
+    def _row_gradients(self) -> tuple[Array, Array]:
+        """A_ij and A_ji."""
+        own, other, targets = self.softmax.own, self.softmax.other, self.targets
+        over_tokens, same = self.kernel.over_tokens, targets.same_token
+        hit = targets.hit * (1 - self.smoothing) + self.smoothing / self.vocab_size
+        _, slope = over_tokens(other.slope)
+        _, mine = over_tokens(own.probability_slope)
+        _, rest = over_tokens(other.probability_slope)
+        _, active = over_tokens(targets.active)
+        result = (same * mine + (1 - same) * rest - self._turned(hit) * slope) * active
+        return result, self._turned(result)
+
+    def _projected(self) -> Kernel:
+        """What a norm's projection adds to D/T^2, f the own row's share of what is read.
+
+        D_ij - f_i E A_ii A_ij - f_j E A_jj A_ji + sqrt(f_i f_j) r_ij E A_ii A_jj.
+        """
+        kernel, targets = self.kernel, self.targets
+        if not np.any(self.carried):
+            return kernel.scaled(0.0)
+        share, first = self.own_share, self._own_row()
+        own, other, kept = self.softmax.own, self.softmax.other, 1 - self.smoothing
+        hit = targets.own * kept
+        square = own.square_slope_square - 2 * hit * own.probability_slope_square
+        square = (square + hit * kept * own.slope_square) * targets.active
+        share_i, share_j = kernel.over_tokens(share)
+        first_i, first_j = kernel.over_tokens(first)
+        scale_i, scale_j = kernel.over_tokens(kernel.diagonal)
+        correlation = ratio_or_zero(kernel.off_diagonal, np.sqrt(scale_i * scale_j))
+        forth, back = self._row_gradients()
+        # Two tokens that read the same one have correlated own probabilities.
+        p_i, p_j = kernel.over_tokens(own.probability_slope)
+        rise_i, rise_j = kernel.over_tokens(np.log(own.ends) / 2)
+        beyond = targets.same_token * targets.both * p_i * p_j
+        beyond = beyond * np.expm1(correlation * (rise_i + rise_j))
+        # Where the text is not known, a frequent token is hit by both more often than by chance.
+        own_i, _ = kernel.over_tokens(targets.own)
+        slope_i, _ = kernel.over_tokens(own.slope)
+        _, slope_j = kernel.over_tokens(other.slope)
+        together = targets.both_hit - own_i * self._turned(targets.hit)
+        together = kept**2 * slope_i * slope_j * targets.both * together
+        off_diagonal = np.sqrt(share_i * share_j) * correlation * (first_i * first_j + beyond)
+        off_diagonal = off_diagonal - share_i * (first_i * forth + beyond + together)
+        off_diagonal = off_diagonal - share_j * (first_j * back + beyond + self._turned(together))
+        return Kernel.joined(-share * square, off_diagonal, kernel.resolved).scaled(
+            targets.count**-2.0
+        )
+
+    def cross_gradient(self) -> Array:
+        """Twice the overlap of a tied table's gradients as matrix and as what the input reads.
+
+        To leading order: the input's part is taken along the skip connections, by which row id_i
+        receives carried_i times the gradient at h_i.
+        """
+        kernel, carried, size = self.kernel, self.carried, self.weight_variance
+        if not np.any(carried):
+            return 0.0 * kernel.total(self.seq_len)
+        # carried_i sum_j d_j(id_i) g_i . h_j, where g_i . h_j/d = s (k_j A_ji - k_i A_ii r_ij) if a
+        # norm takes away what is along h_i, else s k_j A_ji + b_i H_ij.
+        first = self._own_row()
+        forth, back = self._row_gradients()
+        k, other_k = kernel.over_tokens(carried + 0 * first)
+        if self.normalised:
+            lost, _ = kernel.over_tokens(ratio_or_zero(size * carried * first, kernel.diagonal))
+            off_diagonal = k * forth * (size * other_k * back - lost * kernel.off_diagonal)
+            alone = 0.0 * first
+        else:
+            length, _ = kernel.over_tokens(self.radial_length)
+            off_diagonal = k * forth * (size * other_k * back + length * kernel.off_diagonal)
+            along = size * carried * first + self.radial_length * kernel.diagonal
+            alone = carried * first * along
+        result = Kernel.joined(alone, off_diagonal, kernel.resolved)
+        total = result.total(self.seq_len) / self.targets.count**2
+        return 2 * self.scale**2 * self.width * total
+
+    def _turned(self, off_diagonal: Array) -> Array:
+        """The value for (j, i)."""
+        return off_diagonal.swapaxes(-1, -2) if self.kernel.resolved else off_diagonal

@@ -32,7 +32,6 @@ def agreement_share(vocab_size: int, variance: float, correlation: Array) -> Arr
 
     Args:
         vocab_size: number of logits V.
-        variance: of each logit.
         correlation: of two tokens' logits, any shape.
     """
     if variance < _FLAT or vocab_size < 3:

@@ -77,7 +77,6 @@ def text_targets(
 
     Args:
         head: its `loss`; "causal" predicts the next token, "masked" what `targets` say.
-        vocab_size: number of logits.
         seq_len: tokens per sequence L.
         token_ids: integers (L,) or (B, L); None: unknown tokens, drawn by Zipf's law.
         targets: the same shape, -100 where there is none; None: as `loss` says, masked tokens
@@ -194,9 +193,9 @@ def position_targets(head: Head, vocab_size: int, classes: PositionClasses) -> T
     """Targets of an unknown text on classes of positions, each token predicting the next one, or
     what is masked at random.
 
-    Next tokens are found among what is read as often as there are some (`following_pairs`). Where
-    words are told apart a word that two tokens share is a frequent one, p^2 for p, so that targets
-    meet it as often as three tokens of which two are alike.
+    Next tokens are among what is read as often as there are some (`following_pairs`). Of words, one
+    that two tokens share is a frequent one, p^2 for p, so that targets meet it as often as three
+    tokens of which two are alike.
     """
     if head.loss != "causal":
         return _chosen_at_random(head, vocab_size, classes)
@@ -241,8 +240,6 @@ def position_text(
     random: means over cells.
 
     Args:
-        head, vocab_size: as of `position_targets`.
-        classes: of positions.
         ids: (L,), or (documents, longest) where they are of several.
     """
     read, active = ids.astype(np.int64), _followed(classes)

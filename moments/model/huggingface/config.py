@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import DomainError, Undeclared, ValidityWarning, brief, domain_error
 from ...files import read_object
 from ..transformer import Transformer
-from . import NEAREST, READERS, REFUSED, Family
+from . import NEAREST, PARTS, READERS, REFUSED, Family
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
@@ -58,7 +58,8 @@ def family(kind: Any) -> Family:
             )
         reason = _why_not(kind) if isinstance(kind, str) else ""
         if kind in REFUSED:
-            raise Undeclared(f"model_type = {brief(kind)}: {reason}")
+            refusal = DomainError if kind in PARTS else Undeclared
+            raise refusal(f"model_type = {brief(kind)}: {reason}")
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(READERS))}", reason)
     return READERS[kind]
 
@@ -67,7 +68,9 @@ def _why_not(kind: str) -> str:
     """What is known of a type that is not read: its feature, or the family that is nearest, and
     what reads modules of any type."""
     if kind in REFUSED:
-        return f"{REFUSED[kind]} is outside what moments models{nearest(kind)}"
+        inside = " or ".join(f"config[{name!r}]" for name in PARTS.get(kind, ()))
+        parts = f"; give one of them, {inside}" if inside else ""
+        return f"{REFUSED[kind]} is outside what moments models{parts}{nearest(kind)}"
     module = "a module of it is read by what it computes: `moments check FILE.py:FACTORY`"
     if kind in NEAREST:
         return f"{nearest(kind)[2:]}; {module}"
@@ -81,21 +84,46 @@ def nearest(kind: str) -> str:
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The entries of a config given as path, dict or PretrainedConfig.
+    """The entries of a config given as path, dict or PretrainedConfig; of a model that also reads
+    pictures or sound, those of its text side.
 
     Raises:
         DomainError: no such file, or not a JSON object.
+
+    Warns:
+        ValidityWarning: the other sides of the model are left out.
     """
     if isinstance(config, Mapping):
-        return dict(config)
+        return _text_side(dict(config))
     if isinstance(config, str | os.PathLike):
         path = os.path.join(config, "config.json") if os.path.isdir(config) else config
-        return read_object(path, "config", "a readable config.json", _named(str(config)))
+        return _text_side(
+            read_object(path, "config", "a readable config.json", _named(str(config)))
+        )
     if hasattr(config, "to_dict"):
-        return dict(config.to_dict())
+        return _text_side(dict(config.to_dict()))
     raise DomainError(
         f"config must be a path, a dict or a PretrainedConfig, not {type(config).__name__}"
     )
+
+
+def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `text_config`, where that is of a type with a reader and the whole is not."""
+    kind, text = entries.get("model_type"), entries.get("text_config") or {}
+    if not isinstance(kind, str) or kind in READERS | REFUSED or not isinstance(text, Mapping):
+        return entries
+    own = text.get("model_type", f"{kind}_text")
+    if own not in READERS:
+        return entries
+    sides = [name for name in entries if name.endswith("_config") and name != "text_config"]
+    warnings.warn(
+        f"model_type = {kind!r}: its text side, {own!r}, is read; what it reads pictures or sound "
+        f"with ({', '.join(sides) or 'its other sides'}) is left out",
+        ValidityWarning,
+        stacklevel=4,
+    )
+    shared = ("_name_or_path", "tie_word_embeddings")
+    return {**text, "model_type": own} | {k: entries[k] for k in shared if k in entries}
 
 
 def _named(config: str) -> str:

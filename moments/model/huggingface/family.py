@@ -22,10 +22,13 @@ class Family:
     Args:
         read: from entries and a sequence length to the declaration.
         module: name of the transformers class with its head.
-        task: what it is trained on: "causal", "masked", "translation" or "images".
+        task: what it is trained on: "causal", "masked", "translation", "images" or "sound"; "text"
+            where nothing but a text is read.
         usual: entries that are not modelled, with the value at which they change nothing (... where
             none does).
         defaults: what its config class means by entries that are left out (`defaults.json`).
+        slip: whether the class draws otherwise than the authors whom it follows: then a config is
+            read as the class draws, and promises nothing.
     """
 
     read: Reader
@@ -33,6 +36,7 @@ class Family:
     task: str
     usual: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    slip: bool = False
 
     def declare(
         self, given: Mapping[str, Any], seq_len: int | None
@@ -87,8 +91,8 @@ def declared(
         "biases": Biases(),
         "norm_affine": True,
     }
-    tables = {"token_variance": variance} | dict(embedding or {})
-    usual["embedding"] = Embedding(vocab_size=read("vocab_size"), **tables)
+    tables = {"vocab_size": read("vocab_size"), "token_variance": variance}
+    usual["embedding"] = Embedding(**(tables | dict(embedding or {})))
     if "head" not in fields:
         usual |= {"causal": True, "head": causal_head(read, variance, epsilon)}
     return Transformer(layers, d_model, heads, norm_epsilon=epsilon, **(usual | fields))

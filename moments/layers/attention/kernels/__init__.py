@@ -4,7 +4,7 @@ By token, from below: `logits` and `row_statistics` say what rows look like, `jo
 rows have in common, `closure` puts that together with what dropout and finite widths add, and
 `attention` is the layer. `position_attention` is the same on classes of positions, and
 `relative_positions` what stands between them; `exact_rows` and `finite_rows` are exact rows of
-exchangeable logits, which both are held to.
+exchangeable logits, the reference of both.
 
 Start with `attention`, then `closure`.
 """

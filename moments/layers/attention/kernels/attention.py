@@ -39,7 +39,6 @@ class Paths(NamedTuple, Generic[Moments]):
     kernels, or matrices on classes.
 
     Attributes:
-        value, query, key: through those.
         cross: correlation of the value and key paths, of order 1/d_model.
     """
 
@@ -64,7 +63,6 @@ class KernelAttention:
     exact, otherwise an approximation; docs/theory/attention.md has its measured errors.
 
     Attributes:
-        kernel, allowed, drop_prob: as given.
         logits: what the logits look like.
         mean_attention: (Lq, Lk) E a_ij; rows sum to 1.
         logit_variance: (Lq,) variance of a row's logits around their common part, theta.
@@ -103,7 +101,6 @@ class KernelAttention:
             query_kernel, key_kernel: (Lq, Lq) and (Lk, Lk) second moments of queries and of keys on
                 the scale of `kernel`, where they differ from it: logits of query i and key j have
                 covariance tau query_ii' key_jj'.
-            rotation: rotary positions.
             bias: (Lq, Lk) what is added to the logits.
             value_bias: variance of the values' bias over the gain of their weights. Rows of
                 attention sum to 1, so that only dropped attention can tell; it is not in
@@ -256,7 +253,6 @@ def amplification(
     exchangeable keys whose log odds grow in proportion to the correlation of their queries.
 
     Args:
-        rows: statistics of rows.
         first, second: which of them, of every pair.
         correlation: of every pair's queries.
     """

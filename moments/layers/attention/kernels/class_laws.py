@@ -1,6 +1,6 @@
 """Joint laws of pairs of rows over classes of keys: kinds of pairs, and the scaling of a law.
 
-In a text two keys may be of one word: each class of frequency of words has a kind of pairs beside
+In a text two keys may be of one word: each class of frequency of words has a kind of pairs besides
 that of two words (`Mixture`). A law is scaled to given means over either key, by factors of its
 keys (Sinkhorn), and so are its derivatives (`Sums`). See docs/theory/state.md, Classes of
 positions.
@@ -40,7 +40,7 @@ class Mixture(NamedTuple):
     two, which are of the first kind, and so is one word that each document reads once.
 
     Attributes:
-        share: (n, k) of pairs that are of one word; None: nothing tells pairs apart.
+        share: (n, k) of pairs that are of one word; None: nothing distinguishes pairs.
         frequencies: of words.
         coincidence: (o,) of pairs at one place of two documents that are of one word; None: of one.
     """
@@ -218,7 +218,7 @@ class Meeting(NamedTuple):
         """Args:
         mixture: of kinds of pairs of keys.
         common: keys of both among those of either.
-        counts: (c, o) tokens that either row sees of these.
+        counts: (c, o) tokens that either row attends to of these.
         """
         share, frequencies = mixture.share, mixture.frequencies
         assert share is not None

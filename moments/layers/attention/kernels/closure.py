@@ -42,7 +42,6 @@ class RowLayout(NamedTuple):
         statistics: of the patterns, then of the classes' own rows.
         pattern: (Lq,) the pattern of every row.
         group: (P,) the class of every pattern.
-        classes: all classes.
         weights: (Lq, Lk) mean attention.
         norm: (Lq,) norm of a row's query over its pattern's.
     """
@@ -119,7 +118,6 @@ class OverlapClosure:
     """Joint laws of all pairs of rows of one attention layer.
 
     Attributes:
-        logits: of the layer.
         rows, pattern, group, classes, weights: as in `RowLayout`, `rows` its statistics.
         calibration: what exact rows say about every class.
         pairs: what the joint laws are read at.
@@ -274,7 +272,6 @@ def width_terms(
     1/d_model.
 
     Args:
-        closure, widths: of the layer.
         mean: (Lq, Lq) overlap W C W^T of mean outputs.
         excess: (Lq, Lq) what the joint laws add to it.
         slope: (Lq, Lq) its derivative in the correlation of two queries.
@@ -327,7 +324,6 @@ def unshared_part(effective_keys: Array, unshared_sum: Array, square: Array) -> 
     which a row holds 1/n_e in common with itself. Rows of one key have nothing to fluctuate.
 
     Args:
-        effective_keys: n_e.
         unshared_sum: w.diag(C) - w^T C w.
         square: sum_j w_j^2.
     """
@@ -353,12 +349,9 @@ def fixed_norms(
     """What tokens of fixed norm add to the output, for pairs of rows; see above.
 
     Args:
-        widths: of the layer.
         rows: both indices of every pair.
-        correlation, growth: as in `joint_laws.PairWeights`.
         stiffness, against, unshared_by_mean: (Lq,) of every row.
-        mean, excess, slope: as in `width_terms`.
-        held: what two rows hold in common of the same tokens' own parts.
+        shared: what two rows have in common of the same tokens' own parts.
     """
     one, two = rows
     half = 0.5 * stiffness
@@ -382,7 +375,6 @@ def _looking(weights: Array, logits: Logits, shift: Array) -> Array:
     if rotation is None:
         return np.outer(shift, shift)
     parts = weights * (np.diagonal(logits.values) - weights @ logits.values)
-    phases = np.multiply.outer(rotation.key_positions, 1j * rotation.frequencies)
-    turned = of_shift(parts, shift) @ np.exp(phases)
-    turned *= np.exp(-np.multiply.outer(rotation.query_positions, 1j * rotation.frequencies))
+    turned = of_shift(parts, shift) @ np.exp(1j * rotation.key_angles)
+    turned *= np.exp(-1j * rotation.query_angles)
     return np.asarray(np.real((turned * rotation.shares) @ turned.conj().T))

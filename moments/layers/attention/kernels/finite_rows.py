@@ -27,7 +27,6 @@ class Widths(NamedTuple):
     """Widths of one layer.
 
     Attributes:
-        d_model, d_head: widths, inf allowed.
         norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model if Gaussian;
             (m,) where every row has its own.
     """
@@ -123,8 +122,6 @@ def finite_rows(
         theta, keys: (m,) logit variance within the tables and number of keys.
         unshared: (m,) u.
         rho: (m, s) correlations of the queries; the first is 1.
-        widths: of the layer.
-        tables: of exact statistics.
     """
     narrow, wide, deficit = 1.0 / widths.d_head, 1.0 / widths.d_model, widths.deficit
     single = keys <= 1.0
@@ -425,8 +422,6 @@ def calibrate(
         theta, keys: (classes,) reference rows.
         unshared, own: (classes,) fraction of a key that it does not share with the others, by the
             variance of the logits and by the mean overlap of the keys.
-        nodes: correlations.
-        widths: of the layer.
         between_nodes: whether joint laws are formed at any correlation, of log odds interpolated to
             it; False: at the nodes, and interpolated themselves.
     """

@@ -647,11 +647,9 @@ class JointLaws:
         """Form the laws.
 
         Args:
-            classes: of rows.
             pattern: (Lq,) the pattern of every row.
             exponents: (classes, r) beta at the nodes.
             derivative: (r, r) from values at the nodes to derivatives at the nodes.
-            logits: of the layer.
         """
         self._patterns = int(pattern.max()) + 1
         self._keys = len(logits.values)

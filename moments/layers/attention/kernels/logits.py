@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ....model.positions import Rotary
+
 # --- rotary positions -----------------------------------------------------------------------------
 
 Array = NDArray[np.float64]
@@ -39,11 +41,14 @@ class _Split(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def _split(frequencies: tuple[float, ...], shares: tuple[float, ...], reach: int) -> _Split:
-    speed, share = np.array(frequencies), np.array(shares)
-    grid = np.arange(-reach, reach + 1.0)
-    phases = np.multiply.outer(grid, speed)
+    speed = np.array(frequencies)
+    phases = np.multiply.outer(np.arange(-reach, reach + 1.0), speed)
+    return _split_phases(phases, np.array(shares), speed * reach <= 2.0 * np.pi * TURNS)
+
+
+def _split_phases(phases: Array, share: Array, slow: NDArray[np.bool_]) -> _Split:
+    """The same of offsets that turn frequencies by `phases` (g, m), each with its opposite."""
     whole = np.cos(phases) @ share
-    slow = speed * reach <= 2.0 * np.pi * TURNS
     # rest = slow cos cos + slow sin sin - whole whole^T, of few vectors: eigenvalues of each parity
     even = np.column_stack([np.cos(phases[:, slow]), whole])
     queries, keys, parity = [], [], []
@@ -53,12 +58,28 @@ def _split(frequencies: tuple[float, ...], shares: tuple[float, ...], reach: int
     ):
         basis, inside = np.linalg.qr(vectors)
         values, axes = np.linalg.eigh((inside * weights) @ inside.T)
-        keep = np.abs(values) > TERM_TOLERANCE * len(grid)
-        modes = (basis @ axes[:, keep]).T * (grid != 0.0)  # nothing remains at offset 0
+        keep = np.abs(values) > TERM_TOLERANCE * len(phases)
+        # nothing remains at offset 0
+        modes = (basis @ axes[:, keep]).T * phases.any(1)
         queries.append(values[keep, None] * modes)
         keys.append(modes)
         parity.append(np.full(len(modes), sign))
     return _Split(whole, np.vstack(queries), np.vstack(keys), np.concatenate(parity))
+
+
+def _split_places(
+    angles: Sequence[Array], speeds: Array, shares: Array
+) -> tuple[_Split, list[Indices]]:
+    """The split for patches of a picture, and the offset of every pair of them, by the angles that
+    frequencies turn them by: half are those of a place down, half of one across."""
+    half = len(shares) // 2
+    pairs = [a[None, :, [0, half]] - a[:, None, [0, half]] for a in angles]
+    flat = np.concatenate([p.reshape(-1, 2) for p in pairs])
+    offsets, index = np.unique(np.round(flat, 9), axis=0, return_inverse=True)
+    phases = np.repeat(offsets, half, axis=1) * (speeds / speeds[0])
+    split = _split_phases(phases, shares, np.ones(len(shares), bool))
+    parts = np.split(index.ravel(), np.cumsum([p.shape[0] * p.shape[1] for p in pairs])[:-1])
+    return split, [one.reshape(p.shape[:2]) for one, p in zip(parts, pairs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -70,8 +91,8 @@ class Rotation:
         keys: (Lk, Lk) rho(delta), the factor on the keys' kernel.
         query_terms, key_terms: (t, Lq, Lq) and (t, Lk, Lk), U_t and V_t.
         parity: (t,) 1 where both are even functions, -1 where both are odd.
-        frequencies, shares: w_m and s_m.
-        query_positions, key_positions: of the tokens.
+        shares: s_m.
+        query_angles, key_angles: (Lq, m) and (Lk, m) by which frequencies turn the tokens.
     """
 
     queries: Array
@@ -79,30 +100,43 @@ class Rotation:
     query_terms: Array
     key_terms: Array
     parity: Array
-    frequencies: Array
     shares: Array
-    query_positions: Array
-    key_positions: Array
+    query_angles: Array
+    key_angles: Array
 
     @classmethod
     def of(
         cls, frequencies: Array, shares: Array, query_positions: Array, key_positions: Array
     ) -> Rotation:
         """The split above for tokens at the given positions."""
-        offsets = [np.subtract.outer(p, p).T for p in (query_positions, key_positions)]
+        where = query_positions, key_positions
+        offsets = [np.subtract.outer(p, p).T for p in where]
         reach = max(1.0, *(float(np.abs(offset).max()) for offset in offsets))
         split = _split(tuple(frequencies), tuple(shares), round(reach))
         index = [np.rint(offset + reach).astype(np.intp) for offset in offsets]
+        return cls._of(split, index, shares, [np.multiply.outer(p, frequencies) for p in where])
+
+    @classmethod
+    def of_rotary(cls, rotary: Rotary, d_head: int, *where: Array) -> Rotation:
+        """The same of a declaration, for queries' and keys' positions in their sequences."""
+        speeds, shares = rotary.frequencies(d_head)
+        if rotary.grid is None:
+            return cls.of(speeds, shares, *where)
+        angles = [rotary.angles(p, d_head) for p in where]
+        return cls._of(*_split_places(angles, speeds, shares), shares, angles)
+
+    @classmethod
+    def _of(
+        cls, split: _Split, index: Sequence[Indices], shares: Array, angles: Sequence[Array]
+    ) -> Rotation:
         return cls(
             split.whole[index[0]],
             split.whole[index[1]],
             split.query_terms[:, index[0]],
             split.key_terms[:, index[1]],
             split.parity,
-            frequencies,
             shares,
-            query_positions,
-            key_positions,
+            *angles,
         )
 
     def kernels(self, keys: Array) -> Array:
@@ -126,7 +160,6 @@ class Logits:
         values: (Lk, Lk) second moments of what the weights average.
         prior: (Lq, Lk) softmax of the deterministic part of the logits: uniform over a row's keys
             unless `biased`; rows sum to 1.
-        scale: tau.
         biased: whether a row prefers some of its keys.
         rotation: rotary positions; None: none.
     """

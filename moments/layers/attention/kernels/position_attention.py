@@ -59,7 +59,6 @@ class Tile:
     Attributes:
         pairs: where they are among all.
         long, short: (c,) their rows; the last are every row with itself where both ranges are one.
-        left, right: keys of either.
         common: keys of both, in all; `common_left` and `common_right` within those of either.
         mask, mask_common: (c, n, k) and (c, o) ones where both rows see their keys, and zeros.
         turned: (c, n, k) and (c,): means of rho of two rows, and a key of each or one of both; None
@@ -95,7 +94,6 @@ class Tile:
         """X C X'^T of rows' maps and kernels C, diagonals and pairs.
 
         Args:
-            maps: of all rows.
             kernels: (o,) and (n, k) of all rows or (rows, n, k) of the longer ones; or, where it is
                 said to be by pair, (c, o) and (c, n, k). What a key has beyond pairs, and pairs.
         """
@@ -173,7 +171,6 @@ class RowPairs:
     """All pairs of rows of a layer.
 
     Attributes:
-        tiles: of pairs.
         rows: ranges of rows and of the keys that they see.
         long, short: (C,) the longer and the shorter row of every pair.
         alone: (C,) whether it is a row with itself; (p, p) otherwise is one with its neighbour.
@@ -301,7 +298,6 @@ class Words(NamedTuple):
     Attributes:
         queries, keys, values: diagonals are of a token with itself, or of two at one place.
         share: (P, P) of pairs that are.
-        frequencies: of words.
         others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
         coincidence: (P,) of pairs at one place of two documents that are; None: of one document.
     """
@@ -340,7 +336,6 @@ class ClassLogits(NamedTuple):
 
     Attributes:
         queries, keys, values: kernels (diagonal (P,), pairs (P, P)); as there.
-        scale: tau.
         key_counts: which keys rows see.
         rotary_means: rotary positions; None: none.
         across: the same kernels of tokens of two documents, diagonals being those of two tokens at
@@ -402,7 +397,7 @@ class PositionAttention:
 
     Attributes:
         weights: (P, P) mean attention [row, key] to one token of a class.
-        counted: (P, P) to all tokens of a class that a row sees.
+        counted: (P, P) to all tokens of a class that a row attends to.
         logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
         response: what the query path is per unit of G.
@@ -424,12 +419,7 @@ class PositionAttention:
         norm_spread: float = 0.0,
         value_bias: float = 0.0,
     ) -> None:
-        """Build the layer's joint law; O(P^4).
-
-        Args:
-            logits: of the layer.
-            drop_prob, d_model, d_head, norm_spread, value_bias: as in `attention.KernelAttention`.
-        """
+        """Build the layer's joint law; O(P^4)."""
         self.logits = logits
         self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
@@ -473,7 +463,7 @@ class PositionAttention:
         return coincidence._replace(queries=coincidence.words.queries)
 
     def _of_kernels(self, kernels: Across | ClassLogits) -> PositionAttention:
-        """These rows, met by others: by those of another document, which sees other tokens at the
+        """These rows with others: with those of another document, over other tokens at the
         same places, a row with itself is two at one place."""
         result = copy.copy(self)
         result._kernels, result._dropped, result.others = kernels, 0.0, ()

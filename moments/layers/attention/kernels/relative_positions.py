@@ -60,7 +60,7 @@ class RotaryMeans:
 
     def pair_count(self) -> Array:
         """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
-        which what turns between two rows of one cell is held as."""
+        which what turns between two rows of one cell is rounded to."""
         _, mass, twice = self._rows
         return np.asarray(np.outer(mass, mass) - twice)
 
@@ -71,8 +71,6 @@ class RotaryMeans:
 
         Args:
             long, short: rows, seeing keys i' behind those of the latter alone.
-            rows: as from `of_rows`.
-            left, right: keys of either.
         """
         first = self.keys[long, left].conj() * (rows * self.shares)[:, None, :]
         total = (first @ np.swapaxes(self.keys[short, right], -1, -2)).real
@@ -232,9 +230,7 @@ def shifted_classes(
     key has of its own by rows that see their keys alike.
 
     Args:
-        key_counts, table: of the layer.
         weights: (P, P) mean attention [row, key] to one token of a class.
-        kernel: C.
     """
     diagonal, pairs = kernel
     excess = (key_counts.keys * weights) @ (diagonal - diagonal_of(pairs))

@@ -45,7 +45,6 @@ def annealed_moments(mean: Mean, relative: Array, spread: float, tau: float) -> 
     """log mean e^{tau (C - mean C)} and log mean e^{2 tau (C - mean C)} over a row's key pairs.
 
     Args:
-        mean: over pairs.
         relative: (rows,) mean of C - max C.
         spread: max C - min C.
         tau: covariance of logits per unit of the kernel, at the rows' average query.
@@ -169,7 +168,7 @@ Indices = NDArray[np.intp]
 ONE_KEY = 1.0 + 1e-9
 
 LEAST_SCALE = 1e-3
-"""Logit variance over a kernel's range below which its reference row is found at that scale: it has
+"""Logit variance over a kernel's range below which its reference row is taken at that scale: it has
 a limit, linear from there."""
 
 LEAST_RESPONSE = 1e-3
@@ -284,14 +283,13 @@ def attention_rows(
         between: the least and the largest entry of their kernel.
         temperature: (rows,) second moment of each row's query, and its average.
         logit_scale: tau, per unit of it and of the kernel.
-        count, diagonal, uniform: as of `statistics_of`.
 
     Source:
         derived here; which annealed moments to match was decided by measurement.
     """
     low, top = between
     of_rows, average = temperature
-    # Where logits vanish the reference has a limit, found at a small scale without cancellation.
+    # Where logits vanish the reference has a limit, taken at a small scale without cancellation.
     scale = max(logit_scale * average, LEAST_SCALE / max(top - low, 1e-12))
     relative = mean(lambda below: below)
     reference = matched(*annealed_moments(mean, relative, top - low, scale), count)
@@ -312,9 +310,8 @@ def statistics_of(
     """Exact statistics of the rows' references.
 
     Args:
-        reference, scale: the references, found at that scale.
+        reference, scale: the references, and that scale.
         count: (rows,) number of keys.
-        temperature, logit_scale: as in `rows_of_kernel`.
         diagonal, overlap: (rows,) means of C_jj over a row's keys and of C_jl over their pairs.
         uniform: (rows,) entropy without any logits.
     """
@@ -378,7 +375,6 @@ def mean_attention(
     Args:
         kernel: (n, n) second moments of the keys.
         prior: (a, n) weights of the keys at vanishing logits, of sum 1.
-        statistics: of all rows.
         rows: (a,) their indices in `statistics`; the last one's x is used for all.
         scale: tau, per unit of query norm.
     """
@@ -406,7 +402,6 @@ def log_weights(
     """(a, n) logarithm of `mean_attention` over the prior, up to a constant of every row.
 
     Args:
-        statistics, rows, scale: as there.
         relative: (a, n) a key's variance less the row's mean.
         crowd: (a, n) logarithm of the mean e^{x tau C_jk} over the row's keys k.
         response: x, of every row or of all.
@@ -423,7 +418,7 @@ FAINT = 1e-9
 """A product of correlation and logit variance below which rows are read as independent."""
 
 LEAST_OWN = 0.05
-"""Least share of its own that a key is taken to have where dropped weights are told apart."""
+"""Least share of its own that a key is taken to have where dropped weights are distinct."""
 
 
 def saturation(

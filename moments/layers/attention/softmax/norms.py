@@ -165,7 +165,6 @@ def key_corrections(theta: Any, keys: Any, dimension: Any) -> KeyCorrections:
 
     Args:
         theta, keys: (m,) logit variance, and number of keys.
-        dimension: of the sphere.
     """
     variance = np.minimum(np.maximum(theta, 0.0), CORRECTED_MAX)
     length = np.clip(keys, 1.0, LENGTH_MAX)

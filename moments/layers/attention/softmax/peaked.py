@@ -94,7 +94,6 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
     """Single rows where theta > THETA_MAX, and `edge` elsewhere.
 
     Args:
-        theta, keys: of one shape.
         edge: at the lesser of theta and THETA_MAX.
     """
     gap, top = _of_keys(keys)

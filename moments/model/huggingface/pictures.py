@@ -1,0 +1,429 @@
+"""Encoders of pictures and of sound beside ViT, and the text towers that are trained with them.
+
+Of a type that has no loss of its own here the declaration ends below the last norm: the gradient at
+the last layer's output is given to `predict`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..embedding import Embedding
+from ..head import Head
+from ..patches import SoundEmbedding
+from ..positions import RelativeBias, Rotary
+from ..transformer import Transformer
+from ..weights import Biases, Weights
+from .entries import Entries
+from .family import Family
+from .vit import POOLER, classifier, encoder, patches
+
+
+def _drop_path(read: Entries) -> None:
+    rate = read.number("drop_path_rate")
+    if rate:
+        read.leave_out("drop_path_rate", rate, "no branch is dropped whole")
+
+
+def _deit(read: Entries, seq_len: int | None) -> Transformer:
+    """Class token, distillation token and positions start at zero; the first classifies."""
+    variance, dropout = read.variance(), read.number("hidden_dropout_prob")
+    embedding = patches(read, variance, registers=1, positions="learned", dropout=dropout)
+    return encoder(read, seq_len, embedding, variance, head=classifier(read, variance))
+
+
+def _beit(read: Entries, seq_len: int | None) -> Transformer:
+    """Gains on every branch, no bias on keys; the patches' mean is normalised and classifies."""
+    variance, dropout = read.variance(), read.number("hidden_dropout_prob")
+    for name in ("use_relative_position_bias", "use_shared_relative_position_bias"):
+        if read.flag(name):
+            read.leave_out(name, True, "biases of logits start at zero, and have no gradients here")
+    _drop_path(read)
+    absolute = read.flag("use_absolute_position_embeddings")
+    embedding = patches(
+        read, variance, positions="learned" if absolute else "none", dropout=dropout
+    )
+    scale, mean = read.number("layer_scale_init_value"), read.flag("use_mean_pooling")
+    return encoder(
+        read,
+        seq_len,
+        embedding,
+        variance,
+        biases=read.biases(("query", "value", "output", "ffn_in", "ffn_out")),
+        layer_scale=scale > 0,
+        branch_scale=scale if scale > 0 else 1.0,
+        head=classifier(
+            read, variance, "patches" if mean else "first", norm=not mean, pool_norm=mean
+        ),
+    )
+
+
+def _ijepa(read: Entries, seq_len: int | None) -> Transformer:
+    """No class token; the mean classifies."""
+    variance, dropout = read.variance(), read.number("hidden_dropout_prob")
+    embedding = patches(
+        read, variance, class_token=False, position_variance=variance, dropout=dropout
+    )
+    return encoder(read, seq_len, embedding, variance, head=classifier(read, variance, "mean"))
+
+
+def _vit_mae(read: Entries, seq_len: int | None) -> Transformer:
+    """The encoder, of all patches as in fine-tuning; positions are fixed.
+
+    Drawn as its class says; the one of transformers 5 skips that rule, so that a fresh module has
+    no positions, and a class token at zero.
+    """
+    ratio = read.number("mask_ratio")
+    if ratio:
+        read.leave_out("mask_ratio", ratio, "the encoder reads all patches, and has no decoder")
+    variance, width = read.variance(), read.count("hidden_size")
+    fan_in = read.count("num_channels") * read.count("patch_size") ** 2
+    embedding = patches(read, 2 / (fan_in + width), class_variance=variance, positions="sinusoidal")
+    return encoder(read, seq_len, embedding, variance)
+
+
+def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
+    """A gain on every branch."""
+    _drop_path(read)
+    variance, dropout = read.variance(), read.number("hidden_dropout_prob")
+    embedding = patches(
+        read, variance, position_variance=variance, class_variance=variance, dropout=dropout
+    )
+    hidden, gated = int(read.count("hidden_size") * read("mlp_ratio")), read.flag("use_swiglu_ffn")
+    biased: tuple[str, ...] = ("query", "key", "value") if read.flag("qkv_bias") else ()
+    biased += ("output", "ffn_in", "ffn_out") + (("gate",) if gated else ())
+    return encoder(
+        read,
+        seq_len,
+        embedding,
+        variance,
+        d_ff=(int(hidden * 2 / 3) + 7) // 8 * 8 if gated else hidden,
+        activation="silu" if gated else read.activation("hidden_act"),
+        gated=gated,
+        dropout=0.0,
+        attention_dropout=read.number("attention_probs_dropout_prob"),
+        biases=read.biases(biased),
+        layer_scale=True,
+        branch_scale=read.positive("layerscale_value"),
+    )
+
+
+def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
+    """Registers behind the class token; the places of patches turn queries and keys, and no table
+    is added."""
+    _drop_path(read)
+    for name in ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"):
+        if (value := read(name, None)) is not None:
+            read.leave_out(name, value, "places are those of evaluation")
+    variance, gated = read.variance(), read.flag("use_gated_mlp")
+    registers = read("num_register_tokens")
+    embedding = patches(
+        read,
+        variance,
+        class_variance=variance,
+        registers=registers,
+        register_variance=variance if registers else 0.0,
+    )
+    biases = {"query": "query_bias", "key": "key_bias", "value": "value_bias"}
+    biases |= {"output": "proj_bias"}
+    biases |= dict.fromkeys(("ffn_in", "ffn_out", *(("gate",) if gated else ())), "mlp_bias")
+    there = (matrix for matrix, name in biases.items() if read.flag(name))
+    return encoder(
+        read,
+        seq_len,
+        embedding,
+        variance,
+        gated=gated,
+        attention_dropout=read.number("attention_dropout"),
+        biases=read.biases(tuple(there)),
+        rotary=Rotary(base=read.positive("rope_theta"), grid=embedding.grid),
+        layer_scale=True,
+        branch_scale=read.positive("layerscale_value"),
+    )
+
+
+def _spectrogram(read: Entries, seq_len: int | None) -> Transformer:
+    """Patches of a spectrogram (mel bins down, time across) that overlap; two tokens that start at
+    zero stand before them, as positions do, and their mean is normalised again and classifies."""
+    variance, dropout = read.variance(), read.number("hidden_dropout_prob")
+    embedding = patches(
+        read,
+        variance,
+        image_size=(read.count("num_mel_bins"), read.count("max_length")),
+        stride=(read.count("frequency_stride"), read.count("time_stride")),
+        channels=1,
+        registers=1,
+        positions="learned",
+        dropout=dropout,
+    )
+    head = classifier(read, variance, "before", pool_norm=True)
+    return encoder(read, seq_len, embedding, variance, head=head)
+
+
+# --- towers ---------------------------------------------------------------------------------------
+
+
+def _clip_weights(read: Entries) -> Weights:
+    """By width and depth; the depth divides query, key and value, where GPT-2's divides output."""
+    width, depth = read.count("hidden_size"), 2 * read.layers("num_hidden_layers")
+    factor = read.variance("initializer_factor")
+    inward = factor / (width * depth)
+    return Weights(inward, inward, inward, factor / width, factor / (2 * width), inward)
+
+
+def _clip_vision(read: Entries, seq_len: int | None) -> Transformer:
+    """Patches, class token and positions are normalised before layer 1."""
+    factor = read.variance("initializer_factor")
+    variance = read.variance() * factor
+    embedding = patches(
+        read,
+        variance,
+        bias_variance=None,
+        position_variance=variance,
+        class_variance=factor / read.count("hidden_size"),
+        norm=True,
+        norm_epsilon=read.number("layer_norm_eps"),
+    )
+    return _tower(read, seq_len, embedding, _clip_weights(read), Biases())
+
+
+def _siglip_weights(read: Entries) -> tuple[Weights, Biases]:
+    width, hidden = read.count("hidden_size"), read.count("intermediate_size")
+    ffn = 2 / (width + hidden)
+    square = 1 / width
+    weights = Weights(square, square, square, square, ffn, ffn, distribution="uniform")
+    return weights, Biases(ffn_in=1e-12, ffn_out=1e-12)  # of deviation 1e-6
+
+
+def _siglip_vision(read: Entries, seq_len: int | None) -> Transformer:
+    """No class token; a block that pools the patches by attention is left out.
+
+    Patches are LeCun's truncated normal, widened for a cut at two deviations that then stands at 2
+    and cuts nothing.
+    """
+    if read.flag("vision_use_head"):
+        read.leave_out("vision_use_head", True, "the declaration ends below the last norm")
+    fan_in = read.count("num_channels") * read.count("patch_size") ** 2
+    inside, density = math.erf(math.sqrt(2)), math.exp(-2) / math.sqrt(2 * math.pi)
+    variance = 1 / (fan_in * (1 - 4 * density / inside))
+    position = 1 / read.count("hidden_size")
+    embedding = patches(read, variance, class_token=False, position_variance=position)
+    return _tower(read, seq_len, embedding, *_siglip_weights(read))
+
+
+def _tower(
+    read: Entries, seq_len: int | None, embedding: Any, weights: Weights, biases: Biases
+) -> Transformer:
+    dropout = read.number("attention_dropout")
+    return encoder(
+        read, seq_len, embedding, weights=weights, biases=biases, attention_dropout=dropout
+    )
+
+
+def _text(read: Entries, seq_len: int | None, variance: float, **fields: Any) -> Transformer:
+    """A Pre-LN stack of tokens and learned positions, drawn alike."""
+    embedding = Embedding(read("vocab_size"), variance, variance)
+    return Transformer(
+        read.layers("num_hidden_layers"),
+        read("hidden_size"),
+        read("num_attention_heads"),
+        read.length("max_position_embeddings", seq_len),
+        d_ff=read("intermediate_size"),
+        activation=read.activation("hidden_act"),
+        attention_dropout=read.number("attention_dropout"),
+        norm_epsilon=read.number("layer_norm_eps"),
+        norm_affine=True,
+        embedding=embedding,
+        **fields,
+    )
+
+
+def _clip_text(read: Entries, seq_len: int | None) -> Transformer:
+    variance = 4e-4 * read.variance("initializer_factor")  # of deviation .02, whatever the entries
+    weights = _clip_weights(read)
+    return _text(read, seq_len, variance, weights=weights, biases=Biases(), causal=True)
+
+
+def _siglip_text(read: Entries, seq_len: int | None) -> Transformer:
+    """Not causal; the matrix behind the last norm is left out."""
+    weights, biases = _siglip_weights(read)
+    variance = 1 / read.count("hidden_size")
+    return _text(read, seq_len, variance, weights=weights, biases=biases)
+
+
+# --- sound ----------------------------------------------------------------------------------------
+
+_BIASED = ("query", "value", "output", "ffn_in", "ffn_out")
+
+
+def _whisper(read: Entries, seq_len: int | None) -> Transformer:
+    """The decoder, whose `encoder` is the other stack: it reads a log-mel spectrogram as an image
+    of one channel, through two convolutions. Keys have no bias; every epsilon is the layers' own
+    default."""
+    variance, dropout = read.variance("init_std"), read.number("dropout")
+    for name in ("encoder_layerdrop", "decoder_layerdrop"):
+        if rate := read.number(name):
+            read.leave_out(name, rate, "no layer is dropped")
+    if read.flag("apply_spec_augment", False):
+        read.leave_out("apply_spec_augment", True, "no stretch of the spectrogram is masked")
+    shared: dict[str, Any] = {
+        "activation": read.activation("activation_function"),
+        "dropout": dropout,
+        "attention_dropout": read.number("attention_dropout"),
+        "activation_dropout": read.number("activation_dropout"),
+        "weights": Weights.normal(variance),
+        "biases": read.biases(_BIASED),
+        "norm_epsilon": 1e-5,
+        "norm_affine": True,
+    }
+    tokens = read.count("max_source_positions")
+    sound = SoundEmbedding(
+        bins=read("num_mel_bins"),
+        frames=2 * tokens,
+        variance=variance,
+        bias_variance=0.0,
+        dropout=dropout,
+    )
+    width = read("d_model")
+    encoder = Transformer(
+        read.layers("encoder_layers"),
+        width,
+        read("encoder_attention_heads"),
+        tokens,
+        d_ff=read("encoder_ffn_dim"),
+        embedding=sound,
+        head=Head(norm=True, loss=None),
+        **shared,
+    )
+    text = Embedding(
+        read("vocab_size"), variance, variance, dropout=dropout, padding_id=read.padding()
+    )
+    tied = read.flag("tie_word_embeddings")
+    return Transformer(
+        read.layers("decoder_layers"),
+        width,
+        read("decoder_attention_heads"),
+        read.length("max_target_positions", seq_len),
+        d_ff=read("decoder_ffn_dim"),
+        causal=True,
+        encoder=encoder,
+        embedding=text,
+        head=Head(tied=tied, weight_variance=None if tied else variance, loss="causal"),
+        **shared,
+    )
+
+
+def _wav2vec2(read: Entries, seq_len: int | None) -> Transformer:
+    """The stack behind the convolutions over a waveform, whose output's moments are given to
+    `predict`: of variance 1 where layers are Post-LN, as a norm precedes layer 1."""
+    front = "what enters layer 1 is given to predict, as variance and correlation or as kernel"
+    read.leave_out("conv_dim", read("conv_dim"), front)
+    if rate := read.number("layerdrop"):
+        read.leave_out("layerdrop", rate, "no layer is dropped")
+    if read.flag("apply_spec_augment"):
+        for name in ("mask_time_prob", "mask_feature_prob"):
+            if rate := read.number(name):
+                read.leave_out(name, rate, "nothing that enters is masked")
+    read.refuse("add_adapter", False, "a stack of convolutions behind the last layer")
+    read.refuse("adapter_attn_dim", None, "a third block in every layer")
+    return Transformer(
+        read.layers("num_hidden_layers"),
+        read("hidden_size"),
+        read("num_attention_heads"),
+        1500 if seq_len is None else seq_len,
+        d_ff=read("intermediate_size"),
+        norm="pre" if read.flag("do_stable_layer_norm") else "post",
+        activation=read.activation("hidden_act"),
+        dropout=read.number("hidden_dropout"),
+        attention_dropout=read.number("attention_dropout"),
+        activation_dropout=read.number("activation_dropout"),
+        weights=Weights.normal(read.variance()),
+        biases=Biases(),
+        norm_epsilon=read.number("layer_norm_eps"),
+        norm_affine=True,
+    )
+
+
+def _wavlm(read: Entries, seq_len: int | None) -> Transformer:
+    """Biases of logits by relative position, gated by what a token's features are.
+
+    A gate is a (b c - 1) + 2 with sigmoids a and b that start near 1/2 and c at 1.
+    """
+    read.leave_out(
+        "num_buckets",
+        read("num_buckets"),
+        "gates on biases by relative position are 7/4 here, the mean where they start; gradients "
+        "of the biases' table are 49/16 of those of relative_bias",
+    )
+    variance = (7 / 4) ** 2 * read.variance()
+    bias = RelativeBias(variance, read("num_buckets"), read("max_bucket_distance"))
+    return _wav2vec2(read, seq_len).replace(relative_bias=bias)
+
+
+# --- families -------------------------------------------------------------------------------------
+
+_WHISPER = (
+    "scale_embedding use_weighted_layer_sum classifier_proj_size mask_time_prob mask_time_length "
+    "mask_time_min_masks mask_feature_prob mask_feature_length mask_feature_min_masks "
+    "median_filter_width forced_decoder_ids alignment_heads num_hidden_layers lang_ids"
+)
+# Of the convolutions, of masking, of losses and of other tasks
+_FRONT = (
+    "adapter_kernel_size adapter_stride classifier_proj_size codevector_dim contrastive_logits_"
+    "temperature conv_bias conv_kernel conv_pos_batch_norm conv_stride ctc_loss_reduction "
+    "ctc_zero_infinity diversity_loss_weight feat_extract_activation feat_extract_norm "
+    "feat_proj_dropout feat_proj_layer_norm feat_quantizer_dropout final_dropout "
+    "freeze_feat_extract_train mask_feature_length mask_feature_min_masks mask_feature_prob "
+    "mask_time_length mask_time_min_masks mask_time_prob no_mask_channel_overlap "
+    "no_mask_time_overlap num_adapter_layers num_codevector_groups num_codevectors_per_group "
+    "num_conv_pos_embedding_groups num_conv_pos_embeddings num_ctc_classes num_feat_extract_layers "
+    "num_negatives output_hidden_size proj_codevector_dim tdnn_dilation tdnn_dim tdnn_kernel "
+    "use_weighted_layer_sum vocab_size xvector_output_dim"
+)
+_SEGMENTATION = (
+    "pool_scales use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs "
+    "auxiliary_concat_input semantic_loss_ignore_index add_fpn out_indices out_features "
+    "_out_indices _out_features reshape_hidden_states apply_layernorm stage_names"
+)
+_BACKBONE = dict.fromkeys(_SEGMENTATION.split(), ...)
+_BEIT = _BACKBONE | {"use_mask_token": ..., "vocab_size": ...}
+_DECODER = (
+    "decoder_num_attention_heads decoder_hidden_size decoder_num_hidden_layers "
+    "decoder_intermediate_size norm_pix_loss"
+)
+_CLIP = {"projection_dim": ..., "dropout": ...}  # the second of earlier configs
+FAMILIES = {
+    kind: Family(read, module, task, usual, slip=kind.startswith("clip"))
+    for kind, read, module, task, usual in (
+        ("deit", _deit, "DeiTForImageClassification", "images", POOLER),
+        ("beit", _beit, "BeitForImageClassification", "images", _BEIT),
+        ("data2vec-vision", _beit, "Data2VecVisionForImageClassification", "images", _BEIT),
+        ("ijepa", _ijepa, "IJepaForImageClassification", "images", POOLER),
+        ("vit_mae", _vit_mae, "ViTMAEModel", "images", dict.fromkeys(_DECODER.split(), ...)),
+        ("dinov2", _dinov2, "Dinov2Model", "images", _BACKBONE | {"use_mask_token": ...}),
+        ("dinov3_vit", _dinov3, "DINOv3ViTModel", "images", _BACKBONE),
+        ("audio-spectrogram-transformer", _spectrogram, "ASTForAudioClassification", "sound", {}),
+        ("clip_vision_model", _clip_vision, "CLIPVisionModel", "images", _CLIP),
+        (
+            "clip_text_model",
+            _clip_text,
+            "CLIPTextModel",
+            "text",
+            _CLIP | {"initializer_range": ...},
+        ),
+        ("siglip_vision_model", _siglip_vision, "SiglipVisionModel", "images", {}),
+        ("siglip_text_model", _siglip_text, "SiglipTextModel", "text", {"projection_size": ...}),
+    )
+}
+FAMILIES |= {
+    "whisper": Family(
+        _whisper,
+        "WhisperForConditionalGeneration",
+        "sound",
+        {"is_encoder_decoder": True} | dict.fromkeys(_WHISPER.split(), ...),
+    ),
+    "wav2vec2": Family(_wav2vec2, "Wav2Vec2Model", "sound", dict.fromkeys(_FRONT.split(), ...)),
+    "hubert": Family(_wav2vec2, "HubertModel", "sound", dict.fromkeys(_FRONT.split(), ...)),
+    "wavlm": Family(_wavlm, "WavLMModel", "sound", dict.fromkeys(_FRONT.split(), ...)),
+}

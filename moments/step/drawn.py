@@ -1,0 +1,554 @@
+"""One draw of a block: heads, experts or convolutions as functions of drawn preactivations.
+
+Blocks whose laws know two tokens at a time, or are draws themselves, are followed through draws of
+the function that they are: of preactivations p_k behind their matrices, and of a gradient at their
+output. With J_k the derivative in p_k, a change u_k = -P_k delta_k + noise there makes
+
+    P = E sum_k J_k P_k J_k^T,    U = E |f(p + u) - f(p)|^2,    M = E sum_k J_k M_k J_k^T + drift,
+
+the first by probes e of kernel 1, as E (J P J^T e) e^T, the second by the function itself at both
+signs of u, so that a choice of experts that the step changes is in it. Derived here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..engine.derivative import plain, primitive, pullback
+from ..engine.laws import LawMatrix
+from ..errors import DomainError
+from ..formulas.algebra import NUMPY
+from ..formulas.law import ComponentLaws
+from ..layers.attention.projections import over_all_heads
+from ..layers.attention.self_attention import SelfAttention
+from ..layers.experts.routing import Router
+from ..layers.recurrent.drawn import FIXED, OF_SECTION, Section, gram, on_lists, root_of, rows_of
+from ..layers.recurrent.heads import convolved, sigmoid
+from ..layers.recurrent.mixers import taps
+from ..model.mixers import LatentAttention, ShortConvolution
+from .change import Array, Change, between
+from .rules import Drawn as DrawnRows
+from .rules import spread
+
+Arrays = dict[str, Any]
+
+NUMBERS, LEAST, MOST = 2**21, 8, 256
+"""Numbers that draws hold, of matrices over pairs of tokens and of rows; and how many draws."""
+
+ROWS = 4096
+"""Rows of a matrix whose gradients are drawn for the sign rule."""
+
+TINY, NOTHING = 1e-5, 1e-12
+"""Relative change up to which a smaller one is made, whose differences would lose digits; and share
+of the mean square gradient below which a row has none."""
+
+
+class Copies(NamedTuple):
+    """Of parameters that multiply no input: how many there are of what is drawn (`times`), and in
+    how many independent parts of the block each of them stands."""
+
+    times: float
+    shared: float
+
+
+def copies(head: Any, name: str) -> Copies:
+    """Of a head's own parameter."""
+    if hasattr(head, "copies"):
+        result: Copies = head.copies(name)
+        return result
+    first = name.partition(".")[0]
+    of = head.sections[OF_SECTION.get(first, first)]
+    return Copies(of.rows / of.drawn, of.shared)
+
+
+class _Probe(NamedTuple):
+    """Rows of independent tokens at a block's output, and what it sends back of them."""
+
+    rows: Array
+    sent: dict[str, Array]
+
+
+class Block:
+    """Draws of a block at the kernels of both passes.
+
+    Attributes:
+        matrices: by section.
+        gradients: (T, T) E delta delta at every section.
+
+    Args:
+        head: the function.
+        matrices: that sections are made by.
+        reads: (T, T) what each reads.
+        received: (T, T) gradient at the output.
+        features: of the whole output.
+        known: squared norms of the matrices' gradients, by section, where they are known better.
+        sequences: that the tokens are.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        matrices: Mapping[str, LawMatrix],
+        reads: Mapping[str, Array],
+        received: Array,
+        features: float,
+        known: Mapping[str, float],
+        sequences: int = 1,
+    ) -> None:
+        self.head, self.matrices, self.features = head, matrices, features
+        tokens, sections = len(received), head.sections
+        rows = head.features + sum(one.drawn for one in sections.values())
+        pairs = head.pairs * tokens * tokens // sequences
+        count = self.count = int(np.clip(NUMBERS // (pairs + rows * tokens), LEAST, MOST))
+
+        def drawn(many: int, kernel: Array, name: str) -> Array:
+            return np.swapaxes(rows_of(count, many, tokens, name) @ root_of(kernel), 1, 2)
+
+        entering = {
+            name: drawn(
+                one.drawn,
+                matrices[name].fan_in * matrices[name].variance * reads[name]
+                + (matrices[name].bias or 0.0),
+                name,
+            )
+            for name, one in sections.items()
+        }
+        own = head.own(np.random.default_rng(0), count)
+        fixed = {name: one for name, one in own.items() if name in FIXED}
+        self.own = {name: one for name, one in own.items() if name not in FIXED}
+        self.entering = entering
+        self._run = on_lists(head, list(entering), list(self.own), fixed, sequences)
+        given = *entering.values(), *self.own.values()
+        self.output, pull = pullback(self._run, *given)
+        _, self._push = pullback(pull, np.zeros(self.output.shape))
+        self._names = (*entering, *self.own)
+        self.delta = drawn(head.features, received, "gradient")
+        probe = drawn(head.features, np.eye(tokens), "probe")
+        # a token that receives next to nothing has a P that is next to infinite
+        size = np.sqrt(np.maximum(np.diag(received), 0.0))
+        size = size * (size > NOTHING * size.max(initial=0.0))
+        sent = dict(zip(self._names, pull(self.delta), strict=True))
+        self._even, self._sized = (
+            _Probe(one, dict(zip(self._names, pull(one), strict=True)))
+            for one in (probe, size[:, None] * probe)
+        )
+        self._sizes = size
+        self.gradients, self.sent = {}, {}
+        for name, one in sections.items():
+            kernel = gram(sent[name]) * (one.shared / (count * one.drawn))
+            matrix = matrices[name]
+            square = matrix.fan_in * matrix.fan_out * float(np.vdot(kernel, reads[name]))
+            grown = known.get(name, square) / square if square > 0 else 1.0
+            self.gradients[name] = grown * kernel
+            self.sent[name] = grown**0.5 * _of_all(sent[name], one.shared)
+        for name in self.own:
+            self.sent[name] = _of_all(sent[name], copies(head, name).shared)
+
+    def rows(self, name: str) -> DrawnRows:
+        """Gradients of a section's rows across tokens, which are not Gaussian."""
+        return _as_rows(self.sent[name])
+
+    def columns(self, kernel: Array) -> DrawnRows:
+        """The output's features across tokens, likewise, on the scale of that kernel."""
+        result = _as_rows(self.output)
+        size = np.trace(kernel) / float((result.values**2).sum() / len(result.values))
+        return result._replace(values=size**0.5 * result.values, twins=size**0.5 * result.twins)
+
+    @functools.cached_property
+    def excess(self) -> float:
+        """As `Site.excess`, over all pairs: Gaussian features' overlaps have the mean square
+        K_tt K_ss + K_ts^2 over their number."""
+        parts = self.features / self.output.shape[2]
+        overlaps = self.output @ np.swapaxes(self.output, 1, 2) / self.output.shape[2]
+        kernel = overlaps.mean(0)
+        own = np.diag(kernel)
+        gaussian = float(np.outer(own, own).sum() + (kernel * kernel).sum())
+        result = float(overlaps.var(0).sum()) / parts / gaussian if gaussian > 0 else 0.0
+        return max(result - 1 / self.features, 0.0)
+
+    def _mean(self, first: Array, second: Array) -> Array:
+        """(T, T) over draws and features of the output."""
+        flat = (np.swapaxes(x, 0, 1).reshape(x.shape[1], -1) for x in (first, second))
+        one, two = flat
+        return np.asarray(one @ two.T / one.shape[1])
+
+    def _by_row(self, sent: Array, kernel: Array) -> Array:
+        """What the sign rule leaves of each row's own size: its step is of one size, whatever the
+        size rho of the row's gradient, rho^2 = delta^T K delta."""
+        square = np.maximum(np.sum(sent * (kernel @ sent), 1, keepdims=True), 0.0)
+        there = square > NOTHING * square.mean()
+        rho = np.sqrt(np.where(there, square, 1.0))
+        size = square.mean() / np.mean(rho * there) if there.any() else 1.0
+        return np.asarray(np.where(there, size / rho, 0.0) * sent)
+
+    def _linear(self, ways: Mapping[str, Array], probe: _Probe) -> Array:
+        """E of J way, of changes of what is drawn, with the probe that they were made of."""
+        if not any(np.any(one) for one in ways.values()):
+            return np.zeros((self.output.shape[1],) * 2)
+        every = (ways.get(name, 0.0 * sent) for name, sent in probe.sent.items())
+        return self._mean(self._push(tuple(every))[0], probe.rows)
+
+    def _averaged(self, parts: Mapping[str, Array]) -> Array:
+        """sum_k J_k A_k J_k^T."""
+        probe = self._even
+        ways = {name: part @ probe.sent[name] for name, part in parts.items()}
+        return self._linear(ways, probe)
+
+    def carried(
+        self,
+        changes: Mapping[str, Change],
+        carried: Mapping[str, Array],
+        reads: Mapping[str, Array],
+        steps: Mapping[str, Array],
+        follow: Mapping[str, float],
+        gradient: Array,
+    ) -> Change:
+        """The output's change.
+
+        Args:
+            changes: behind every matrix.
+            carried: of their coherent parts what the matrices carry, and do not step.
+            reads: what matrices read whose steps are by the sign rule, and so not linear in rows.
+            steps: of own parameters, in every draw.
+            follow: how far those follow their gradients.
+            gradient: (T, T) received at the output.
+        """
+        parts = {name: one.coherent for name, one in changes.items()}
+
+        def along(rows: Mapping[str, Array]) -> dict[str, Array]:
+            result = {}
+            for name, part in parts.items():
+                kernel, one = reads.get(name), rows[name]
+                stepped = one if kernel is None else self._by_row(one, kernel)
+                result[name] = carried[name] @ one + (part - carried[name]) @ stepped
+            return result
+
+        probe, there = self._sized, self._sizes > 0
+        ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}
+        coherent = self._linear(ways, probe) / np.where(there, self._sizes, 1.0) ** 2 * there
+        met = self.features * float(np.vdot(coherent, gradient))
+        slope = sum(
+            self.matrices[name].fan_out * float(np.vdot(part, self.gradients[name]))
+            for name, part in parts.items()
+        )
+        slope += sum(
+            one * copies(self.head, name).times * float((self.sent[name] ** 2).sum()) / self.count
+            for name, one in follow.items()
+        )
+        if met > 0 and slope > 0:  # what probes scatter by
+            coherent = coherent * (slope / met)
+        rng = np.random.default_rng(3)
+        ways = dict(steps)
+        for name, way in along(self.sent).items():
+            scale = way.shape[0] * way.shape[2]
+            rest = spread(changes[name].total - gram(way) / scale)
+            ways[name] = rest @ rng.standard_normal(way.shape) - way
+        every = self.entering | self.own
+        share = max(float(np.abs(ways[k]).max() / (np.abs(every[k]).max() or 1.0)) for k in ways)
+        grown = max(TINY / share, 1.0) if share > 0 else 1.0
+        sides = []
+        for sign in (grown, -grown):
+            given = [one + sign * ways.get(name, 0.0) for name, one in every.items()]
+            sides.append(self._run(*given) - self.output)
+        moved = (sides[0] - sides[1]) / (2 * grown)
+        held = self._saturated(moved, coherent, gradient)
+        coherent = held[:, None] * coherent
+        total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
+        drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.output)
+        overlap = self._averaged({name: one.overlap for name, one in changes.items()})
+        scattered = self.followed({name: one.scattered for name, one in changes.items()})
+        return Change(coherent, overlap + drift, total, held[:, None] * scattered)
+
+    def _saturated(self, moved: Array, coherent: Array, gradient: Array) -> Array:
+        """(T,) what is left of each token's coherent change as the function bends, where that is
+        beyond what draws scatter by: a norm of next to nothing has slopes that no step follows."""
+        each = -(moved * self.delta).mean(-1)
+        linear = np.sum(coherent * gradient, -1)
+        there = linear > 0
+        left = np.where(there, each.mean(0) / np.where(there, linear, 1.0), 1.0)
+        error = np.where(there, each.std(0) / np.where(there, linear, 1.0), 1.0) / self.count**0.5
+        off = np.clip(left, 0.0, 1.0) - 1.0
+        return np.asarray(1.0 + off * off**2 / (off**2 + error**2 + 1e-12))
+
+    def followed(self, parts: Mapping[str, Array]) -> Array:
+        """(T, T) how the output's kernel follows overlaps of the stream's tokens, from how those
+        behind the matrices do: nothing is left of one where tokens are averaged."""
+        if self.head.pairs:
+            return np.zeros((self.output.shape[1],) * 2)
+        return self._averaged(parts)
+
+
+def _of_all(sent: Array, shared: float) -> Array:
+    """What a part receives that stands in several independent places, of what it does in one."""
+    return sent if shared <= 1.0 else sent + (shared - 1.0) ** 0.5 * np.roll(sent, 1, axis=0)
+
+
+def _as_rows(x: Array) -> DrawnRows:
+    flat = np.swapaxes(x, 1, 2).reshape(-1, x.shape[1])
+    some = np.random.default_rng(7).permutation(len(flat))[:ROWS]
+    return DrawnRows(flat[some], flat[some[:2]], 0.0)
+
+
+# --- functions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A feature of a gated short convolution."""
+
+    block: ShortConvolution
+    width: int
+    features: int = 64
+    pairs: int = 1
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        return dict.fromkeys(("query", "key", "value"), Section(self.width, self.features))
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        result = {"mixer.taps": taps(random, self.block, draws, self.features)}
+        if self.block.bias:
+            result["mixer.taps.bias"] = np.zeros((draws, self.features))
+        return result
+
+    def copies(self, name: str) -> Copies:
+        return Copies(self.width / self.features, 1.0)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Any:
+        mixed = convolved(entering["key"] * entering["value"], own["mixer.taps"])
+        if self.block.bias:
+            mixed = mixed + np.expand_dims(own["mixer.taps.bias"], 1)
+        return entering["query"] * mixed
+
+
+@dataclass(frozen=True)
+class AttentionHead:
+    """A head of attention with what the closed forms of a step leave out: norms of queries and
+    keys, caps, sinks, gates, keys of latent attention.
+
+    Attributes:
+        leaf: the attention.
+        latent: latent attention's declaration; None: it is none.
+        gate: features of a head that have a gate each; 0: there are no gates.
+        sizes: (T,) roots of the second moments of "query" and "key" over all heads.
+    """
+
+    leaf: SelfAttention
+    latent: LatentAttention | None = None
+    gate: int = 0
+    sizes: Mapping[str, Array] | None = None
+    pairs: int = 4
+
+    @property
+    def _groups(self) -> float:
+        return float(self.leaf.heads) / float(self.leaf.kv_heads or self.leaf.heads)
+
+    @property
+    def features(self) -> int:
+        return int(self.leaf.d_head if self.latent is None else self.latent.value_dim)
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        leaf, block = self.leaf, self.latent
+        heads, d = int(leaf.heads), int(leaf.d_head)
+        if block is not None:
+            result = {
+                "query": Section(heads * d, d),
+                "key": Section(heads * block.nope_dim, block.nope_dim),
+                "value": Section(heads * block.value_dim, block.value_dim),
+            }
+            if block.rope_dim:
+                result["shared"] = Section(block.rope_dim, block.rope_dim, heads)
+            return result
+        shared = Section(int(heads / self._groups) * d, d, self._groups)
+        result = {"query": Section(heads * d, d), "key": shared, "value": shared}
+        if self.gate:
+            result["attention_gate"] = Section(heads * self.gate, self.gate)
+        return result
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        leaf, result = self.leaf, {}
+        if leaf.sink is not None:
+            result["attention_sink"] = random.standard_normal((draws, 1)) * leaf.sink**0.5
+        if leaf.qk_norm is not None and leaf.norm_affine:
+            for name in ("query", "key"):
+                result[f"{name}.norm.gain"] = np.ones((draws, int(leaf.d_head)))
+        return result
+
+    def copies(self, name: str) -> Copies:
+        heads = float(self.leaf.heads)
+        if name == "attention_sink":
+            return Copies(heads, 1.0)
+        shared = heads if name.startswith("query") else heads / self._groups
+        if over_all_heads(self.leaf):
+            return Copies(shared, 1.0 if name.startswith("query") else self._groups)
+        return Copies(1.0, heads)
+
+    def _normalised(self, x: Array, own: Arrays, name: str) -> Any:
+        leaf = self.leaf
+        if leaf.qk_norm is None:
+            return x
+        if self.sizes is not None:
+            size = self.sizes[name]
+            x = x / np.reshape(np.resize(size, x.shape[1]), (1, -1, 1))
+        else:
+            if leaf.qk_norm == "layernorm":
+                x = x - np.mean(x, -1, keepdims=True)
+            x = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + leaf.norm_epsilon)
+        gain = own.get(f"{name}.norm.gain")
+        return x if gain is None else x * np.expand_dims(gain, 1)
+
+    def _turned(self, x: Array) -> Any:
+        leaf, width = self.leaf, x.shape[-1]
+        if leaf.rotary is None:
+            return x
+        pairs = int(leaf.rotary.fraction * width) // 2
+        speeds = leaf.rotary.frequencies(width)[0]
+        speeds = speeds[len(speeds) - pairs :]  # behind 0, of what is not turned
+        phases = np.outer(np.arange(x.shape[1]), speeds)
+        cos, sin = np.cos(phases), np.sin(phases)
+        one, two, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+        return np.concatenate([cos * one - sin * two, cos * two + sin * one, rest], -1)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Any:
+        leaf, block = self.leaf, self.latent
+        query, key, value = (entering[name] for name in ("query", "key", "value"))
+        if block is None:
+            query, key = (
+                self._turned(self._normalised(x, own, name))
+                for x, name in ((query, "query"), (key, "key"))
+            )
+        else:
+            query, nope = query * block.query_factor, block.nope_dim
+            key, value = key * block.kv_factor, value * block.kv_factor
+            if block.rope_dim:
+                query = np.concatenate([query[..., :nope], self._turned(query[..., nope:])], -1)
+                key = np.concatenate([key, self._turned(entering["shared"])], -1)
+        scale = 1 / (float(leaf.d_head) ** 0.5 * float(leaf.temperature))
+        logits = (query @ np.swapaxes(key, -1, -2)) * scale
+        if leaf.logit_softcap is not None:
+            logits = leaf.logit_softcap * np.tanh(logits / leaf.logit_softcap)
+        count = query.shape[1]
+        offset = np.subtract.outer(np.arange(count), np.arange(count))
+        seen = offset >= 0 if leaf.causal else np.ones_like(offset, bool)
+        if leaf.window is not None:
+            seen = seen & (abs(offset) < leaf.window)
+        most = np.where(seen, plain(logits), -np.inf).max(-1, keepdims=True)
+        sink = own.get("attention_sink")
+        if sink is not None:
+            sink = np.expand_dims(sink, -1)
+            most = np.maximum(most, plain(sink))
+        weights = np.exp(np.where(seen, logits - most, -700.0)) * seen
+        total = np.sum(weights, -1, keepdims=True)
+        if sink is not None:
+            total = total + np.exp(sink - most)
+        result = (weights / total) @ value
+        return result * sigmoid(entering["attention_gate"]) if self.gate else result
+
+
+def _entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
+    """An activation as an operation of the tape."""
+    if laws.entrywise is None:
+        raise DomainError(f"the first step does not cover {laws.name}: its function is not known")
+    function, derivative = laws.entrywise
+    return primitive(
+        lambda x: np.asarray(function(NUMPY, x)),
+        lambda r, x: lambda g: g * np.asarray(derivative(NUMPY, x)),
+    )
+
+
+@dataclass(frozen=True)
+class Units:
+    """Hidden features of all experts behind their gates: some of every expert.
+
+    Attributes:
+        router: how gates follow from logits.
+        laws: of the activation.
+        width: hidden features of an expert.
+        gated: whether there is a gate's matrix besides that of the factor.
+        inward: whether an expert's gate multiplies what it reads.
+        shift, clamp: of a gated unit (`GatedLinear`).
+        names: of the sections: the router's, and those of the matrices.
+    """
+
+    router: Router
+    laws: ComponentLaws
+    width: int
+    gated: bool
+    inward: bool
+    shift: float
+    clamp: float | None
+    names: tuple[str, ...]
+    pairs: int = 0
+
+    @property
+    def _some(self) -> int:
+        return max(1, min(self.width, 512 // self.router.experts))
+
+    @property
+    def features(self) -> int:
+        return self.router.experts * self._some
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        router, *maps = self.names
+        experts, some = self.router.experts, self._some
+        result = {router: Section(experts, experts, self.width / some)}
+        return result | dict.fromkeys(maps, Section(experts * self.width, experts * some))
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        return {}
+
+    def gates(self, logits: Array) -> Any:
+        """Of (..., E) logits, the choice a constant to the derivative."""
+        router, fixed = self.router, plain(logits)
+        chosen = router.choice(fixed)
+        if router.logistic:
+            weight = sigmoid(logits)
+        else:
+            weight = np.exp(logits - fixed.max(-1, keepdims=True))
+        kept = weight * chosen
+        if router.normalised == "none":
+            return router.scale * kept
+        among = kept if router.normalised == "chosen" else weight
+        return router.scale * kept / np.sum(among, -1, keepdims=True)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Any:
+        logits, *maps = (entering[name] for name in self.names)
+        shape = (*logits.shape, self._some)
+        gates = np.expand_dims(self.gates(logits), -1)
+        hidden = [np.reshape(x, shape) for x in maps]
+        if self.inward:
+            hidden = [gates * x for x in hidden]
+        act = _entrywise(self.laws)
+        if self.gated:
+            gate, factor = hidden
+            if self.clamp is not None:
+                gate = np.minimum(gate, self.clamp)
+                factor = np.maximum(np.minimum(factor, self.clamp), -self.clamp)
+            result = act(gate) * (factor + self.shift)
+        else:
+            result = act(hidden[0])
+        result = result if self.inward else gates * result
+        return np.reshape(result, (*logits.shape[:2], self.features))
+
+
+def routed_apart(change: Change, gates: Array, gradient: Array) -> Change:
+    """With what P varies by as the tokens that share experts vary over draws of the router.
+
+    P is in proportion to what two tokens have of experts in common, sum_e g_e g'_e of (draws, T, E)
+    gates.
+    """
+    shared = gates @ np.swapaxes(gates, -1, -2)
+    mean = shared.mean(0)
+    there = mean > 1e-9 * mean.max()
+    every = np.where(there, shared / np.where(there, mean, 1.0), 1.0) * change.coherent
+    square = (every @ gradient @ np.swapaxes(every, -1, -2)).mean(0)
+    more = square - between(change.coherent, gradient, change.coherent)
+    return dataclasses.replace(change, total=change.total + more)
