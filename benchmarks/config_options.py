@@ -39,7 +39,7 @@ import moments
 from moments.errors import DomainError, ValidityWarning
 from moments.model.huggingface import FAMILIES, READERS
 from moments.model.huggingface.entries import Entries
-from moments.model.huggingface.sizes import sized_config
+from moments.model.huggingface.sizes import _NEEDED, sized_config
 
 NAME = "config_options"
 READINGS = Path(__file__).parent / "data" / NAME / "readings.json"
@@ -568,8 +568,13 @@ def write_defaults(kinds: Collection[str]) -> None:
         known = stored.get(kind)
         if known is None:
             entries = Entries(said, kind, {})
-            READERS[kind].read(entries, None)
+            READERS[kind].read(entries.replaced(**_NEEDED.get(kind, {})), None)
             known = {name: said.get(name) for name in sorted(entries.read - {"model_type"})}
+            sizes = "hidden_size", "num_hidden_layers", "num_attention_heads"
+            wide = {k: 2 * said[k] for k in sizes if k in said}
+            other = AutoConfig.for_model(kind, **wide).to_dict()
+            same = {name for name in known if said.get(name) == other.get(name)}
+            known = {name: was for name, was in known.items() if name in same | wide.keys()}
         # A null is what the class makes of other entries; of an object what is read is kept.
         found = {name: was if said.get(name) is None else said[name] for name, was in known.items()}
         for name, was in known.items():

@@ -27,19 +27,23 @@ _PUBLIC = {
     "Head": "model.head",
     "Law": "formulas.law",
     "LinearAttention": "model.mixers",
-    "Mamba2": "model.mixers",
     "LearningRate": "step.search",
+    "Mamba": "model.mixers",
+    "Mamba2": "model.mixers",
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
     "LatentAttention": "model.mixers",
+    "ParallelMixer": "model.mixers",
+    "LayerAttention": "model.mixers",
     "PatchEmbedding": "model.patches",
     "Plan": "solver.plan",
     "Prediction": "prediction.result",
+    "RGLRU": "model.mixers",
     "RelativeBias": "model.positions",
     "Report": "show.findings",
     "Rotary": "model.positions",
     "ShortConvolution": "model.mixers",
-    "SoundEmbedding": "model.sound",
+    "SoundEmbedding": "model.patches",
     "Sharpness": "step.sharpness",
     "StepMeasurement": "step.measured",
     "Sweep": "grids.result",
@@ -72,6 +76,7 @@ _PUBLIC = {
 _PACKAGES = {"laws": "engine.laws", "torch": "torch"}
 
 __all__ = [
+    "RGLRU",
     "Absent",
     "Biases",
     "Comparison",
@@ -86,11 +91,14 @@ __all__ = [
     "Head",
     "LatentAttention",
     "Law",
+    "LayerAttention",
     "LearningRate",
     "LinearAttention",
+    "Mamba",
     "Mamba2",
     "Measurement",
     "MomentsError",
+    "ParallelMixer",
     "PatchEmbedding",
     "Plan",
     "Prediction",
@@ -140,17 +148,20 @@ if TYPE_CHECKING:
     from .model.head import Head
     from .model.law_block import block
     from .model.mixers import (
+        RGLRU,
         Absent,
         GatedDeltaNet,
         LatentAttention,
+        LayerAttention,
         LinearAttention,
+        Mamba,
         Mamba2,
+        ParallelMixer,
         ShortConvolution,
     )
-    from .model.patches import PatchEmbedding
+    from .model.patches import PatchEmbedding, SoundEmbedding
     from .model.positions import RelativeBias, Rotary
     from .model.presets import preset
-    from .model.sound import SoundEmbedding
     from .model.transformer import Transformer
     from .model.weights import Biases, Weights
     from .prediction.explanation import Explanation, explain

@@ -18,7 +18,6 @@ KINDS = pytest.mark.parametrize("kind", sorted(FAMILIES))
 # What the classes' own defaults lack to be a model
 NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "llama4_text": {"use_qk_norm": False},
 }
 # By kind or for all: entries at another value
 SECOND: dict[str, Any] = {
@@ -207,7 +206,7 @@ def test_which_layers_are_routed() -> None:
     assert routed("llama4_text", interleave_moe_layer_step=2) == [1, 3]
     dense = quiet(sized_config("llama4_text", 2, 32) | {"intermediate_size_mlp": 96})
     assert dense.d_ff == 96
-    with pytest.raises(DomainError, match="use_qk_norm = True"):
-        moments.from_huggingface({"model_type": "llama4_text"})
+    mixers = quiet(sized_config("llama4_text", 4, 32)).mixers
+    assert [one is not None for one in mixers] == [True, True, True, False]  # normed where turned
     with pytest.raises(DomainError, match="first_k_dense_replace = -1"):
         routed("glm4_moe", first_k_dense_replace=-1)

@@ -14,8 +14,10 @@ import pytest
 
 import moments
 from moments.engine.composition import Chain, Component, Layer, Parallel, Residual, forward
+from moments.engine.fluctuation import OverlapWalk, UnsharedOverlap
 from moments.engine.state import Fluctuation, Gradient, Kernel
 from moments.formulas.activation import activation_laws
+from moments.formulas.algebra import NUMPY
 from moments.formulas.linear import DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
 from moments.layers.attention.response import averaging_elasticity, uniform_rows, unshared_spread
@@ -196,7 +198,11 @@ POST_LN = {"norm": "post", "normalization": "rmsnorm", "activation": "gelu", "d_
 @pytest.mark.parametrize(
     ("causal", "spreads", "queries"),
     [
-        (False, {4: 0.027, 8: 0.094, 12: 0.165, 20: 0.324, 24: 0.387, 32: 0.532}, {}),
+        (
+            False,
+            {4: 0.027, 8: 0.094, 12: 0.165, 20: 0.324, 24: 0.387, 32: 0.532},
+            {12: (1.13, 0.18), 24: (-13.91, 0.16), 32: (-23.90, 0.40)},
+        ),
         (True, {}, {12: (2.04, 0.14), 24: (-0.72, 0.12), 32: (-1.95, 0.14)}),
     ],
 )
@@ -275,6 +281,34 @@ def test_gradients_around_a_unit(gated: bool) -> None:
     assert np.all(without < expected)
     if gated:
         assert np.all(without / mean < 0.9)
+
+
+@pytest.mark.parametrize("shared", [0.5, 0.95, 0.9999])
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu gate"])
+def test_units_that_all_tokens_share_count_for_less(name: str, shared: float) -> None:
+    """nu behind W and f of nearly alike tokens, (h_a - h_b).(h_c - h_d) over what each differs by:
+    slopes that are large are so for every token. What is left out is of second order in 1/width."""
+    width, hidden, draws = (24, 48, 4000) if name != "silu gate" else (48, 48, 2000)
+    random, laws = np.random.default_rng(5), activation_laws(name.removesuffix(" gate"))
+    assert laws.entrywise is not None
+    x = shared**0.5 * random.normal(size=(draws, 1, width))
+    x = x + (1 - shared) ** 0.5 * random.normal(size=(draws, 4, width))
+    h, other = (x @ random.normal(scale=width**-0.5, size=(draws, width, hidden)) for _ in "ab")
+    h = laws.entrywise[0](NUMPY, h) * (other if "gate" in name else 1.0)
+    one, two = h[:, 0] - h[:, 1], h[:, 2] - h[:, 3]
+    square, size = (one * two).sum(1) ** 2, 0.5 * ((one**2).sum(1) + (two**2).sum(1))
+    nu, error = square.mean() / size.mean() ** 2, square.std() / size.mean() ** 2 / draws**0.5
+
+    signal = gaussian(alike(1.0, shared, 4, False), 4, width, True)
+    at, walk = UnsharedOverlap(1 / width), OverlapWalk()
+    if "gate" in name:
+        leaf: Component = GatedLinear("gated", laws, width, hidden, 1 / width, 1 / width)
+        done = forward(leaf, signal)[1]
+    else:
+        values = {"fan_in": width, "fan_out": hidden, "weight_variance": 1 / width}
+        matrix = Linear(LINEAR, "refined", "in", values, hidden, "ffn_in")
+        done = forward(Chain((matrix, Activation(laws, "refined", "unit"))), signal)[1]
+    assert walk.through(done, at).variance == pytest.approx(nu, abs=3 * error + 1.5 * nu / width)
 
 
 # --- query and key gradients ------------------------------------------------------------------

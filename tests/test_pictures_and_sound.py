@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pictures_and_sound import CONFIGS, failures, names, released, shrunk
+from pictures_and_sound import CONFIGS, failures, given, names, released, shrunk
 
 import moments
 from moments.errors import DomainError, ValidityWarning
 from moments.model.huggingface import OF_BLOCKS, PARTS, READERS
 from moments.model.huggingface import pictures as _pictures
-from moments.model.huggingface import sound as _sound
 
-KINDS = sorted(_pictures.FAMILIES | _sound.FAMILIES)
+KINDS = sorted(_pictures.FAMILIES)
 # Queries and keys of a text whose tokens are alike at logits of variance 1, up to 21 % low
 # (docs/limits.md); what is outside of its bound besides fails.
 MISSES = {"siglip-base-patch16 text": r"\d+ (query|key)"}
@@ -258,9 +257,9 @@ def test_twins_of_what_enters_turns_and_pools(name: str) -> None:
         rotary=moments.Rotary(base=100.0, grid=PATCHES.grid) if "turn" in name else None,
     )
     shape = (2, embedding.channels, *embedding.sides)
-    given = {"pixels": np.random.default_rng(1).standard_normal(shape), "targets": np.array([0, 2])}
-    p = moments.predict(model, **given)
-    drawn = moments.simulate(model, seeds=32, batch=2, **given)
+    read = {"pixels": np.random.default_rng(1).standard_normal(shape), "targets": np.array([0, 2])}
+    p = moments.predict(model, **read)
+    drawn = moments.simulate(model, seeds=32, batch=2, **read)
     for quantity, bound in (("variance", 0.02), ("grad_variance", 0.06)):
         gap = np.abs(getattr(p, quantity) / getattr(drawn, quantity) - 1)
         error = getattr(drawn, f"{quantity}_stderr") / getattr(drawn, quantity)
@@ -295,3 +294,24 @@ def test_stored_draws_are_small_and_of_every_config() -> None:
         kind for kind in KINDS if not kind.endswith(("text_model", "vision_model"))
     }
     assert shrunk("beit-base")["drop_path_rate"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("dinov2-base", ""),
+        ("whisper-tiny", ""),
+        ("clip-vit-base-patch32 vision", "sits on query, key and value instead of"),
+    ],
+)
+def test_checks_of_fresh_modules(name: str, found: str) -> None:
+    """Nothing is wrong with those that draw as they are meant to; of CLIP its depth scale is."""
+    torch = pytest.importorskip("torch")
+    from moments.torch.huggingface_modules import build_module
+
+    config = shrunk(name)
+    data = {key: torch.as_tensor(value) for key, value in given(config).items()}
+    data = {k: v.float() if v.is_floating_point() else v for k, v in data.items()}
+    report = moments.check(build_module(config, 0), data)
+    assert ("nothing found wrong" in str(report)) == (not found)
+    assert found in " ".join(str(report).split())

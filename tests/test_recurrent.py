@@ -8,11 +8,22 @@ import numpy as np
 import pytest
 
 import moments
-from moments import Absent, DomainError, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from moments import (
+    RGLRU,
+    Absent,
+    DomainError,
+    GatedDeltaNet,
+    LinearAttention,
+    Mamba,
+    Mamba2,
+    ParallelMixer,
+    ShortConvolution,
+)
 from moments.engine.derivative import pullback
 from moments.layers.recurrent import Mixer
 from moments.layers.recurrent.drawn import OF_SECTION, DrawnHeads
 from moments.layers.recurrent.exact import GatedConvolution, LinearHeads
+from moments.layers.recurrent.leaf import Inward
 from moments.layers.recurrent.mixers import HEADS
 from moments.model.mixers import lightning_decays, retnet_decays
 
@@ -43,6 +54,24 @@ MIXERS: dict[str, Any] = {
     "no norm": Mamba2(4, 8, 6, VARIANCE, VARIANCE, norm=False, rates=(1.0, 4.0)),
     "delta": GatedDeltaNet(
         2, 4, 8, 8, VARIANCE, VARIANCE, VARIANCE, rates=(0.1, 2.0), norm_epsilon=2e-4
+    ),
+    "kimi": GatedDeltaNet(
+        *(3, 3, 8, 8, VARIANCE, VARIANCE, VARIANCE),
+        rates=(0.1, 2.0),
+        norm_epsilon=2e-4,
+        decay="channel",
+        gate="sigmoid",
+        rank=6,
+        steps=(0.01, 0.5),
+    ),
+    "mamba": Mamba(64, 6, 5, VARIANCE, 0.2, 1 / 64, steps=(0.1, 1.0)),
+    "jamba": Mamba(
+        *(64, 6, 5, VARIANCE, 0.2, 1 / 64), inner_norm="affine", norm_epsilon=1e-3, steps=(0.1, 0.1)
+    ),
+    "rg_lru": RGLRU(60, 3, VARIANCE, 0.1, 0.1, tap_variance=0.2),
+    "parallel": ParallelMixer(
+        Mamba2(4, 8, 6, VARIANCE, VARIANCE, norm=False, multipliers=(0.7, 0.8, 1.2, 1.5, 0.4)),
+        *(0.8, 0.6),
     ),
 }
 EACH = pytest.mark.parametrize("name", MIXERS)
@@ -82,6 +111,10 @@ def test_heads_are_those_of_the_twin_forward_and_back(name: str) -> None:
     for part in range(parts):
         matrices = {k: arrays[k][:, columns(head, k, part, parts)] for k in head.sections}
         own = own_of(head, arrays, part, parts)
+        for name, one in head.inner.items():
+            width = arrays[name].shape[1] // one.fan_out
+            at = slice(part % width * one.fan_out, (part % width + 1) * one.fan_out)
+            own[name] = arrays[name][None, :, at]
         names = list(matrices)
 
         def run(*entering: Any, names: Any = names, own: Any = own) -> Any:
@@ -112,8 +145,14 @@ def own_of(head: Any, arrays: dict[str, Any], part: int, parts: int) -> dict[str
             found[key] = np.array(head.block.decays)[None, part * each : (part + 1) * each]
             continue
         first = key.partition(".")[0]
-        whole, of = arrays[key], columns(head, OF_SECTION.get(first, first), part, parts)
-        found[key] = whole[None] if len(whole) == of.stop - of.start else whole[None, ..., of]
+        first, whole = OF_SECTION.get(first, first), arrays[key]
+        if first in head.sections:
+            of = columns(head, first, part, parts)
+        else:  # behind an inner matrix
+            each = len(whole) // parts
+            of = slice(part * each, (part + 1) * each)
+        same = len(whole) == of.stop - of.start
+        found[key] = whole[None] if same else whole[None, ..., of]
     return found
 
 
@@ -154,6 +193,70 @@ def test_the_twin_of_mamba2_is_the_module() -> None:
     weights |= {"mixer_step.bias": module.dt_bias, "rate": module.A_log, "skip": module.D}
     weights |= {"mixer_norm.gain": module.norm.weight, "output": module.out_proj.weight.T}
     check_module(Mamba2(4, 24, 6, 1.0, 1.0, groups=2), weights, module)
+
+
+def test_the_twin_of_kimis_delta_attention_is_the_module() -> None:
+    kimi = transformers.models.kimi_linear.modeling_kimi_linear
+    sizes = {"linear_head_dim": 6, "linear_num_heads": 3, "hidden_size": D_MODEL}
+    config = transformers.KimiLinearConfig(num_hidden_layers=1, **sizes)
+    module = drawn_alike(kimi.KimiLinearDeltaAttention(config, 0))
+    names = {"query": module.q_proj, "key": module.k_proj, "value": module.v_proj}
+    gate = module.forget_gate
+    names |= {"mixer_step_down": gate.f_a_proj, "mixer_step": gate.f_b_proj}
+    names |= {"mixer_gate_down": module.g_a_proj, "mixer_gate": module.g_b_proj}
+    names |= {"mixer_rate": module.b_proj, "output": module.o_proj}
+    weights = {name: one.weight.T for name, one in names.items()}
+    taps = module.conv1d.weight[:, 0].T.flip(0).split([18] * 3, 1)
+    weights |= {f"{name}.taps": one for name, one in zip(names, taps, strict=False)}
+    weights |= {"mixer_step.bias": gate.dt_bias, "rate": gate.A_log.flatten()}
+    weights["mixer_norm.gain"] = module.o_norm.weight
+    fields = {"decay": "channel", "gate": "sigmoid", "rank": 6, "norm_epsilon": 1e-5}
+    check_module(GatedDeltaNet(3, 3, 6, 6, 1.0, 1.0, 1.0, **fields), weights, module)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "falcon_mamba"])
+def test_the_twin_of_mamba_is_the_module(kind: str) -> None:
+    sizes = {"hidden_size": D_MODEL, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": 0}
+    sizes |= {"mamba_d_state": 5, "mamba_dt_rank": 3} if kind == "jamba" else {}
+    sizes |= {"state_size": 5, "time_step_rank": 3} if kind != "jamba" else {"num_experts": 1}
+    config = transformers.AutoConfig.for_model(kind, intermediate_size=8, **sizes)
+    layer = transformers.AutoModel.from_config(config).layers[0]
+    module = drawn_alike(layer.mamba if kind == "jamba" else layer.mixer)
+    value, gate = module.in_proj.weight.T.chunk(2, 1)
+    down, key, query = module.x_proj.weight.T.split([3, 5, 5], 1)
+    weights = {"value": value, "mixer_gate": gate, "key": key, "query": query}
+    weights |= {"mixer_step_down": down, "mixer_step": module.dt_proj.weight.T}
+    weights |= {"mixer_step.bias": module.dt_proj.bias, "rate": module.A_log, "skip": module.D}
+    taps = module.conv1d.weight[:, 0].T.flip(0)
+    weights |= {"value.taps": taps, "value.taps.bias": module.conv1d.bias}
+    norms = {"mixer_step_down": "dt", "key": "b", "query": "c"}
+    if kind == "jamba":
+        of_norm = {k: getattr(module, f"{name}_layernorm").weight for k, name in norms.items()}
+        weights |= {f"{name}.norm.gain": gain for name, gain in of_norm.items()}
+    inner = {"mamba": None, "jamba": "affine", "falcon_mamba": "plain"}[kind]
+    weights["output"] = module.out_proj.weight.T
+    check_module(Mamba(96, 5, 3, 1.0, 1.0, 1.0, inner_norm=inner), weights, module)
+
+
+def test_the_twin_of_the_rg_lru_is_the_module() -> None:
+    gemma = transformers.models.recurrent_gemma.modeling_recurrent_gemma
+    sizes = {"hidden_size": D_MODEL, "lru_width": 60, "num_attention_heads": 3}
+    config = transformers.RecurrentGemmaConfig(num_hidden_layers=1, **sizes)
+    module = drawn_alike(gemma.RecurrentGemmaRecurrentBlock(config, 0))
+    unit, weights = module.rg_lru, {}
+    for name, one in (("value", module.linear_x), ("mixer_gate", module.linear_y)):
+        weights |= {name: one.weight.T, f"{name}.bias": one.bias}
+    for name, of in (("mixer_input", "input"), ("mixer_step", "recurrent")):
+        matrix = getattr(unit, f"{of}_gate_weight")  # (blocks, in, out)
+        weights[name] = matrix.transpose(0, 1).flatten(1)
+        weights[f"{name}.bias"] = getattr(unit, f"{of}_gate_bias").flatten()
+    taps = module.conv_1d.weight[:, 0].T.flip(0)
+    weights |= {"value.taps": taps, "value.taps.bias": module.conv_1d.bias}
+    weights |= {"rate": unit.recurrent_param, "output": module.linear_out.weight.T}
+    weights["output.bias"] = module.linear_out.bias
+    places = torch.arange(LENGTH)[None]
+    block = RGLRU(60, 3, 1.0, 1.0, 1.0)
+    check_module(block, weights, lambda x: module(x, places, None, use_cache=False)[0])
 
 
 def test_the_twin_of_the_gated_delta_net_is_the_module() -> None:
@@ -278,15 +381,18 @@ def test_several_sequences_do_not_mix() -> None:
 
 def laws_of(block: Any, kernel: Any, gains: dict[str, float], sequences: int) -> Any:
     width = block.shapes(model_of(block))["output"][0]
-    rows = tuple((name, block.shapes(model_of(block))[name][1], gains[name]) for name in gains)
-    return Mixer("", block, 1, rows, width, sequences=sequences)._law(kernel)
+    inward = tuple(Inward(name, 1, 1, gains[name], 1.0) for name in gains)
+    return Mixer("", block, 1, inward, width, sequences=sequences)._law(kernel)
 
 
 # --- whole models ---------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
-@pytest.mark.parametrize("name", ["convolution", "lightning", "mamba2", "delta"])
+@pytest.mark.parametrize(
+    "name",
+    ["convolution", "lightning", "mamba2", "delta", "kimi", "mamba", "jamba", "rg_lru", "parallel"],
+)
 def test_predictions_hold_in_the_twin(name: str) -> None:
     """Two layers of width 48: variances within 5 %, gradients within 10 %, beyond two errors."""
     model = model_of(MIXERS[name])
@@ -327,6 +433,13 @@ def test_declarations_go_through_json() -> None:
         (lambda: Mamba2(4, 8, 6, 1.0, 1.0, groups=3), "groups"),
         (lambda: Mamba2(4, 8, 6, 1.0, 1.0, steps=(0.1, 0.01)), "steps"),
         (lambda: GatedDeltaNet(3, 4, 8, 8, 1.0, 1.0, 1.0), "key_heads"),
+        (lambda: GatedDeltaNet(2, 2, 8, 8, 1.0, 1.0, 1.0, decay="token"), "decay"),
+        (lambda: Mamba(8, 4, 2, 1.0, 1.0, 1.0, rates=(1.0, 2.0)), "rates"),
+        (lambda: Mamba2(4, 8, 6, 1.0, 1.0, multipliers=(1.0,)), "multipliers"),
+        (lambda: RGLRU(60, 7, 1.0, 1.0, 1.0), "blocks"),
+        (lambda: RGLRU(60, 3, 1.0, 1.0, 1.0, decays=(0.9, 1.0)), "decays"),
+        (lambda: ParallelMixer(Absent()), "mixer"),
+        (lambda: model_of(moments.LayerAttention(value_norm=True)), "qk_norm"),
         (lambda: model_of(ShortConvolution(), causal=False), "causal"),
         (lambda: moments.predict(model_of(ShortConvolution()), tokens=False), "tokens"),
         (lambda: moments.predict(model_of(ShortConvolution()).replace(seq_len=4096)), "seq_len"),

@@ -508,6 +508,9 @@ def pictures(model: Transformer, variance: float | None, correlation: float | No
     embedding = model.embedding
     if not isinstance(embedding, PatchEmbedding) or embedding.channels != 3:
         return None
+    size, *others = set(embedding.sides)
+    if others:
+        return None
     if variance is not None or correlation is not None:
         return None
     from ..layers.images import photograph
@@ -516,7 +519,26 @@ def pictures(model: Transformer, variance: float | None, correlation: float | No
         "reads the photograph that ships with matplotlib; for an input of your own give "
         "--variance and --correlation"
     )
-    return photograph(embedding.image_size)
+    return photograph(size)
+
+
+def noise(model: Transformer) -> dict[str, Any]:
+    """What an encoder of sound reads where nothing is said of it: the moments that noise in place
+    of a spectrogram has behind its convolutions, with a note."""
+    import numpy as np
+
+    from ..layers.images import entering
+    from ..model.patches import SoundEmbedding
+
+    encoder = model.encoder
+    if encoder is None or not isinstance(encoder.embedding, SoundEmbedding):
+        return {}
+    note("its encoder reads noise of variance 1 in place of a spectrogram")
+    sound = np.random.default_rng(0).standard_normal((1, 1, *encoder.embedding.sides))
+    kernel, _ = entering(encoder.embedding, sound, encoder.d_model)
+    variance = float(kernel.mean_diagonal())
+    correlation = float(kernel.mean_off_diagonal()) / variance
+    return {"encoder_inputs": {"variance": variance, "correlation": correlation}}
 
 
 def with_input(
@@ -530,7 +552,7 @@ def with_input(
     user says, else what a plan knows; of a vision model without either, a photograph's moments."""
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    found = known | told(variance=variance, correlation=correlation)
+    found = known | noise(described) | told(variance=variance, correlation=correlation)
     pixels = None if known else pictures(described, variance, correlation)
     if pixels is None:
         return described, found

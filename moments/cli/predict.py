@@ -35,6 +35,7 @@ from .base import (
     err,
     examples,
     named,
+    noise,
     note,
     pictures,
     scheme_options,
@@ -132,7 +133,7 @@ def predict(
         described = described.with_scheme(scheme, **options)
     inputs = known | given
     if not known:
-        inputs["pixels"] = pictures(described, variance, correlation)
+        inputs |= {"pixels": pictures(described, variance, correlation)} | noise(described)
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     Answer(

@@ -447,10 +447,13 @@ class UnsharedOverlap(NamedTuple):
         """Behind a linear map onto so many features."""
         return UnsharedOverlap(self.variance + 1.0 / width, self.response)
 
-    def activated(self, elasticity: float, widths: tuple[float, float]) -> UnsharedOverlap:
-        """Of independent features' nonlinear images, (features in, features out)."""
+    def activated(
+        self, elasticity: float, widths: tuple[float, float], units: float = 1.0
+    ) -> UnsharedOverlap:
+        """Of independent features' nonlinear images, (features in, features out), of which so few
+        count as `units` says (`layers.elementary.concentration`)."""
         moved = elasticity**2 * (self.variance - 1.0 / widths[0])
-        return UnsharedOverlap(moved + 1.0 / widths[1], self.response * elasticity)
+        return UnsharedOverlap(moved + units / widths[1], self.response * elasticity)
 
     def dropped(self, before: float, after: float, width: float) -> UnsharedOverlap:
         """Behind dropout; own variances before and after."""

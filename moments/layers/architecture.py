@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from ..engine.bottom_to_top import BottomToTop
@@ -22,7 +23,7 @@ from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.law_block import LawBlock
-from ..model.mixers import RECURRENT, Absent, LatentAttention
+from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, LayerAttention, ParallelMixer
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
@@ -33,7 +34,7 @@ from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
-from .recurrent import recurrent_parts
+from .shared import SharedStack
 
 
 @functools.lru_cache(maxsize=32)
@@ -55,6 +56,8 @@ def declare(
         DomainError: the theory does not cover a feature of the model.
     """
     check_coverage(model, theory)
+    if model.shared_layers:
+        return SharedStack.of(model)
     stack = _Stack(model, theory, padding, sequences, memory_padding)
     bodies: dict[Any, Component] = {}
     layers = []
@@ -381,7 +384,7 @@ class Blocks:
         }
 
     def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
-        like = weight.removeprefix(SHARED)
+        like = weight.removeprefix(SHARED).removeprefix(MIXER)
         variance = getattr(self.model.layer_weights(self.number), like)
         parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
         biases = self._biases
@@ -588,11 +591,33 @@ def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
     return LatentHeads(heads, block, model.norm_affine), projection
 
 
+def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ...]:
+    """Attention with fields of its own."""
+    alone = dataclasses.replace(parts, model=block.applied(parts.model))
+    heads, *rest, _ = alone.attention().components  # without dropout, which every block has
+    if block.value_norm:
+        assert isinstance(heads, SelfAttention)
+        heads = NormalizedAttention(heads)
+    return heads, *rest
+
+
+def _recurrent(name: str) -> BlockParts:
+    """A function of `recurrent`, which few models need and which is loaded for those alone."""
+
+    def parts(blocks: Blocks, block: Any) -> Iterable[Component]:
+        made: BlockParts = getattr(import_module(".recurrent", __package__), name)
+        return made(blocks, block)
+
+    return parts
+
+
 BLOCKS: dict[type[Block], BlockParts] = {
     LawBlock: by_law,
     Experts: experts,
     LatentAttention: latent,
-    **dict.fromkeys(RECURRENT, recurrent_parts),
+    **dict.fromkeys(RECURRENT, _recurrent("recurrent_parts")),
+    LayerAttention: layer_attention,
+    ParallelMixer: _recurrent("parallel_parts"),
     Absent: lambda parts, block: (),
 }
 """By the class of a block (`moments.model.block`). Register another by its class."""
@@ -649,6 +674,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "an encoder": model.encoder is not None,
         "activation_dropout": model.activation_dropout,
         "norm_groups": model.norm_groups > 1,
+        "shared_layers": model.shared_layers,
     }
 
 

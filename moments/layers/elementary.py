@@ -8,6 +8,7 @@ See docs/theory/norms.md, Squared norms.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from ..engine.fluctuation import (
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
 from ..errors import DomainError
+from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws, Law, Theory
 from ..formulas.linear import BIASED_LINEAR, LINEAR
 from ..model.fields import set_field
@@ -229,7 +231,11 @@ class Activation(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return entrywise_overlap(self, record, at, walk.real)
+        kernel = record.input.kernel
+        variance = float(kernel.mean_diagonal(walk.real))
+        common = float(kernel.mean_off_diagonal(walk.real))
+        units = concentration(self.laws, variance, ratio_or_zero(common, variance))
+        return entrywise_overlap(self, record, at, walk.real, units)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
@@ -283,11 +289,52 @@ class Activation(Lawful):
 
 
 def entrywise_overlap(
-    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None
+    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None, units: float = 1.0
 ) -> UnsharedOverlap:
-    """Behind a function of every feature by itself."""
+    """Behind a function of every feature by itself; `units` as from `concentration`."""
     before, after = record.input, record.output
-    return at.activated(elasticity(leaf, before, after, real), (before.width, after.width))
+    moved = elasticity(leaf, before, after, real)
+    return at.activated(moved, (before.width, after.width), units)
+
+
+@functools.lru_cache(maxsize=1024)
+def concentration(
+    laws: ComponentLaws,
+    variance: float,
+    correlation: float,
+    factor: tuple[float, float, float] | None = None,
+) -> float:
+    """E s^4/(E s^2)^2 over features, s^2 the variance of f(x) given what all tokens share of x.
+
+    Where tokens share most of x, a feature of large slope has it for all of them: their overlaps
+    are sums over fewer features by that number. Derived here, by quadrature: x = sqrt(v r) z +
+    sqrt(v (1 - r)) e with z shared; behind a gate s^2 is that of f(x) u, u = shift + a Gaussian.
+
+    Args:
+        laws: of f; 1 where they do not name it.
+        variance, correlation: v and r, of two tokens' x.
+        factor: variance and correlation of u, and the shift; None: there is no gate.
+    """
+    if laws.entrywise is None or not variance > 0.0:
+        return 1.0
+    function, nearest = laws.entrywise[0], 1.0 - 1e-6  # where a function is linear in the rest
+    r = min(max(correlation, 0.0), nearest)
+    z = (np.arange(400) + 0.5) / 25.0 - 8.0
+    weights = np.exp(-(z**2) / 2)
+    weights /= weights.sum()
+    shared = (variance * r) ** 0.5 * z
+    nodes, masses = np.polynomial.hermite_e.hermegauss(32)
+    values = function(NUMPY, shared[:, None] + (variance * (1.0 - r)) ** 0.5 * nodes)
+    mean, square = (values**k @ masses / masses.sum() for k in (1, 2))
+    spread = (values - mean[:, None]) ** 2 @ masses / masses.sum()
+    common, fourth, alone = 1.0, 1.0, 0.0  # E m^2, E m^4 and variance of u = m + its own
+    if factor is not None:
+        size, other, shift = factor[0], min(factor[1], nearest), factor[2]
+        common, alone = size * other + shift**2, size * (1.0 - other)
+        fourth = 3.0 * (size * other) ** 2 + 6.0 * size * other * shift**2 + shift**4
+    first = float(weights @ (spread * common + square * alone))
+    second = spread**2 * fourth + 2.0 * spread * common * square * alone + (square * alone) ** 2
+    return float(weights @ second) / first**2 if first > 0.0 else 1.0
 
 
 FAINT = 1e-30

@@ -39,7 +39,7 @@ from ..formulas.algebra import Keeping
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
-from .elementary import Linear, faintly
+from .elementary import Linear, concentration, faintly
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,17 @@ class GatedLinear(Leaf):
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after, walk.real)
-        return at.mapped(after.width).activated(moved, (after.width, after.width))
+        tokens = before.second_moment()
+        size = float(tokens.mean_diagonal(walk.real))
+        alone = size - float(tokens.mean_off_diagonal(walk.real))
+
+        def entering(entry: Any, bias: Any) -> tuple[float, float]:
+            variance = float(self.fan_in * entry * size + bias)
+            return variance, 1.0 - ratio_or_zero(float(self.fan_in * entry * alone), variance)
+
+        gate, factor = entering(self.gate, self.gate_bias), entering(self.ffn_in, self.bias)
+        units = concentration(self.activation, *gate, (*factor, self.shift))
+        return at.mapped(after.width).activated(moved, (after.width, after.width), units)
 
     def _two_points(
         self, signal: Signal, inner: Signal, factor: Signal

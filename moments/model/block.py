@@ -94,7 +94,8 @@ def settle_blocks(model: Transformer) -> None:
         per_layer = tuple(value) if isinstance(value, list | tuple) else (value,) * model.layers
         if len(per_layer) != model.layers:
             allowed = f"one block, or one or None per layer ({model.layers})"
-            raise domain_error(name, f"{len(per_layer)} entries", allowed)
+            remedy = "model.replace(layers=...) goes on by the pattern of those given"
+            raise domain_error(name, f"{len(per_layer)} entries", allowed, remedy)
         for one in per_layer:
             if one is not None and not (isinstance(one, Block) and name in one.places):
                 kinds = sorted(kind for kind, of in _KINDS.items() if name in of.places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +27,16 @@ from .embedding import Embedding
 from .fields import Stored, set_field, settle
 from .head import Head
 from .law_block import LawBlock
-from .mixers import RECURRENT, Absent
-from .patches import PatchEmbedding
+from .mixers import QK_NORMS, RECURRENT, Absent
+from .patches import PatchEmbedding, SoundEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
-from .sound import SoundEmbedding
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
     from .transformer import Transformer
 
 NORMALIZATIONS = ("layernorm", "rmsnorm", "dyt")
-QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
 ATTENTION_GATES = (None, "elementwise", "headwise")
 LAYERNORM_SCALINGS = (
     False,
@@ -75,7 +74,8 @@ def check(model: Transformer) -> None:
     settle(model, ["d_model"], check_count, least=2)
     settle(model, ["post_layers"], check_count, least=0)
     flags = ("causal", "norm_affine", "norm_bias", "gated", "parallel")
-    settle(model, (*flags, "identity_attention", "layer_scale"), check_flag)
+    flags += ("identity_attention", "layer_scale", "shared_layers")
+    settle(model, flags, check_flag)
     settle(model, ["alibi"], _check_alibi)
     check_choice("norm", model.norm, placement_names())
     check_choice("normalization", model.normalization, NORMALIZATIONS)
@@ -258,8 +258,48 @@ def _check_together(model: Transformer) -> None:
         which = "identity_attention" if model.identity_attention else "norm='hybrid'"
         raise DomainError(f"mixer and {which}: both say what stands in attention's place")
     _check_unread(model)
+    if model.shared_layers:
+        _check_shared(model)
+    _check_biases(model)
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
+
+
+def _check_shared(model: Transformer) -> None:
+    """Raise where layers differ, or are none that `moments.layers.shared` follows."""
+    if model.norm != "post" or model.normalization not in ("layernorm", "rmsnorm"):
+        raise domain_error(
+            "shared_layers", True, "False but for norm='post' and a LayerNorm or RMSNorm"
+        )
+    usual = {field.name: field.default for field in dataclasses.fields(model)}
+    plain = (
+        "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
+        "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
+        "norm_gain norm_groups parallel identity_attention"
+    )
+    for name in plain.split():
+        value = getattr(model, name)
+        if value != usual[name]:
+            raise domain_error(name, value, f"{usual[name]!r} where layers share their weights")
+    alike = {
+        (model.layer_weights(n), model.temperatures[n - 1]) for n in range(1, model.layers + 1)
+    }
+    if len(alike) > 1 or model.kv_heads != model.heads:
+        name = "weights" if model.kv_heads == model.heads else "kv_heads"
+        allowed = "the same in all layers, and as many as heads, where layers share their weights"
+        raise domain_error(name, getattr(model, name), allowed)
+
+
+def _check_biases(model: Transformer) -> None:
+    """Raise where a bias belongs to no matrix of any layer, as blocks have others."""
+    if model.biases is None or not any((*model.mixers, *model.ffns)):
+        return
+    known = {name.removeprefix("cross_") for name in model.matrix_shapes}
+    known |= set() if model.gated else {"gate"}
+    for name, value in vars(model.biases).items():
+        if value is not None and np.any(value) and name not in known:
+            remedy = f"no layer has a matrix {name!r}, but {', '.join(sorted(known))}"
+            raise domain_error(f"biases.{name}", value, "None", remedy)
 
 
 def _check_unread(model: Transformer) -> None:
@@ -274,6 +314,12 @@ def _check_unread(model: Transformer) -> None:
         "logit_softcap": model.logit_softcap is not None,
         "attention_sink": any(one is not None for one in model.attention_sinks),
         "attention_gate": model.attention_gate is not None,
+        "window": any(one is not None for one in model.windows),
+        "rotary": any(one is not None for one in model.rotaries),
+        "temperature": bool(np.any(model.temperatures != 1.0)),
+        "kv_heads": model.kv_heads not in (None, model.heads),
+        "attention_dropout": bool(model.attention_dropout)
+        and "attention_dropout" not in model._defaulted,
     }
     for name in (name for name, there in given.items() if there):
         remedy = "no layer has attention, which alone reads it"

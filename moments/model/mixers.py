@@ -21,13 +21,16 @@ from ..formulas.checks import (
     check_flag,
     check_number,
 )
-from .block import Block
+from .block import Block, block_from_dict
 from .fields import set_field, settle
 
 if TYPE_CHECKING:
     from .transformer import Transformer
 
 Shapes = dict[str, tuple[int, int]]
+QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
+MIXER = "mixer_"
+"""Begins the names of a mixer's matrices that attention has too, where both are in a layer."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +190,12 @@ class LinearAttention(_Mixer):
     def shapes(self, model: Transformer) -> Shapes:
         keys, values = self.heads * self.d_key, self.heads * self.d_value
         d = model.d_model
-        found = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
+        result = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
         if self.gate is not None:
-            found["mixer_gate"] = d, values
+            result["mixer_gate"] = d, values
         if self.decay_gate is not None:
-            found["mixer_step"] = d, keys if self.decay_gate == "channel" else self.heads
-        return found
+            result["mixer_step"] = d, keys if self.decay_gate == "channel" else self.heads
+        return result
 
     def variances(self, model: Transformer) -> dict[str, float]:
         return {"mixer_gate": self.gate_variance, "mixer_step": self.decay_variance}
@@ -241,6 +244,8 @@ class Mamba2(_Mixer):
         norm: whether there is a norm.
         norm_before_gate: whether it comes before the product with SiLU(z).
         norm_epsilon: added to the mean square under its root.
+        least_step, most_step: bounds of the steps; None: none above.
+        multipliers: of what the matrices to z, x, B, C and the steps make (Falcon-H1).
     """
 
     kind: ClassVar[str] = "mamba2"
@@ -261,11 +266,22 @@ class Mamba2(_Mixer):
     norm: bool = True
     norm_before_gate: bool = False
     norm_epsilon: float = 1e-5
+    least_step: float = 0.0
+    most_step: float | None = None
+    multipliers: tuple[float, ...] = (1.0,) * 5
 
     def __post_init__(self) -> None:
         settle(self, ("heads", "d_head", "state", "groups"), check_count)
         _settle_kernel(self)
-        settle(self, ("gate_variance", "step_variance", "norm_epsilon"), check_number, NONNEGATIVE)
+        names = "gate_variance", "step_variance", "norm_epsilon", "least_step"
+        settle(self, names, check_number, NONNEGATIVE)
+        settle(self, ("most_step",), check_number, POSITIVE)
+        if not isinstance(self.multipliers, list | tuple) or len(self.multipliers) != 5:
+            raise domain_error(
+                "multipliers", self.multipliers, "five numbers: of z, x, B, C, steps"
+            )
+        several = tuple(check_number("multipliers", one, REAL) for one in self.multipliers)
+        set_field(self, "multipliers", several)
         settle(self, ("skip",), check_number, REAL)
         settle(self, ("tap_bias", "norm", "norm_before_gate"), check_flag)
         _check_range(self, "steps")
@@ -280,17 +296,242 @@ class Mamba2(_Mixer):
 
     def shapes(self, model: Transformer) -> Shapes:
         width, d, shared = self.heads * self.d_head, model.d_model, self.groups * self.state
-        found = {"query": (d, shared), "key": (d, shared), "value": (d, width)}
+        result = {"query": (d, shared), "key": (d, shared), "value": (d, width)}
         own = {"mixer_gate": (d, width), "mixer_step": (d, self.heads)}
-        return found | {"output": (width, d)} | own
+        return result | {"output": (width, d)} | own
 
     def variances(self, model: Transformer) -> dict[str, float]:
         return {"mixer_gate": self.gate_variance, "mixer_step": self.step_variance}
 
+    @property
+    def factors(self) -> dict[str, float]:
+        """`multipliers` by matrix."""
+        names = "mixer_gate", "value", "key", "query", "mixer_step"
+        return dict(zip(names, self.multipliers, strict=True))
+
+
+@dataclass(frozen=True)
+class Mamba(_Mixer):
+    """Mamba's mixer (Gu and Dao 2023): a state for every feature, B, C and steps from all of them.
+
+    x = SiLU(conv(W_value u)), B and C = W_key x and W_query x, steps
+    d_t = softplus(bias + W_step W_step_down x_t), and for feature c
+    y_t = sum_{s <= t} sum_n C_tn B_sn exp(-A_n sum_{s < r <= t} d_rc) d_sc x_sc + D x_tc; then
+    W_o (y * SiLU(z)), z another linear map of u.
+
+    Attributes:
+        width: features of x.
+        state: features of B and C.
+        step_rank: features of W_step_down x.
+        gate_variance, step_variance, step_down_variance: of the weights to z, of W_step's entries
+            and of W_step_down's.
+        kernel: of the short convolution.
+        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
+        tap_distribution: "uniform" or "normal".
+        tap_bias: whether it has a bias, of variance 0.
+        rates: A of every entry of a state; None: 1, 2, ...
+        steps: softplus(bias) is drawn between these two, uniformly in its logarithm.
+        skip: D.
+        inner_norm: RMSNorm of W_step_down x, B and C, "affine" with gains (Jamba) or "plain"
+            (Falcon Mamba); None: none.
+        norm_epsilon: added to the mean square under their root.
+    """
+
+    kind: ClassVar[str] = "mamba"
+    norm: ClassVar[bool] = False
+
+    width: int
+    state: int
+    step_rank: int
+    gate_variance: float
+    step_variance: float
+    step_down_variance: float
+    kernel: int = 4
+    tap_variance: float | None = None
+    tap_distribution: str = "uniform"
+    tap_bias: bool = True
+    rates: tuple[float, ...] | None = None
+    steps: tuple[float, float] = (1e-3, 1e-1)
+    skip: float = 1.0
+    inner_norm: str | None = None
+    norm_epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        settle(self, ("width", "state", "step_rank"), check_count)
+        _settle_kernel(self)
+        names = "gate_variance", "step_variance", "step_down_variance", "norm_epsilon"
+        settle(self, names, check_number, NONNEGATIVE)
+        settle(self, ("skip",), check_number, REAL)
+        settle(self, ("tap_bias",), check_flag)
+        check_choice("inner_norm", self.inner_norm, (None, "affine", "plain"))
+        _check_range(self, "steps")
+        if self.rates is not None:
+            values = tuple(check_number("rates", one, POSITIVE) for one in self.rates)
+            if len(values) != self.state:
+                raise domain_error("rates", self.rates, f"{self.state} numbers")
+            set_field(self, "rates", values)
+
+    def shapes(self, model: Transformer) -> Shapes:
+        wide, inner = (model.d_model, self.width), (self.width, self.state)
+        steps = {"mixer_step_down": (self.width, self.step_rank)}
+        steps["mixer_step"] = (self.step_rank, self.width)
+        result = {"value": wide, "mixer_gate": wide, "key": inner, "query": inner}
+        return result | steps | {"output": (self.width, model.d_model)}
+
+    def variances(self, model: Transformer) -> dict[str, float]:
+        names = "gate", "step", "step_down"
+        return {f"mixer_{name}": getattr(self, f"{name}_variance") for name in names}
+
+
+@dataclass(frozen=True)
+class RGLRU(_Mixer):
+    """The real-gated linear recurrent unit (De et al. 2024, Griffin): a state of one number for
+    every feature.
+
+    x = conv(W_value u), i = sigmoid(W_input x) and r = sigmoid(W_step x), both block-diagonal,
+    a_t = exp(-8 r_t softplus(p)), h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t, h_1 = i_1 x_1; then
+    W_o (h * gelu(W_gate u)). All maps have biases that start at 0.
+
+    Attributes:
+        width: features of x.
+        blocks: on the diagonals of W_input and W_step.
+        gate_variance, input_variance, step_variance: of the entries of W_gate, W_input, W_step.
+        kernel: of the short convolution.
+        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
+        decays: exp(-softplus(p)) squared is drawn uniformly between the squares of these two.
+        gate: the activation behind W_gate.
+    """
+
+    kind: ClassVar[str] = "rg_lru"
+    norm: ClassVar[bool] = False
+    tap_distribution: ClassVar[str] = "normal"
+    tap_bias: ClassVar[bool] = True
+
+    width: int
+    blocks: int
+    gate_variance: float
+    input_variance: float
+    step_variance: float
+    kernel: int = 4
+    tap_variance: float | None = None
+    decays: tuple[float, float] = (0.9, 0.999)
+    gate: str = "gelu_tanh"
+
+    def __post_init__(self) -> None:
+        settle(self, ("width", "blocks"), check_count)
+        _settle_kernel(self)
+        names = "gate_variance", "input_variance", "step_variance"
+        settle(self, names, check_number, NONNEGATIVE)
+        check_choice("gate", self.gate, ("gelu_tanh", "silu", "sigmoid", "identity"))
+        _check_range(self, "decays")
+        if self.decays[1] >= 1:
+            raise domain_error("decays", self.decays, "a pair of numbers in (0, 1)")
+        if self.width % self.blocks:
+            raise domain_error("blocks", self.blocks, f"a divisor of width = {self.width}")
+
+    def shapes(self, model: Transformer) -> Shapes:
+        wide, block = (model.d_model, self.width), (self.width // self.blocks, self.width)
+        result = {"value": wide, "mixer_gate": wide, "mixer_input": block, "mixer_step": block}
+        return result | {"output": (self.width, model.d_model)}
+
+    def variances(self, model: Transformer) -> dict[str, float]:
+        names = "gate", "input", "step"
+        return {f"mixer_{name}": getattr(self, f"{name}_variance") for name in names}
+
+
+@dataclass(frozen=True)
+class LayerAttention(Block):
+    """Attention that differs from the model's in this layer; what is None is as there.
+
+    Attributes:
+        d_head, kv_heads, qk_norm: as of a Transformer.
+        qk_gains: whether norms of queries and keys have gains, where the model's norms have.
+        value_norm: whether every head's values are over their root mean square, too (Gemma 4).
+    """
+
+    kind: ClassVar[str] = "attention"
+    places: ClassVar[tuple[str, ...]] = ("mixer",)
+
+    d_head: int | None = None
+    kv_heads: int | None = None
+    qk_norm: str | None = None
+    qk_gains: bool = True
+    value_norm: bool = False
+
+    def __post_init__(self) -> None:
+        settle(self, ("d_head", "kv_heads"), check_count)
+        settle(self, ("qk_gains", "value_norm"), check_flag)
+        check_choice("qk_norm", self.qk_norm, QK_NORMS)
+
+    def check(self, model: Transformer) -> None:
+        if self.value_norm and (self.qk_norm or model.qk_norm) != "rmsnorm":
+            given = self.qk_norm or model.qk_norm
+            raise domain_error("qk_norm", given, "'rmsnorm' where values are normalised")
+        if self.value_norm and model.attention_gate is not None:
+            allowed = "None where values are normalised"
+            raise domain_error("attention_gate", model.attention_gate, allowed)
+
+    def shapes(self, model: Transformer) -> Shapes:
+        return model.attention_shapes(self.d_head, self.kv_heads)
+
+    def applied(self, model: Transformer) -> Transformer:
+        """A model whose attention is this one in all layers."""
+        fields = {k: getattr(self, k) for k in ("d_head", "kv_heads", "qk_norm")}
+        given: dict[str, Any] = {name: one for name, one in fields.items() if one is not None}
+        return model.replace(mixer=None, norm_affine=model.norm_affine and self.qk_gains, **given)
+
+
+@dataclass(frozen=True)
+class ParallelMixer(Block):
+    """Attention, as the model declares it, and a mixer that read the same tokens (Falcon-H1).
+
+    Their outputs are added, each times a scale. The mixer's query, key, value and output matrices
+    are called "mixer_query" and so on, and have the variances of attention's.
+
+    Attributes:
+        mixer: the other mixer.
+        attention_scale, mixer_scale: multiply the two outputs.
+    """
+
+    kind: ClassVar[str] = "parallel mixer"
+    places: ClassVar[tuple[str, ...]] = ("mixer",)
+    by_token: ClassVar[bool] = True
+
+    mixer: Block
+    attention_scale: float = 1.0
+    mixer_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mixer, dict):
+            set_field(self, "mixer", block_from_dict("mixer", self.mixer))
+        if not isinstance(self.mixer, RECURRENT):
+            kinds = ", ".join(one.kind for one in RECURRENT)
+            raise domain_error("mixer", self.mixer, f"one of {kinds}")
+        settle(self, ("attention_scale", "mixer_scale"), check_number, REAL)
+
+    def check(self, model: Transformer) -> None:
+        self.mixer.check(model)
+
+    @staticmethod
+    def named(name: str) -> str:
+        """What a matrix or parameter of the mixer is called, attention having those names too."""
+        shared = name.partition(".")[0] in ("query", "key", "value", "output")
+        return MIXER + name if shared else name
+
+    def shapes(self, model: Transformer) -> Shapes:
+        mixer = {self.named(name): shape for name, shape in self.mixer.shapes(model).items()}
+        return model.attention_shapes() | mixer
+
+    def variances(self, model: Transformer) -> dict[str, float]:
+        return self.mixer.variances(model)
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"mixer": self.mixer.to_dict()}
+
 
 @dataclass(frozen=True)
 class GatedDeltaNet(_Mixer):
-    """The gated delta rule (Yang et al. 2024) as Qwen3-Next has it.
+    """The gated delta rule (Yang et al. 2024) as Qwen3-Next has it, and Kimi's delta attention.
 
     q, k, v = SiLU(conv(.)) of linear maps, q and k of unit length, q over sqrt(d_key); with
     b = sigmoid(w.x) and a = exp(-A softplus(bias + w'.x)),
@@ -308,6 +549,11 @@ class GatedDeltaNet(_Mixer):
         gate_variance, step_variance, rate_variance: of the weights to z, to a and to b.
         twice: whether b is twice that sigmoid.
         norm_epsilon: added to the mean square under the norm's root.
+        decay: one a for every "head", or for every "channel" of its keys (Kimi Team 2025, Kimi
+            Linear, section 3), a then multiplying the rows of S_{t-1}.
+        gate: "silu" or "sigmoid", of z.
+        rank: the maps to z and a go through so many features, by matrices "mixer_gate_down" and
+            "mixer_step_down" of the same variances; None: they are one matrix.
     """
 
     kind: ClassVar[str] = "gated_delta_net"
@@ -327,9 +573,14 @@ class GatedDeltaNet(_Mixer):
     steps: tuple[float, float] = (1.3132616875182228, 1.3132616875182228)
     twice: bool = False
     norm_epsilon: float = 1e-6
+    decay: str = "head"
+    gate: str = "silu"
+    rank: int | None = None
 
     def __post_init__(self) -> None:
-        settle(self, ("key_heads", "value_heads", "d_key", "d_value"), check_count)
+        settle(self, ("key_heads", "value_heads", "d_key", "d_value", "rank"), check_count)
+        check_choice("decay", self.decay, ("head", "channel"))
+        check_choice("gate", self.gate, ("silu", "sigmoid"))
         _settle_kernel(self)
         names = "gate_variance", "step_variance", "rate_variance", "norm_epsilon"
         settle(self, names, check_number, NONNEGATIVE)
@@ -341,18 +592,21 @@ class GatedDeltaNet(_Mixer):
             raise domain_error("key_heads", self.key_heads, allowed)
 
     def shapes(self, model: Transformer) -> Shapes:
-        keys, values, d = self.key_heads * self.d_key, self.value_heads * self.d_value, 0
+        keys, values = self.key_heads * self.d_key, self.value_heads * self.d_value
         d = model.d_model
-        found = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
-        own = {"mixer_step": (d, self.value_heads), "mixer_rate": (d, self.value_heads)}
-        return found | {"mixer_gate": (d, values)} | own
+        result = {"query": (d, keys), "key": (d, keys), "value": (d, values), "output": (values, d)}
+        steps = self.value_heads * (self.d_key if self.decay == "channel" else 1)
+        for name, width in (("mixer_gate", values), ("mixer_step", steps)):
+            result[name] = self.rank or d, width
+            if self.rank is not None:
+                result[f"{name}_down"] = d, self.rank
+        return result | {"mixer_rate": (d, self.value_heads)}
 
     def variances(self, model: Transformer) -> dict[str, float]:
-        return {
-            "mixer_gate": self.gate_variance,
-            "mixer_step": self.step_variance,
-            "mixer_rate": self.rate_variance,
-        }
+        result = {f"mixer_{k}": getattr(self, f"{k}_variance") for k in ("gate", "step", "rate")}
+        if self.rank is not None:
+            result |= {f"{name}_down": result[name] for name in ("mixer_gate", "mixer_step")}
+        return result
 
 
 @dataclass(frozen=True)
@@ -465,5 +719,5 @@ class LatentAttention(Block):
         return {"query_down": query, "kv_down": self.kv_down}
 
 
-RECURRENT = ShortConvolution, LinearAttention, Mamba2, GatedDeltaNet
+RECURRENT = ShortConvolution, LinearAttention, Mamba, Mamba2, GatedDeltaNet, RGLRU
 """Mixers whose laws are of recurrences and short convolutions."""

@@ -12,10 +12,12 @@ import numpy as np
 
 from ..errors import domain_error
 from ..files import plain
+from ..formulas.checks import check_count
 from .block import PLACES, Block, block_from_dict
 from .declaration import PARTS, check
 from .experts import SHARED
 from .fields import check_fields
+from .mixers import MIXER
 from .positions import RelativeBias, Rotary
 from .summary import html, text
 from .weights import Biases, LayerWeights, Weights
@@ -99,6 +101,8 @@ class Transformer:
             layer, None where the fields above say how attention is.
         ffn: a block in the feed-forward block's place; likewise.
         encoder: the model whose output a decoder's cross-attention reads; None: there is none.
+        shared_layers: whether all layers are one layer's weights used again (ALBERT): of Post-LN
+            without a mask, and of the plain blocks.
         name: what pictures and reports call it; no part of what it is, so that equal models may
             differ in it.
 
@@ -152,6 +156,7 @@ class Transformer:
     mixer: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     ffn: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     encoder: Transformer | None = field(default=None, kw_only=True)
+    shared_layers: bool = field(default=False, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
@@ -256,8 +261,22 @@ class Transformer:
     def shapes_by_place(self, layer: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes of attention's matrices, or of what stands in its place, and of the
         feed-forward block's."""
-        d_model, d_ff, d_head = self.d_model, self.d_ff or 0, self.d_head or 0
-        heads, shared = self.heads * d_head, (self.kv_heads or self.heads) * d_head
+        d_model, d_ff = self.d_model, self.d_ff or 0
+        dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
+        if self.gated:
+            dense["gate"] = (d_model, d_ff)
+        mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
+        return (
+            self.attention_shapes() if mixer is None else mixer.shapes(self),
+            dense if ffn is None else ffn.shapes(self),
+        )
+
+    def attention_shapes(
+        self, d_head: int | None = None, kv_heads: int | None = None
+    ) -> dict[str, tuple[int, int]]:
+        """Of attention's matrices, as the fields or these arguments say."""
+        d_model, d_head = self.d_model, d_head or self.d_head or 0
+        heads, shared = self.heads * d_head, (kv_heads or self.kv_heads or self.heads) * d_head
         attention = {
             "query": (d_model, heads),
             "key": (d_model, shared),
@@ -267,14 +286,7 @@ class Transformer:
         if self.attention_gate is not None:
             wide = self.attention_gate == "elementwise"
             attention["attention_gate"] = (d_model, heads if wide else self.heads)
-        dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
-        if self.gated:
-            dense["gate"] = (d_model, d_ff)
-        mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
-        return (
-            attention if mixer is None else mixer.shapes(self),
-            dense if ffn is None else ffn.shapes(self),
-        )
+        return attention
 
     def _cross_shapes(self) -> dict[str, tuple[int, int]]:
         if self.encoder is None:
@@ -295,7 +307,8 @@ class Transformer:
         for block in blocks:
             variances |= {} if block is None else block.variances(self)
         shared = {name for name in self.shapes_of(layer) if name not in variances}
-        return variances | {name: variances[name.removeprefix(SHARED)] for name in shared}
+        like = {name: name.removeprefix(SHARED).removeprefix(MIXER) for name in shared}
+        return variances | {name: variances[like[name]] for name in shared}
 
     def layer_weights(self, layer: int) -> LayerWeights:
         """Weight variances of layer `layer`, counted from 1."""
@@ -307,6 +320,9 @@ class Transformer:
     def replace(self, **changes: Any) -> Transformer:
         """A changed copy, validated again; what was left to a default follows the change.
 
+        Of another number of `layers`, what was given layer by layer goes on by its pattern: some
+        layers at first, and then one group again and again (at least twice).
+
         Raises:
             DomainError: an unknown field, or a value outside what is allowed.
         """
@@ -315,6 +331,10 @@ class Transformer:
             if name not in names:
                 raise domain_error("field", name, f"one of {', '.join(sorted(names))}")
         current = {name: None if name in self._defaulted else getattr(self, name) for name in names}
+        if (layers := changes.get("layers", self.layers)) != self.layers:
+            for name in (*PLACES, "window", "rotary", "attention_sink"):
+                if isinstance(value := current[name], tuple) and name not in changes:
+                    current[name] = _continued(name, value, layers)
         return Transformer(**{**current, **changes})
 
     def with_scheme(self, name: str, **options: Any) -> Transformer:
@@ -365,10 +385,7 @@ class Transformer:
             if name == "rotary" and isinstance(part, list | tuple):
                 fields[name] = [None if one is None else Rotary.from_dict(one) for one in part]
             elif part is not None:
-                given = set(part) if isinstance(part, Mapping) else set()
-                known = (given & {f.name for f in dataclasses.fields(kind)} for kind in kinds)
-                _, of = max(zip(map(len, known), kinds, strict=True), key=lambda pair: pair[0])
-                fields[name] = of.from_dict(part)
+                fields[name] = _kind_of(part, kinds).from_dict(part)
         return cls(**fields)
 
     def __str__(self) -> str:
@@ -376,3 +393,36 @@ class Transformer:
 
     def _repr_html_(self) -> str:
         return html(self)
+
+
+def _continued(name: str, given: tuple[Any, ...], layers: Any) -> tuple[Any, ...]:
+    """What layers have, one after the other, for so many: by the shortest beginning and group that
+    make the pattern.
+
+    Raises:
+        DomainError: there is no pattern.
+    """
+    check_count("layers", layers)
+    count = len(given)
+    patterns = (
+        (first, group)
+        for length in range(1, count + 1)
+        for first in range(length)
+        for group in (length - first,)
+        if count - first >= 2 * group
+        and all(given[n] == given[n - group] for n in range(first + group, count))
+    )
+    found = next(patterns, None)
+    if found is None:
+        remedy = f"no pattern in it says what {layers} layers have: pass {name}=[...] along"
+        raise domain_error(name, f"{count} entries", f"one per layer ({layers})", remedy)
+    first, group = found
+    return tuple(
+        given[n] if n < count else given[first + (n - first) % group] for n in range(layers)
+    )
+
+
+def _kind_of(part: Any, kinds: Sequence[Any]) -> Any:
+    """The declaration that has most of the fields that are given."""
+    given = set(part) if isinstance(part, Mapping) else set()
+    return max(kinds, key=lambda kind: len(given & {f.name for f in dataclasses.fields(kind)}))

@@ -60,6 +60,15 @@ def resolution(
     input do not allow it."""
     if tokens is not None:
         check_flag("tokens", tokens)
+    if model.shared_layers:
+        singled = (inputs.kernel, grad_kernel, inputs.pixels, inputs.document_ids)
+        singled += (inputs.attention_mask, tokens or None)
+        if any(value is not None for value in singled) or model.seq_len == 1:
+            raise DomainError(
+                "shared_layers: tokens are followed as alike there: leave out tokens=True, kernel, "
+                "grad_kernel, pixels, attention_mask and document_ids, with a seq_len of 2 at least"
+            )
+        return False
     encoder = model.encoder
     stacks = [model] if encoder is None else [model, encoder]
     placed = any(map(positional, stacks))

@@ -183,6 +183,7 @@ class Prediction:
         return one, between_documents(self.trace), batch
 
     def _check_draws(self) -> None:
+        self.unshared("the band of one draw")
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
@@ -285,7 +286,9 @@ class Prediction:
         router and over the load's square (width does not change it: tokens that are alike choose
         alike); and, sampled at the tokens' mean correlation, `largest_load` over an even share,
         `starving` (the part of the experts with less than a tenth of that) and `balance_loss`
-        (E sum_e f_e p_e, without its coefficient). `learns`: whether any gradient reaches the
+        (E sum_e f_e p_e, without its coefficient) with `balance_gradient`, the expected squared
+        norm of its gradient at the router's matrix: times the coefficient's square, to be compared
+        with the router's in `weight_gradients`. `learns`: whether any gradient reaches the
         router; none does where the gate of a single expert is normalised.
 
         Raises:
@@ -322,6 +325,11 @@ class Prediction:
             entering = embedding.unshared_overlap(self.model.d_model)
         return stack_overlaps(self.trace.stack, memory, entering)
 
+    def unshared(self, what: str) -> None:
+        """Raise where layers share their weights, for which `what` is not stated."""
+        if self.model.shared_layers:
+            raise DomainError(f"{what} is not stated where layers share their weights")
+
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)
 
@@ -330,7 +338,15 @@ class Prediction:
         """What first steps of all rates share."""
         from ..step.result import Stepping
 
+        self.unshared("a step of an optimizer")
         return Stepping.of(self)
+
+    @functools.cached_property
+    def _sharpening(self) -> Any:
+        """The same, of many tokens on classes."""
+        from ..step.result import Stepping
+
+        return Stepping.on_classes(self) or self._stepping
 
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """The network after the first step of an optimizer on the batch that was predicted.
@@ -356,8 +372,8 @@ class Prediction:
 
         Raises:
             DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or
-                `pixels` and `targets`), the model has what a step does not cover (norms of queries
-                and keys, ...; the message names it), or an option is out of range.
+                `pixels` and `targets`), the model has what a step does not cover (the message
+                names it), or an option is out of range.
 
         Warns:
             ValidityWarning: where the step is too large for the theory.
@@ -396,6 +412,7 @@ class Prediction:
         """
         from ..step.result import sharpness
 
+        self.unshared("sharpness")
         return sharpness(self, optimizer, **options)
 
     def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
@@ -466,6 +483,7 @@ class Prediction:
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
         """
+        self.unshared("the precision of products")
         return low_precision(self, format)
 
     def expects(
@@ -515,7 +533,7 @@ class Prediction:
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
         quantities, notes = list(QUANTITIES), self.warnings
-        if self.theory == "refined":
+        if self.theory == "refined" and not self.model.shared_layers:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {

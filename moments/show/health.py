@@ -18,7 +18,9 @@ import numpy as np
 
 from .. import from_huggingface
 from ..errors import domain_error, listed, without_warnings
+from ..layers.recurrent.leaf import Mixer
 from ..model.experts import Experts
+from ..model.mixers import Absent
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
 from ..model.transformer import Transformer
@@ -107,7 +109,7 @@ def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Ite
                 yield streamed(words, seen, expected, band, bool(row["inside"]))
             else:
                 expected, (low, high) = float(getattr(prediction, name)[n]), (math.nan, math.nan)
-                if name == "grad_variance":
+                if name == "grad_variance" and not prediction.model.shared_layers:
                     low, high = map(float, prediction.grad_variance_band[:, n])
                 yield streamed(words, math.nan, expected, (low, high))
     measured: Any = None if comparison is None else comparison.measurement
@@ -160,7 +162,7 @@ def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
     """Findings and notes from the numbers along the depth and at the output."""
     every = (
         *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range),
-        _experts,
+        *(_experts, _mixers, _depth_scale),
     )
     found = [one for rule in every for one in rule(seen)]
     findings = [one for one in found if isinstance(one, Finding)]
@@ -530,6 +532,74 @@ def _experts(seen: Seen) -> Found:
             f"expert {worst['largest_load']:.3g} times an even share",
             "train with a balancing loss from the first step, or keep tokens apart: a smaller "
             "attention branch, or token embeddings of a larger share",
+        )
+
+
+def _mixers(seen: Seen) -> Found:
+    """Of what is declared: how fast recurrent heads forget, and whether a norm's epsilon is most of
+    what it divides by."""
+    stack = seen.prediction.trace.stack
+    assert stack is not None
+    at = {
+        record.layer: law.health
+        for record in stack.leaves()
+        if isinstance(record.component, Mixer)
+        for law in record.pullback.laws
+        if hasattr(law, "health")
+    }
+    dead = {layer: one for layer, one in at.items() if one.share < 0.5}
+    if dead:
+        worst = min(dead.values(), key=lambda one: one.share)
+        yield Finding(
+            "warning",
+            "dead branch",
+            seen.of("mixer_norm.gain"),
+            tuple(dead),
+            worst.size,
+            worst.epsilon,
+            worst.swallows,
+            "draw the matrices before the norm larger (by their width), or pass a smaller epsilon",
+        )
+    gone = {layer: one for layer, one in at.items() if one.forgotten > 0.5}
+    if gone:
+        worst = max(gone.values(), key=lambda one: one.forgotten)
+        yield Finding(
+            "warning",
+            "forgets at once",
+            seen.of("mixer_step.bias", "rate"),
+            tuple(gone),
+            worst.forgotten,
+            0.5,
+            worst.forgets,
+            "draw the steps' biases for steps of 1e-3 to 1e-1 (dt_bias), or smaller rates (A_log)",
+        )
+
+
+def _depth_scale(seen: Seen) -> Found:
+    """Of what is declared: a scale for two sums a layer where there are others."""
+    model = seen.prediction.model
+    if model.weights is None or model.encoder is not None:
+        return
+    blocks = [
+        sum(not isinstance(one, Absent) for one in pair)
+        for pair in zip(model.mixers, model.ffns, strict=True)
+    ]
+    sums = model.layers if model.parallel else sum(blocks)
+    wanted = 1 / (2 * model.layers)
+    if sums == 2 * model.layers:
+        return
+    shapes, variances = model.shapes_of(1), model.variances_of(1)
+    inward = [v for name, v in variances.items() if name in shapes and "out" not in name and v > 0]
+    outward = [variances[name] for name in ("output", "ffn_out") if name in shapes]
+    ratios = {v / inward[0] for v in outward if inward} | set(np.ravel(model.branch_scales**2))
+    if any(math.isclose(ratio, wanted, rel_tol=1e-2) for ratio in ratios):
+        yield (
+            f"what is added is scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a layer, "
+            f"and there are {sums}: the stream grows by half of what that is meant for; 1/N is the "
+            "same scale here"
+            if sums == model.layers
+            else f"what is added is scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a "
+            f"layer, and there are {sums}: 1/{sums} is the same scale here"
         )
 
 

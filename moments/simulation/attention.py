@@ -33,11 +33,13 @@ def self_attention(
     generator: torch.Generator,
     documents: Tensor | None = None,
     gains: Gains | None = None,
+    value_norm: bool = False,
 ) -> Tensor:
     """Concatenated heads (batch, L, heads * d_head) of layer `number`, counted from 1.
 
     `project` knows "query", "key" and "value"; `table` is (buckets, heads) of relative biases;
-    `documents` (batch, L) are those of packed rows, of which a token reads its own alone.
+    `documents` (batch, L) are those of packed rows, of which a token reads its own alone;
+    `value_norm` puts every head's values over their root mean square.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
@@ -47,6 +49,8 @@ def self_attention(
         _split(project(x, name), model.d_head or 0) for name in ("query", "key", "value")
     )
     query, key = _normalised(model, query, "query", gains), _normalised(model, key, "key", gains)
+    if value_norm:
+        value = normalise(value, "rmsnorm", model.norm_epsilon)
     if model.placements[number - 1] == "hybrid":
         query, key, value = (
             normalise(part, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)

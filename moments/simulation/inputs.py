@@ -15,8 +15,7 @@ from ..errors import DomainError, domain_error
 from ..layers.embedding import check_ids
 from ..layers.head.targets import NO_TARGET
 from ..layers.images import check_pixels
-from ..model.patches import PatchEmbedding
-from ..model.sound import SoundEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..prediction.stack import check_moments
 from .output import vocabulary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from torch import Tensor
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.block import Block
 from ..model.law_block import LawBlock
-from ..model.mixers import LatentAttention
+from ..model.mixers import LatentAttention, LayerAttention
 from ..model.transformer import Transformer
 from .attention import cross_attention, latent_attention, self_attention
 from .functions import activation, affine_norm, dropout, normalise
-from .parameters import BLOCK_DRAWS
+from .parameters import BLOCK_DRAWS, qk_gains
 from .recurrent import TWINS as RECURRENT
 from .recurrent import present
 
@@ -149,7 +150,7 @@ class LayerTwin:
         drop_prob = self.model.ffn_dropout if block == "ffn" else self.model.dropout
         return self.watch(dropout(z, drop_prob or 0.0, self.generator), f"{block}.dropout")
 
-    def attention(self, z: Tensor) -> Tensor:
+    def attention(self, z: Tensor, value_norm: bool = False) -> Tensor:
         table = self.weights.get("relative_bias")
         heads = self_attention(
             self.model,
@@ -160,6 +161,7 @@ class LayerTwin:
             self.generator,
             self.documents,
             self.weights,
+            value_norm,
         )
         heads = self.watch(heads, "attention.heads")
         if self.model.attention_gate is not None:
@@ -265,6 +267,22 @@ def _latent_gains(
     }
 
 
+def _layer_attention(block: LayerAttention, layer: LayerTwin, z: Tensor) -> Tensor:
+    alone = dataclasses.replace(layer, model=block.applied(layer.model))
+    return alone.attention(z, block.value_norm)
+
+
+def _layer_gains(
+    block: LayerAttention,
+    model: Transformer,
+    number: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    return qk_gains(block.applied(model), block.shapes(model), generator, dtype)
+
+
+BLOCK_TWINS[LayerAttention], BLOCK_DRAWS[LayerAttention] = _layer_attention, _layer_gains
 BLOCK_TWINS[LatentAttention], BLOCK_DRAWS[LatentAttention] = _latent, _latent_gains
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..model.block import Block
+from ..model.mixers import ParallelMixer
 from ..model.placement import registered_norm_sites
 from ..model.transformer import Transformer
 from .recurrent import DRAWS as RECURRENT
@@ -60,13 +61,10 @@ def draw_weights(
             variance = of[name.removeprefix(CROSS)]
             drawn[f"{name}.bias"] = draw((width,), variance, generator, dtype, vector)
     hybrid = model.placements[number - 1] == "hybrid"  # whose norms of heads learn no gains
-    mixed = model.mixers[number - 1] is not None
-    if model.norm_affine and model.qk_norm is not None and not hybrid and not mixed:
-        for name in shapes:
-            if name.removeprefix(CROSS) in ("query", "key"):
-                width = shapes[name][1] if model.qk_norm.endswith(ALL) else model.d_head or 0
-                ones = torch.ones(width, device=generator.device, dtype=dtype)
-                drawn[f"{name}.norm.gain"] = ones.requires_grad_()
+    mixer = model.mixers[number - 1]
+    mixed = mixer is not None and not isinstance(mixer, ParallelMixer)
+    if not hybrid and not mixed:
+        drawn |= qk_gains(model, shapes, generator, dtype)
     for place in ("attention", "cross", "ffn") if model.layer_scale else ():
         start = float(model.by_block("branch_scale")[number - 1][1 if place == "ffn" else 0])
         if place != "cross" or model.encoder is not None:
@@ -79,6 +77,24 @@ def draw_weights(
         gain = model.norm_gains[number - 1][1 if site.startswith("ffn") else 0]
         drawn |= affine(model, site, float(gain), generator.device, dtype)
     return drawn
+
+
+def qk_gains(
+    model: Transformer,
+    shapes: dict[str, tuple[int, int]],
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Gains of the norms of queries and keys, where they have any."""
+    found: dict[str, Tensor] = {}
+    if not model.norm_affine or model.qk_norm is None:
+        return found
+    for name in shapes:
+        if name.removeprefix(CROSS) in ("query", "key"):
+            width = shapes[name][1] if model.qk_norm.endswith(ALL) else model.d_head or 0
+            ones = torch.ones(width, device=generator.device, dtype=dtype)
+            found[f"{name}.norm.gain"] = ones.requires_grad_()
+    return found
 
 
 def draw_shared(

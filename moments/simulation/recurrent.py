@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..model.block import Block
-from ..model.mixers import Absent, GatedDeltaNet, LinearAttention, Mamba2, ShortConvolution
+from ..model.mixers import (
+    MIXER,
+    RGLRU,
+    Absent,
+    GatedDeltaNet,
+    LinearAttention,
+    Mamba,
+    Mamba2,
+    ParallelMixer,
+    ShortConvolution,
+)
 from ..model.transformer import Transformer
 
 if TYPE_CHECKING:
@@ -21,6 +33,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }
 
 
@@ -64,29 +77,54 @@ def _draw(
     drawn: dict[str, Tensor] = {}
     if isinstance(block, ShortConvolution):
         return _taps(block, "mixer", model.d_model, random, dtype)
-    if isinstance(block, Mamba2 | GatedDeltaNet):
-        for name in ("query", "key", "value"):
+    inner = block.inner_norm is not None if isinstance(block, Mamba) else False
+    convolved = ("value",) if isinstance(block, Mamba | RGLRU) else ("query", "key", "value")
+    if not isinstance(block, LinearAttention):
+        for name in convolved:
             drawn |= _taps(block, name, shapes[name][1], random, dtype)
-        heads = shapes["mixer_step"][1]
-        drawn["mixer_step.bias"] = _steps(block, heads, random, dtype)
-        if isinstance(block, Mamba2):
-            drawn["skip"] = torch.full((heads,), block.skip, **options).requires_grad_()
-        drawn["rate"] = torch.log(_rates(block, heads, random, dtype)).requires_grad_()
-    if getattr(block, "norm", True):
-        per_head = isinstance(block, GatedDeltaNet) or getattr(block, "norm", None) == "head"
+    if isinstance(block, RGLRU):
+        low, high = (one * one for one in block.decays)
+        share = torch.rand(block.width, generator=random, **options)
+        falls = -0.5 * torch.log(low + (high - low) * share)
+        drawn["rate"] = torch.log(torch.expm1(falls)).requires_grad_()
+        for name in ("value", "mixer_gate", "mixer_input", "mixer_step"):
+            drawn[f"{name}.bias"] = torch.zeros(block.width, **options).requires_grad_()
+    elif not isinstance(block, LinearAttention):
+        steps = shapes["mixer_step"][1]
+        drawn["mixer_step.bias"] = _steps(block, steps, random, dtype)
+        drawn["rate"] = torch.log(_rates(block, shapes, random, dtype)).requires_grad_()
+        if not isinstance(block, GatedDeltaNet):
+            drawn["skip"] = torch.full((steps,), block.skip, **options).requires_grad_()
+    for name in ("mixer_step_down", "key", "query") if inner else ():
+        if block.inner_norm == "affine":
+            ones = torch.ones(shapes[name][1], **options)
+            drawn[f"{name}.norm.gain"] = ones.requires_grad_()
+    if block.norm:
+        per_head = isinstance(block, GatedDeltaNet) or block.norm == "head"
         width = block.d_value if per_head else shapes["value"][1]
         drawn["mixer_norm.gain"] = torch.ones(width, **options).requires_grad_()
     return drawn
 
 
-def _rates(block: Any, heads: int, random: torch.Generator, dtype: torch.dtype) -> Tensor:
+def _rates(block: Any, shapes: Any, random: torch.Generator, dtype: torch.dtype) -> Tensor:
     options = {"device": random.device, "dtype": dtype}
+    if isinstance(block, Mamba):
+        each = torch.tensor(block.rates or range(1, block.state + 1), **options)
+        return each.repeat(block.width, 1)
+    heads = block.value_heads if isinstance(block, GatedDeltaNet) else block.heads
     if block.rates is None:
         return torch.arange(1, heads + 1, **options)
     if isinstance(block, Mamba2) and len(block.rates) == heads:
         return torch.tensor(block.rates, **options)
     low, high = block.rates
     return low + (high - low) * torch.rand(heads, generator=random, **options)
+
+
+def _draw_parallel(
+    block: ParallelMixer, model: Transformer, number: int, random: torch.Generator, dtype: Any
+) -> dict[str, Tensor]:
+    drawn = _draw(block.mixer, model, number, random, dtype)
+    return {block.named(name): one for name, one in drawn.items()}
 
 
 # --- what they do ---------------------------------------------------------------------------------
@@ -165,14 +203,60 @@ def _linear_attention(block: LinearAttention, layer: LayerTwin, z: Tensor) -> Te
     return mixed * _FUNCTIONS[block.gate](layer.linear(z, "mixer_gate"))
 
 
-def _mamba2(block: Mamba2, layer: LayerTwin, z: Tensor) -> Tensor:
-    value, key, query = (
-        functional.silu(_convolved(layer, layer.linear(z, name), name))
-        for name in ("value", "key", "query")
-    )
-    gate = functional.silu(layer.linear(z, "mixer_gate"))
+def _selective(query: Tensor, key: Tensor, value: Tensor, steps: Tensor, rates: Tensor) -> Tensor:
+    """Of (batch, L, state), (batch, L, features) and (features, state)."""
+    state, outputs = 0.0, []
+    for t in range(value.shape[1]):
+        step = steps[:, t, :, None]
+        state = torch.exp(-step * rates) * state + step * value[:, t, :, None] * key[:, t, None]
+        outputs.append((state * query[:, t, None]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
+def _mamba(block: Mamba, layer: LayerTwin, z: Tensor) -> Tensor:
+    x = functional.silu(_convolved(layer, layer.linear(z, "value"), "value"))
+
+    def read(name: str) -> Tensor:
+        made = layer.linear(x, name)
+        if block.inner_norm is None:
+            return made
+        made = _normalised(made, block.norm_epsilon)
+        return made * layer.weights.get(f"{name}.norm.gain", 1.0)
+
     # linear adds the steps' bias
-    steps = functional.softplus(layer.linear(z, "mixer_step")).transpose(1, 2)[..., None]
+    steps = functional.softplus(layer.linear(read("mixer_step_down"), "mixer_step"))
+    mixed = _selective(read("query"), read("key"), x, steps, torch.exp(layer.weights["rate"]))
+    gate = functional.silu(layer.linear(z, "mixer_gate"))
+    return (mixed + layer.weights["skip"] * x) * gate
+
+
+def _rg_lru(block: RGLRU, layer: LayerTwin, z: Tensor) -> Tensor:
+    x, weights = _convolved(layer, layer.linear(z, "value"), "value"), layer.weights
+
+    def gate(name: str) -> Tensor:
+        matrix = weights[name].unflatten(-1, (block.blocks, -1))
+        made = torch.einsum("blhi,iho->blho", x.unflatten(-1, (block.blocks, -1)), matrix)
+        return torch.sigmoid(made.flatten(-2) + weights[f"{name}.bias"])
+
+    logs = -8 * gate("mixer_step") * functional.softplus(weights["rate"])
+    written = gate("mixer_input") * x
+    state, outputs = written[:, 0], [written[:, 0]]
+    for t in range(1, x.shape[1]):
+        kept = torch.exp(logs[:, t])
+        state = kept * state + torch.sqrt(1 - kept * kept) * written[:, t]
+        outputs.append(state)
+    out = _FUNCTIONS[block.gate](layer.linear(z, "mixer_gate"))
+    return torch.stack(outputs, 1) * out
+
+
+def _mamba2(block: Mamba2, layer: LayerTwin, z: Tensor) -> Tensor:
+    made = {k: m * (z @ layer.weights[k]) for k, m in block.factors.items()}
+    value, key, query = (
+        functional.silu(_convolved(layer, made[name], name)) for name in ("value", "key", "query")
+    )
+    gate = functional.silu(made["mixer_gate"])
+    steps = functional.softplus(made["mixer_step"] + layer.weights["mixer_step.bias"])
+    steps = steps.clamp(block.least_step, block.most_step).transpose(1, 2)[..., None]
     value = _heads(value, block.heads)
     each = block.heads // block.groups
     key, query = (_heads(x, block.groups).repeat_interleave(each, 1) for x in (key, query))
@@ -199,8 +283,12 @@ def _gated_delta_net(block: GatedDeltaNet, layer: LayerTwin, z: Tensor) -> Tenso
         _unit(_heads(x, block.key_heads)).repeat_interleave(each, 1) for x in (query, key)
     )
     value = _heads(value, block.value_heads)
-    step = functional.softplus(layer.linear(z, "mixer_step"))
-    decay = torch.exp(-torch.exp(layer.weights["rate"]) * step).transpose(1, 2)[..., None]
+    gates = [
+        layer.linear(z if block.rank is None else z @ layer.weights[f"{name}_down"], name)
+        for name in ("mixer_gate", "mixer_step")
+    ]
+    step = _heads(functional.softplus(gates[1]), block.value_heads)
+    decay = torch.exp(-torch.exp(layer.weights["rate"])[:, None, None] * step)
     rate = torch.sigmoid(layer.linear(z, "mixer_rate")).transpose(1, 2)[..., None]
     rate = rate * (2.0 if block.twice else 1.0)
 
@@ -210,7 +298,7 @@ def _gated_delta_net(block: GatedDeltaNet, layer: LayerTwin, z: Tensor) -> Tenso
 
     mixed = _run(query / math.sqrt(block.d_key), key, value, decay, write)
     mixed = _normalised(mixed, block.norm_epsilon) * layer.weights["mixer_norm.gain"]
-    return _together(mixed) * functional.silu(layer.linear(z, "mixer_gate"))
+    return _together(mixed) * _FUNCTIONS[block.gate](gates[0])
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -220,8 +308,10 @@ def _unit(x: Tensor) -> Tensor:
 _MIXED: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {
     ShortConvolution: _short_convolution,
     LinearAttention: _linear_attention,
+    Mamba: _mamba,
     Mamba2: _mamba2,
     GatedDeltaNet: _gated_delta_net,
+    RGLRU: _rg_lru,
 }
 
 
@@ -231,6 +321,19 @@ def run_mixer(block: Block, layer: LayerTwin, z: Tensor) -> Tensor:
     return layer.watch(layer.linear(mixed, "output"), "attention.projection")
 
 
-TWINS = dict.fromkeys(_MIXED, run_mixer)
-DRAWS = dict.fromkeys(_MIXED, _draw)
+def _parallel(block: ParallelMixer, layer: LayerTwin, z: Tensor) -> Tensor:
+    every, like = layer.weights, {name: name.removeprefix(MIXER) for name in layer.weights}
+    alone = {name: one for name, one in every.items() if block.named(name) == name}
+    shared = {like[name]: one for name, one in every.items() if block.named(like[name]) == name}
+    own = dataclasses.replace(
+        layer,
+        weights=alone | shared,
+        watch=lambda x, site: layer.watch(x, site.replace("attention", "mixer")),
+    )
+    mixed = run_mixer(block.mixer, own, z)
+    return block.attention_scale * layer.attention(z) + block.mixer_scale * mixed
+
+
+TWINS = dict.fromkeys(_MIXED, run_mixer) | {ParallelMixer: _parallel}
+DRAWS = dict.fromkeys(_MIXED, _draw) | {ParallelMixer: _draw_parallel}
 """Of `moments.simulation.network` and `moments.simulation.parameters`."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
-from ..model.sound import SoundEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..prediction.draws import Draw, WeightGradient
 from . import experts as _experts  # noqa: F401 (registers its twin)
@@ -204,7 +203,13 @@ class _Pass:
         return received
 
     def backward(self, received: Tensor) -> None:
-        """Carry a gradient at the last layer's output back to the input, layer by layer."""
+        """Carry a gradient at the last layer's output back to the input, layer by layer.
+
+        Of weights that all layers share, a layer's norm is what its part of their gradient has
+        along the whole.
+        """
+        together = self.twin.model.shared_layers
+        parts: list[tuple[int, dict[str, Tensor], list[Tensor]]] = []
         for n in range(self.layers, 0, -1):
             entering = self.entering.pop().requires_grad_()
             kept = self.graphs.pop() if self.graphs else None
@@ -217,7 +222,13 @@ class _Pass:
                 self.memory_gradient += pulled.pop()
             for total, added in zip(self.shared_gradient, pulled, strict=False):
                 total += added
-            self._note(n, self.shared | weights, pulled)
+            if together:
+                parts.append((n, weights, pulled))
+            else:
+                self._note(n, self.shared | weights, pulled)
+        wholes = [sum(each) for each in zip(*(pulled for *_, pulled in parts), strict=True)]
+        for n, weights, pulled in parts:
+            self._note(n, weights, pulled, wholes)
         self._note(0, self.shared, self.shared_gradient)
         leaving, leaves = self._enter(self.seen)
         pulled = torch.autograd.grad(leaving, list(leaves.values()), received)
@@ -258,17 +269,30 @@ class _Pass:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The tensor that leaves a layer, and the layer's weights."""
         twin, random = self.twin, self.random(number)
-        weights = draw_weights(twin.model, number, random, twin.dtype)
+        of_weights = self.random(self.layers + 4) if twin.model.shared_layers else random
+        weights = draw_weights(twin.model, number, of_weights, twin.dtype)
         every, watch = {**weights, **self.shared}, _watcher(seen, number)
         of = (self.memory, twin.input.documents)
         return LayerTwin(twin.model, number, every, random, watch, *of).run(x), weights
 
-    def _note(self, layer: int, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> None:
+    def _note(
+        self,
+        layer: int,
+        leaves: Mapping[str, Tensor],
+        gradients: Sequence[Tensor],
+        wholes: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Squared norms of gradients, or what they have along `wholes`."""
         # Independent sequences receive independent gradients, so their squared norms add up.
         over = 1 if self.twin.input.joint else self.twin.batch
+        if wholes is None:
+            products = [squared_norm(gradient) for gradient in gradients]
+        else:
+            pairs = zip(gradients, wholes, strict=True)
+            products = [float((one.double() * whole.double()).sum()) for one, whole in pairs]
         self.norms[:0] = [
-            (WeightGradient(layer, name, name), squared_norm(gradient) / over)
-            for name, gradient in zip(leaves, gradients, strict=True)
+            (WeightGradient(layer, name, name), product / over)
+            for name, product in zip(leaves, products, strict=True)
         ]
 
 
@@ -290,9 +314,9 @@ def draw_embedding(
     drawn: dict[str, Tensor] = {}
     if isinstance(embedding, SoundEmbedding):
         for number, kernel in enumerate(embedding.kernels, 1):
-            shape = (d_model, d_model if number > 1 else embedding.bins, kernel)
+            taps = (d_model, d_model if number > 1 else embedding.bins, kernel)
             name = f"convolution_{number}"
-            drawn[name] = draw(shape, embedding.variance, generator, dtype)
+            drawn[name] = draw(taps, embedding.variance, generator, dtype)
             if embedding.bias_variance is not None:
                 bias = draw((d_model,), embedding.bias_variance, generator, dtype)
                 drawn[f"{name}.bias"] = bias
@@ -304,7 +328,7 @@ def draw_embedding(
             drawn["patch.bias"] = draw((d_model,), embedding.bias_variance, generator, dtype)
         if embedding.class_token:
             drawn["class"] = draw((d_model,), embedding.class_variance, generator, dtype)
-        tables = {}
+        tables: dict[str, tuple[int, float]] = {}
         if embedding.placed == "learned":
             tables["position"] = model.seq_len, embedding.position_variance
         if embedding.registers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..layers.attention.gates import GatedHeads
 from ..layers.attention.latent import LatentHeads
 from ..layers.attention.projections import over_all_heads
 from ..layers.attention.self_attention import SelfAttention
-from ..layers.elementary import Linear
+from ..layers.elementary import Activation, Linear
 from ..layers.experts.mixture import Mixture
 from ..layers.gated import GatedLinear
 from ..layers.recurrent.leaf import Mixer
@@ -48,10 +48,10 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         gradient, shape = block.gradients[name], (float(matrix.fan_in), float(matrix.fan_out))
         signs = functools.partial(sign_of_rows, delta=block.rows(name))
         variance = max(matrix.variance, 1e-60)
-        found = walk.matrix(matrix.name, change, at, gradient, layer, shape, variance, signs)
+        result = walk.matrix(matrix.name, change, at, gradient, layer, shape, variance, signs)
         if matrix.bias is not None:
-            found = walk.bias(f"{matrix.name}.bias", found, gradient, shape[1], layer)
-        changes[name] = found
+            result = walk.bias(f"{matrix.name}.bias", result, gradient, shape[1], layer)
+        changes[name] = result
         carried[name] = matrix.fan_in * matrix.variance * change.coherent
         if walk.optimizer.rule_of(walk.prefix + matrix.name) == "sign":
             by_sign[name] = at.kernel
@@ -60,9 +60,9 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
     for name in block.own:
         full, sent = walk.prefix + name, block.sent[name]
         move, mean, square = _entrywise(walk, full, sent, leaving)
-        count = copies(block.head, name).count * sent[0].size
-        found = Told(count * mean, square)
-        rate = walk.entry(layer, full, walk.optimizer.factor(full), found, np.nan, 1.0)
+        count = copies(block.head, name).times * sent[0].size
+        note = Told(count * mean, square)
+        rate = walk.entry(layer, full, walk.optimizer.factor(full), note, np.nan, 1.0)
         steps[name] = -rate * move
         size = float((sent * sent).mean())
         follow[name] = rate * mean / size if size > 0 else 0.0
@@ -139,6 +139,7 @@ def _check(leaf: SelfAttention) -> None:
         "alibi": bool(leaf.alibi),
         "relative_bias": leaf.relative_bias is not None,
         "attention_dropout": bool(leaf.drop_prob),
+        "rotary.grid": leaf.rotary is not None and leaf.rotary.grid is not None,
     }.items():
         if there:
             raise DomainError(
@@ -190,10 +191,10 @@ def _heads(
     sizes = None
     if over_all_heads(leaf):
         own = np.diag(entering.kernel)[: len(entering.kernel) // leaf.sequences]
-        sizes = tuple(
-            np.sqrt(d * m.variance * own + (m.bias or 0.0) + leaf.norm_epsilon)
-            for m in (matrices["query"], matrices["key"])
-        )
+        sizes = {
+            name: np.sqrt(d * m.variance * own + (m.bias or 0.0) + leaf.norm_epsilon)
+            for name, m in matrices.items()
+        }
     reads, kernels = _from(walk, change, entering, matrices)
     head = AttentionHead(leaf, None, each, sizes)
     made = _made(walk, leaving, head, matrices, kernels, float(width), int(leaf.sequences))
@@ -201,14 +202,13 @@ def _heads(
 
 
 def gated_heads(
-    walk: Walk, node: GatedHeads, change: Change, entering: Site, points: Iterator[Site]
-) -> tuple[Change, Site]:
-    """Heads and gates as one block: their own sites are passed by."""
+    walk: Walk, node: GatedHeads, change: Change, entering: Site, leaving: Site
+) -> Change:
+    """Heads and gates as one block."""
     heads = node.heads
     if not isinstance(heads, SelfAttention):
         raise DomainError(f"the first step does not cover gates on {type(heads).__name__}")
-    leaving = next(at for at in points if at.name.endswith(node.label))
-    return walk.noted(_heads(walk, heads, node, change, entering, leaving), leaving)
+    return _heads(walk, heads, node, change, entering, leaving)
 
 
 def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leaving: Site) -> Change:
@@ -218,6 +218,7 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
     assert entering.signal is not None
     own, tokens = Read(change, entering, walk.response), entering.signal
     d, count = int(heads.d_model), int(heads.heads)
+    downs: dict[str, tuple[str, int, tuple[str, ...]]]
     downs = {"kv_down": ("attention.kv_latent", block.kv_rank, ("key", "value"))}
     if block.query_rank is not None:
         downs["query_down"] = ("attention.query_latent", block.query_rank, ("query",))
@@ -227,7 +228,7 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
         before, _ = down.forward(tokens)
         after, back = norm.forward(before)
         passed[name] = down, norm, before, after, back
-        read |= dict.fromkeys(readers, np.asarray(after.second_moment().pairs))
+        read |= dict.fromkeys(readers, np.asarray(after.second_moment().off_diagonal))
     rows = {
         "query": (block.query_rank or d, count * int(heads.d_head)),
         "key": (block.kv_rank, count * block.nope_dim),
@@ -248,8 +249,8 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
             matrices[one].fan_out * matrices[one].variance * made.gradients[one] for one in readers
         )
         sent = back(Gradient(Kernel.of_matrix(np.asarray(there)), tokens.seq_len)).gradient.kernel
-        kernel = np.asarray(before.second_moment().pairs)
-        gradient = np.asarray(sent.pairs)
+        kernel = np.asarray(before.second_moment().off_diagonal)
+        gradient = np.asarray(sent.off_diagonal)
         if (square := walk.reading.norms().get((leaving.layer, name))) is not None:
             if name == "kv_down" and block.rope_dim:
                 square -= (
@@ -260,16 +261,16 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
         behind = entering.behind(label, read[readers[0]], np.asarray(there), float(rank))
         walk.response = own.response
         variance = max(float(down.parameters["weight_variance"]), 1e-60)
-        found = walk.matrix(
+        result = walk.matrix(
             name, change, entering, at.gradient, leaving.layer, (float(d), float(rank)), variance
         )
         walk.response = d * variance * own.response
-        found = walk.norm(norm, found, at, behind)
-        reads |= dict.fromkeys(readers, Read(found, behind, walk.response))
-    found = through(walk, made, reads, leaving)
+        result = walk.norm(norm, result, at, behind)
+        reads |= dict.fromkeys(readers, Read(result, behind, walk.response))
+    result = through(walk, made, reads, leaving)
     if block.rope_dim:
         _joined(walk, "kv_down", (block.kv_rank, block.rope_dim))
-    return found
+    return result
 
 
 def _joined(walk: Walk, name: str, rows: tuple[int, int]) -> None:
@@ -293,9 +294,10 @@ def _joined(walk: Walk, name: str, rows: tuple[int, int]) -> None:
 def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: Site) -> Change:
     """All experts as one: hidden features of each behind its gates, and one matrix to the sum."""
     *hidden, out = leaf.expert.children
+    first, unit = hidden[0], hidden[-1]
     assert isinstance(out, Linear)
-    first, d, experts = hidden[0], int(leaf.d_model), leaf.router.experts
-    gated = isinstance(first, GatedLinear)
+    assert isinstance(first, GatedLinear | Linear)
+    d, experts = int(leaf.d_model), leaf.router.experts
     given = out.parameters
     width, variance = int(given["fan_in"]), max(float(given["weight_variance"]), 1e-60)
     many = experts * width
@@ -311,12 +313,21 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
             name = f"{first.prefix}{own}"
             matrices[name] = LawMatrix(name, d, many, float(getattr(first, own)), bias)
     else:
-        laws, bend, entry = hidden[1].laws, (0.0, None), first.parameters
+        assert isinstance(unit, Activation)
+        laws, bend, entry = unit.laws, (0.0, None), first.parameters
         bias = float(entry.get("bias_variance", 0.0)) if first.has_bias else None
         matrices[first.weight] = LawMatrix(
             first.weight, d, many, float(entry["weight_variance"]), bias
         )
-    head = Units(leaf.router, laws, width, gated, leaf.inward, *bend, tuple(matrices))
+    head = Units(
+        leaf.router,
+        laws,
+        width,
+        isinstance(first, GatedLinear),
+        leaf.inward,
+        *bend,
+        tuple(matrices),
+    )
     reads, kernels = _from(walk, change, entering, matrices)
     received = d * variance * leaving.gradient
     made = _made(walk, leaving, head, matrices, kernels, float(many), received=received)
@@ -327,20 +338,20 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
     added = float(given.get("bias_variance", 0.0)) if out.has_bias else 0.0
     kernel = (leaving.kernel - added * shared) / (many * variance)
     at = leaving.behind("hidden", kernel, received, float(many))
-    found = through(walk, made, reads, dataclasses.replace(leaving, gradient=received))
+    result = through(walk, made, reads, dataclasses.replace(leaving, gradient=received))
 
     columns = functools.partial(columns_of, made.columns)
     layer, gradient = leaving.layer, leaving.gradient
     shape = float(many), float(given["fan_out"])
-    found = walk.matrix(out.weight, found, at, gradient, layer, shape, variance, columns, True)
+    result = walk.matrix(out.weight, result, at, gradient, layer, shape, variance, columns, True)
     walk.response = many * variance * walk.response
     if out.has_bias:  # a matrix that reads gates
         at = leaving.behind("gates", shared / experts, many * gradient, float(experts))
         nothing, shape = Change.none(len(gradient)), (float(experts), shape[1])
         name = f"{out.weight}.bias"
         moved = walk.matrix(name, nothing, at, gradient, layer, shape, max(added, 1e-60))
-        found = found.plus(moved, gradient)
-    return routed_apart(found, gates, gradient)
+        result = result.plus(moved, gradient)
+    return routed_apart(result, gates, gradient)
 
 
 _FOLLOWED: dict[type, Any] = {
@@ -351,4 +362,4 @@ _FOLLOWED: dict[type, Any] = {
     GatedHeads: gated_heads,
 }
 for _kind, _function in _FOLLOWED.items():
-    Walk.leaf.register(_kind, _function)
+    Walk.__dict__["leaf"].register(_kind, _function)

@@ -50,18 +50,18 @@ of the mean square gradient below which a row has none."""
 
 
 class Copies(NamedTuple):
-    """Of parameters that multiply no input: how many there are of what is drawn, and in how many
-    independent parts of the block each of them stands."""
+    """Of parameters that multiply no input: how many there are of what is drawn (`times`), and in
+    how many independent parts of the block each of them stands."""
 
-    count: float
+    times: float
     shared: float
 
 
 def copies(head: Any, name: str) -> Copies:
     """Of a head's own parameter."""
     if hasattr(head, "copies"):
-        found: Copies = head.copies(name)
-        return found
+        result: Copies = head.copies(name)
+        return result
     first = name.partition(".")[0]
     of = head.sections[OF_SECTION.get(first, first)]
     return Copies(of.rows / of.drawn, of.shared)
@@ -156,9 +156,9 @@ class Block:
 
     def columns(self, kernel: Array) -> DrawnRows:
         """The output's features across tokens, likewise, on the scale of that kernel."""
-        found = _as_rows(self.output)
-        size = np.trace(kernel) / float((found.values**2).sum() / len(found.values))
-        return found._replace(values=size**0.5 * found.values, twins=size**0.5 * found.twins)
+        result = _as_rows(self.output)
+        size = np.trace(kernel) / float((result.values**2).sum() / len(result.values))
+        return result._replace(values=size**0.5 * result.values, twins=size**0.5 * result.twins)
 
     @functools.cached_property
     def excess(self) -> float:
@@ -169,8 +169,8 @@ class Block:
         kernel = overlaps.mean(0)
         own = np.diag(kernel)
         gaussian = float(np.outer(own, own).sum() + (kernel * kernel).sum())
-        found = float(overlaps.var(0).sum()) / parts / gaussian if gaussian > 0 else 0.0
-        return max(found - 1 / self.features, 0.0)
+        result = float(overlaps.var(0).sum()) / parts / gaussian if gaussian > 0 else 0.0
+        return max(result - 1 / self.features, 0.0)
 
     def _mean(self, first: Array, second: Array) -> Array:
         """(T, T) over draws and features of the output."""
@@ -222,12 +222,12 @@ class Block:
         parts = {name: one.coherent for name, one in changes.items()}
 
         def along(rows: Mapping[str, Array]) -> dict[str, Array]:
-            found = {}
+            result = {}
             for name, part in parts.items():
                 kernel, one = reads.get(name), rows[name]
                 stepped = one if kernel is None else self._by_row(one, kernel)
-                found[name] = carried[name] @ one + (part - carried[name]) @ stepped
-            return found
+                result[name] = carried[name] @ one + (part - carried[name]) @ stepped
+            return result
 
         probe, there = self._sized, self._sizes > 0
         ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}
@@ -238,7 +238,7 @@ class Block:
             for name, part in parts.items()
         )
         slope += sum(
-            one * copies(self.head, name).count * float((self.sent[name] ** 2).sum()) / self.count
+            one * copies(self.head, name).times * float((self.sent[name] ** 2).sum()) / self.count
             for name, one in follow.items()
         )
         if met > 0 and slope > 0:  # what probes scatter by
@@ -312,15 +312,15 @@ class Convolution:
         return dict.fromkeys(("query", "key", "value"), Section(self.width, self.features))
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
-        found = {"mixer.taps": taps(random, self.block, draws, self.features)}
+        result = {"mixer.taps": taps(random, self.block, draws, self.features)}
         if self.block.bias:
-            found["mixer.taps.bias"] = np.zeros((draws, self.features))
-        return found
+            result["mixer.taps.bias"] = np.zeros((draws, self.features))
+        return result
 
     def copies(self, name: str) -> Copies:
         return Copies(self.width / self.features, 1.0)
 
-    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+    def __call__(self, entering: Arrays, own: Arrays) -> Any:
         mixed = convolved(entering["key"] * entering["value"], own["mixer.taps"])
         if self.block.bias:
             mixed = mixed + np.expand_dims(own["mixer.taps.bias"], 1)
@@ -336,13 +336,13 @@ class AttentionHead:
         leaf: the attention.
         latent: latent attention's declaration; None: it is none.
         gate: features of a head that have a gate each; 0: there are no gates.
-        sizes: (T,) roots of the second moments of queries and of keys over all heads.
+        sizes: (T,) roots of the second moments of "query" and "key" over all heads.
     """
 
     leaf: SelfAttention
     latent: LatentAttention | None = None
     gate: int = 0
-    sizes: tuple[Array, Array] | None = None
+    sizes: Mapping[str, Array] | None = None
     pairs: int = 4
 
     @property
@@ -358,28 +358,28 @@ class AttentionHead:
         leaf, block = self.leaf, self.latent
         heads, d = int(leaf.heads), int(leaf.d_head)
         if block is not None:
-            found = {
+            result = {
                 "query": Section(heads * d, d),
                 "key": Section(heads * block.nope_dim, block.nope_dim),
                 "value": Section(heads * block.value_dim, block.value_dim),
             }
             if block.rope_dim:
-                found["shared"] = Section(block.rope_dim, block.rope_dim, heads)
-            return found
+                result["shared"] = Section(block.rope_dim, block.rope_dim, heads)
+            return result
         shared = Section(int(heads / self._groups) * d, d, self._groups)
-        found = {"query": Section(heads * d, d), "key": shared, "value": shared}
+        result = {"query": Section(heads * d, d), "key": shared, "value": shared}
         if self.gate:
-            found["attention_gate"] = Section(heads * self.gate, self.gate)
-        return found
+            result["attention_gate"] = Section(heads * self.gate, self.gate)
+        return result
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
-        leaf, found = self.leaf, {}
+        leaf, result = self.leaf, {}
         if leaf.sink is not None:
-            found["attention_sink"] = random.standard_normal((draws, 1)) * leaf.sink**0.5
+            result["attention_sink"] = random.standard_normal((draws, 1)) * leaf.sink**0.5
         if leaf.qk_norm is not None and leaf.norm_affine:
             for name in ("query", "key"):
-                found[f"{name}.norm.gain"] = np.ones((draws, int(leaf.d_head)))
-        return found
+                result[f"{name}.norm.gain"] = np.ones((draws, int(leaf.d_head)))
+        return result
 
     def copies(self, name: str) -> Copies:
         heads = float(self.leaf.heads)
@@ -390,12 +390,12 @@ class AttentionHead:
             return Copies(shared, 1.0 if name.startswith("query") else self._groups)
         return Copies(1.0, heads)
 
-    def _normalised(self, x: Array, own: Arrays, name: str) -> Array:
+    def _normalised(self, x: Array, own: Arrays, name: str) -> Any:
         leaf = self.leaf
         if leaf.qk_norm is None:
             return x
         if self.sizes is not None:
-            size = self.sizes[name == "key"]
+            size = self.sizes[name]
             x = x / np.reshape(np.resize(size, x.shape[1]), (1, -1, 1))
         else:
             if leaf.qk_norm == "layernorm":
@@ -404,7 +404,7 @@ class AttentionHead:
         gain = own.get(f"{name}.norm.gain")
         return x if gain is None else x * np.expand_dims(gain, 1)
 
-    def _turned(self, x: Array) -> Array:
+    def _turned(self, x: Array) -> Any:
         leaf, width = self.leaf, x.shape[-1]
         if leaf.rotary is None:
             return x
@@ -416,7 +416,7 @@ class AttentionHead:
         one, two, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
         return np.concatenate([cos * one - sin * two, cos * two + sin * one, rest], -1)
 
-    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+    def __call__(self, entering: Arrays, own: Arrays) -> Any:
         leaf, block = self.leaf, self.latent
         query, key, value = (entering[name] for name in ("query", "key", "value"))
         if block is None:
@@ -448,8 +448,8 @@ class AttentionHead:
         total = np.sum(weights, -1, keepdims=True)
         if sink is not None:
             total = total + np.exp(sink - most)
-        found = (weights / total) @ value
-        return found * sigmoid(entering["attention_gate"]) if self.gate else found
+        result = (weights / total) @ value
+        return result * sigmoid(entering["attention_gate"]) if self.gate else result
 
 
 def _entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
@@ -499,13 +499,13 @@ class Units:
     def sections(self) -> dict[str, Section]:
         router, *maps = self.names
         experts, some = self.router.experts, self._some
-        found = {router: Section(experts, experts, self.width / some)}
-        return found | dict.fromkeys(maps, Section(experts * self.width, experts * some))
+        result = {router: Section(experts, experts, self.width / some)}
+        return result | dict.fromkeys(maps, Section(experts * self.width, experts * some))
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
         return {}
 
-    def gates(self, logits: Array) -> Array:
+    def gates(self, logits: Array) -> Any:
         """Of (..., E) logits, the choice a constant to the derivative."""
         router, fixed = self.router, plain(logits)
         chosen = router.choice(fixed)
@@ -519,7 +519,7 @@ class Units:
         among = kept if router.normalised == "chosen" else weight
         return router.scale * kept / np.sum(among, -1, keepdims=True)
 
-    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+    def __call__(self, entering: Arrays, own: Arrays) -> Any:
         logits, *maps = (entering[name] for name in self.names)
         shape = (*logits.shape, self._some)
         gates = np.expand_dims(self.gates(logits), -1)
@@ -532,11 +532,11 @@ class Units:
             if self.clamp is not None:
                 gate = np.minimum(gate, self.clamp)
                 factor = np.maximum(np.minimum(factor, self.clamp), -self.clamp)
-            found = act(gate) * (factor + self.shift)
+            result = act(gate) * (factor + self.shift)
         else:
-            found = act(hidden[0])
-        found = found if self.inward else gates * found
-        return np.reshape(found, (*logits.shape[:2], self.features))
+            result = act(hidden[0])
+        result = result if self.inward else gates * result
+        return np.reshape(result, (*logits.shape[:2], self.features))
 
 
 def routed_apart(change: Change, gates: Array, gradient: Array) -> Change:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -353,6 +353,10 @@ def stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
     raise domain_error("learning_rate", rate, "small enough for what it changes to stay finite")
 
 
+FEW = 256
+"""Tokens up to which sharpness follows each; of more it reads kernels between classes."""
+
+
 @dataclass(frozen=True, eq=False)
 class Stepping:
     """What steps of different rates share: kernels' eigenvalues, attention, the loss at rate 0."""
@@ -367,6 +371,18 @@ class Stepping:
         """
         resolved = _by_token(prediction)
         return cls(Reading.of(resolved), resolved)
+
+    @classmethod
+    def on_classes(cls, prediction: Prediction) -> Self | None:
+        """For sharpness, of more tokens than are followed one by one in a second."""
+        classes = prediction.layout.classes
+        if (
+            classes is None
+            or sum(classes.ends) <= FEW
+            or prediction.model.relative_bias is not None
+        ):
+            return None
+        return cls(Reading.of(prediction), prediction)
 
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """See `Prediction.after`."""

@@ -226,19 +226,19 @@ def learning_rate(
     prediction = (
         model if isinstance(model, Prediction) else _read(model, token_ids, sequences, seed)
     )
+    first, notes = _first_tokens(prediction)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)
-        step = _search(prediction, optimizer, quantity, aim, options)
+        step = _search(first, optimizer, quantity, aim, options)
         by_group: dict[str, float] = {}
         for group in GROUPS if groups else ():
             given = dict(options.get("multipliers") or {})
             alone = {name: (given.get(group, 1.0) if name == group else 0.0) for name in GROUPS}
             with contextlib.suppress(DomainError):
-                moved = _search(
-                    prediction, optimizer, quantity, aim, options | {"multipliers": alone}
-                )
+                moved = _search(first, optimizer, quantity, aim, options | {"multipliers": alone})
                 by_group[group] = moved.learning_rate
-    curvature, notes = _curvature(prediction, optimizer, seed, options)
+    curvature, more = _curvature(prediction, optimizer, seed, options)
+    notes += more
     unstable = warmed = bracket = steps = None
     carried: dict[str, float] = {}
     if curvature is not None:
@@ -267,7 +267,7 @@ def learning_rate(
         by_group=by_group,
         sharpness=curvature,
         warnings=notes,
-        _after=lambda rate: prediction.after(optimizer, rate, **options),
+        _after=lambda rate: first.after(optimizer, rate, **options),
     )
 
 
@@ -288,7 +288,22 @@ def _curvature(
 
 
 MOST_TOKENS = 256
-"""Of a text that nobody gave."""
+"""Of a text that nobody gave, and of a longer one those whose step is searched."""
+
+
+def _first_tokens(prediction: Prediction) -> tuple[Prediction, tuple[str, ...]]:
+    """A text of at most twice as many tokens, or its first ones; and what is to be said of that."""
+    given = {name: value for name, value in prediction.asked.items() if value is not None}
+    ids = np.atleast_2d(given.get("token_ids", ()))
+    # per-token arguments besides the text itself, and an encoder's, are not cut
+    plain = prediction.model.encoder is None and not {"targets", "segment_ids"} & set(given)
+    if ids.size <= 2 * MOST_TOKENS or not plain or "steps" in given:
+        return prediction, ()
+    length = min(ids.shape[1], MOST_TOKENS)
+    ids = ids[: MOST_TOKENS // length, :length]
+    model = prediction.model.replace(seq_len=length)
+    note = f"one step is that of the first {ids.size} tokens"
+    return predict(model, token_ids=ids), (note,)
 
 
 def _read(model: Any, token_ids: Any, sequences: int, seed: int) -> Prediction:

@@ -21,13 +21,13 @@ from ..engine.state import Kernel, Signal
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..layers.architecture import declare, declare_embedding, declare_output
+from ..layers.attention.layers import TokenLayer, self_masks
 from ..layers.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
 from ..layers.embedding import joint_kernel, table_rows
 from ..layers.head.readout import Readout
 from ..layers.images import cut_patches, image_kernel
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
-from ..model.sound import SoundEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from .attention import Rows, Three
 from .change import Array
 from .heads import Heads
@@ -105,8 +105,8 @@ class Site:
             point.layer,
             prefix + point.site,
             point.signal,
-            np.asarray(point.signal.second_moment().off_diagonal, float),
-            np.asarray(point.gradient.kernel.off_diagonal, float),
+            over_tokens(point.signal.second_moment()),
+            over_tokens(point.gradient.kernel),
             float(point.signal.width),
             attended,
         )
@@ -145,7 +145,7 @@ class Site:
             raise DomainError(f"the first step resolves attention by token ({leaf.label})")
         way, paths = self.attended.way, self.attended.sides
         layer, tokens = way.layer, len(self.kernel)
-        sent = [np.asarray(path.off_diagonal) for path in (paths.query, paths.key, paths.value)]
+        sent = [over_tokens(path) for path in (paths.query, paths.key, paths.value)]
         by_query, by_key, by_value = (
             pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
             for pairs, at in zip(sent, (self, memory, memory), strict=True)
@@ -169,7 +169,7 @@ class Site:
             Heads(
                 self.kernel,
                 memory.kernel,
-                layer.head_weights(),
+                _head_weights(leaf, layer, tokens),
                 float(way.law.scale),
                 int(leaf.d_head),
                 round(float(leaf.kv_heads or leaf.heads)),
@@ -178,7 +178,7 @@ class Site:
                 frequencies,
                 np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
             ),
-            np.asarray(layer.response().off_diagonal),
+            over_tokens(layer.response()),
             d * value,
             np.asarray(received.off_diagonal),
             by_key,
@@ -192,6 +192,43 @@ class Site:
             grown,
             int(leaf.sequences),
         )
+
+
+def over_tokens(kernel: Kernel) -> Array:
+    """(T, T) of a kernel by token; of one on classes what is linear in log position between nodes,
+    by whether two tokens are of one sequence and of one word."""
+    classes = kernel.classes
+    if classes is None:
+        return np.asarray(kernel.off_diagonal, float)
+    between, sequences = np.asarray(classes.inside.basis), len(classes.ends)
+    length = between.shape[1]
+    blocks = []
+    cells = np.asarray(kernel.diagonal), np.asarray(kernel.off_diagonal)
+    for diagonal, off_diagonal in classes.blocks_by_relation(*cells):
+        block = between.T @ off_diagonal @ between
+        np.fill_diagonal(block, diagonal @ between)
+        blocks.append(block)
+    kinds, every = [], min(sequences, 2)
+    for k in range(0, len(blocks), every):
+        inside, across = blocks[k], blocks[k + every - 1]
+        kind = np.tile(across, (sequences, sequences))
+        for start in range(0, len(kind), length):
+            kind[start : start + length, start : start + length] = inside
+        kinds.append(kind)
+    if len(kinds) == 1:
+        return kinds[0]
+    words = np.ravel(classes.ids)
+    return np.where(words[:, None] == words, kinds[1], kinds[0])
+
+
+def _head_weights(leaf: Any, layer: Any, tokens: int) -> Array:
+    """(heads, T, T) mean attention; on classes all keys that a row sees have the same."""
+    if isinstance(layer, TokenLayer):
+        return layer.head_weights()
+    if leaf.relative_bias is not None:
+        raise DomainError(f"tables of relative biases are followed by token alone ({leaf.label})")
+    (seen,) = self_masks(leaf, tokens, 1)
+    return np.asarray(seen / seen.sum(-1, keepdims=True))[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +306,7 @@ class Stream:
             declare(model, "refined", *layout.places),
             ending,
             before,
-            np.asarray(outer.gradient.kernel.off_diagonal),
+            over_tokens(outer.gradient.kernel),
             tables,
             patch,
             ids,
@@ -349,17 +386,27 @@ class Reading:
 
     @classmethod
     def of(cls, prediction: Prediction) -> Reading:
-        """Read a prediction of a text or of images.
+        """Read a prediction of a text or of images; one on classes is read between them.
 
         Raises:
-            DomainError: it is not resolved by token, has no loss, or its model has what a step
-                does not cover.
+            DomainError: it is of no batch, has no loss, or its model has what a step does not
+                cover.
         """
         model, read = prediction.model, prediction.outer_weights
         _check(prediction)
         assert read is not None
         assert read.ending is not None
         chain, readout = read.ending
+        classes = readout.kernel.classes
+        if classes is not None:
+            carried = np.broadcast_to(readout.carried, len(classes.nodes))[
+                : len(classes.inside.basis)
+            ]
+            readout = dataclasses.replace(
+                readout,
+                kernel=Kernel.of_matrix(over_tokens(readout.kernel)),
+                carried=np.tile(carried @ classes.inside.basis, len(classes.ends)),
+            )
         traces, encoder = [("", prediction.trace)], None
         if prediction.encoder is not None:
             beside = prediction.encoder
@@ -394,7 +441,9 @@ class Reading:
     def logit_spread(self) -> float:
         """The largest variance of attention's logits within rows, averaged over a layer's rows, of
         attention in closed form."""
-        ways = [one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)]
+        ways = [
+            one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)
+        ]
         seen = [way.output.diagnostics for way in ways if not bent(way.leaf)]
         return max((float(np.mean(one["logit_variance"])) for one in seen if one), default=0.0)
 
@@ -473,9 +522,7 @@ def _check(prediction: Prediction) -> None:
             "grad_correlation and grad_kernel out"
         )
     inputs = read.inputs
-    if prediction.layout.classes is not None or (
-        inputs.token_ids is None and inputs.pixels is None
-    ):
+    if inputs.token_ids is None and inputs.pixels is None:
         raise DomainError(
             "a first step is that of a batch: predict with its token_ids (or pixels), as "
             "moments.text.tokenize makes them"

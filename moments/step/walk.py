@@ -156,9 +156,8 @@ class Walk:
             return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
-        if isinstance(component, GatedHeads):
-            return self.leaf(component, change, entering, points)
-        leaving = next(points)
+        inside = isinstance(component, GatedHeads)  # whose own sites are passed by
+        leaving = next(at for at in points if not inside or at.name.endswith(component.label))
         return self.noted(self.leaf(component, change, entering, leaving), leaving)
 
     def _residual(

@@ -75,6 +75,10 @@ def _by_fans(rule: Callable[[float, float], float]) -> Callable[[Place], float |
     return lambda p: rule(p.role.fan_in, p.role.fan_out) if p.role.is_matrix else None
 
 
+def _as_of(name: str) -> Callable[[Place], float | None]:
+    return lambda p: p.of(p.plan, name)
+
+
 def _over_layers(power: int) -> Callable[[Place], float | None]:
     """Times (N / l)^power."""
     return lambda p: (
@@ -167,7 +171,7 @@ def _others(places: Sequence[Place], groups: Collection[str]) -> Iterator[Slip]:
     by_variance = grouped(there, lambda n: tuple(p.of(p.plan, n) for p in places))
     for alike in by_variance.values():
         words = f"it is what the plan gives {' and '.join(alike)}: {role.name} was skipped, or "
-        yield Slip(f"{words}took another's scale", lambda p, n=alike[0]: p.of(p.plan, n))
+        yield Slip(f"{words}took another's scale", _as_of(alike[0]))
 
 
 CHANCE = 1e-4

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DomainError, MomentsError, optional, without_warnings
 from ..model.head import Head
+from ..model.huggingface import READERS
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
@@ -112,6 +113,9 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
 
 def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
     """What the module's config, or torch's own class, says of its initialisation."""
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    if isinstance(kind, str) and kind in READERS and READERS[kind].slip:
+        return None
     try:
         return architecture_of(module, seq_len)
     except MomentsError:

@@ -10,7 +10,7 @@ import numpy as np
 from ..engine.layout import restarted
 from ..layers.head.targets import NO_TARGET
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.resolution import positional
@@ -28,17 +28,19 @@ def shifted_left(labels: np.ndarray) -> np.ndarray:
 
 
 def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a text or a batch of pictures is to the model, as keyword arguments of `predict`.
+    """What a text, or a batch of pictures or spectrograms, is to the model, as keyword arguments of
+    `predict`.
 
     `batch` holds a Hugging Face module's arguments as numpy arrays; empty where the model has no
     embedding for them.
     """
     labels = batch.get("labels")
     head = model.head is not None and model.head.loss is not None
-    if "pixel_values" in batch and isinstance(model.embedding, PatchEmbedding):
-        given: dict[str, Any] = {"pixels": np.asarray(batch["pixel_values"], dtype=float)}
+    given: dict[str, Any] = _pixels(model.embedding, batch)
+    if given:
         return given | ({"targets": labels} if head and labels is not None else {})
-    if "input_ids" not in batch or not isinstance(model.embedding, Embedding):
+    heard = {} if model.encoder is None else _pixels(model.encoder.embedding, batch)
+    if not isinstance(model.embedding, Embedding) or not (heard or "input_ids" in batch):
         return {}
     if model.encoder is not None:
         read = batch.get("decoder_input_ids")
@@ -46,7 +48,7 @@ def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
             read = shifted_right(labels)
         if read is None:
             return {}
-        other = _text(batch["input_ids"], batch.get("attention_mask"), None)
+        other = heard or _text(batch["input_ids"], batch.get("attention_mask"), None)
         given = _text(read, batch.get("decoder_attention_mask"), None) | {"encoder_inputs": other}
         return given | ({"targets": labels} if head and labels is not None else {})
     segments = batch.get("token_type_ids")
@@ -61,6 +63,19 @@ def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
         causal = model.head.loss == "causal"
         given["targets"] = shifted_left(labels) if causal else labels
     return given
+
+
+def _pixels(embedding: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Pictures, or spectrograms as pictures of one channel, bins down and time across."""
+    found = None
+    if isinstance(embedding, PatchEmbedding):
+        found = batch.get("pixel_values")
+        heard = batch.get("input_values")
+        if found is None and heard is not None and np.ndim(heard) == 3:
+            found = np.swapaxes(heard, 1, 2)[:, None]
+    elif isinstance(embedding, SoundEmbedding) and "input_features" in batch:
+        found = np.asarray(batch["input_features"])[:, None]
+    return {} if found is None else {"pixels": np.asarray(found, dtype=float)}
 
 
 def _text(ids: Any, mask: Any, segments: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import DomainError, MomentsError, listed, optional, without_warnings
 from ..model.embedding import Embedding
-from ..model.patches import PatchEmbedding
+from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.measurement import Measurement, last_grad_kernel
@@ -230,7 +230,13 @@ class Checking:
                 values = in_every_layer(MATRICES, own.layers, squares)
                 return own.replace(weights=own.weights.replace(**values))
         self.notes += dict.fromkeys(str(w.message) for w in caught)
-        return self.architecture if found.model is None else found.model
+        model = self.architecture if found.model is None else found.model
+        other = model.encoder
+        sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
+        if other is None or other.embedding is not None or not isinstance(sound, SoundEmbedding):
+            return model
+        # No operation says that convolutions embed sound; its config does.
+        return model.replace(encoder=other.replace(embedding=sound, seq_len=sound.seq_len))
 
     def _unused(self) -> Iterator[str]:
         """Submodules whose parameters nothing reads, and which get no gradient."""

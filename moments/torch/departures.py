@@ -37,8 +37,8 @@ _WRITTEN = {
 }
 """Fields that `initialize` writes, wherever the module has their tensors or sums."""
 
-_GRADIENTS = {"norm_affine", "norm_bias", "head.bias"}
-"""Fields of parameters that start where they change nothing."""
+_GRADIENTS = {"norm_affine", "norm_bias", "layer_scale", "head.bias"}
+"""Fields of parameters that start where they change nothing, or what another field says."""
 
 _OUTSIDE = {
     "head.loss": "the loss is no part of a module",
@@ -182,7 +182,8 @@ def _of_part(
             continue
         one, other = getattr(planned, field), getattr(present, field)
         third = getattr(also, field, None)
-        if field == "positions" and planned.position_variance == present.position_variance == 0:
+        tables = (getattr(part, "position_variance", None) for part in (planned, present))
+        if field == "positions" and set(tables) == {0.0}:
             one, other = (None if kind == "learned" else kind for kind in (one, other))
             one, other = (None if kind == "none" else kind for kind in (one, other))
         yield from _compared(f"{stack}{whole}", one, other, third)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
-
-from ..errors import MomentsError
-from ..prediction.draws import STREAM
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +52,6 @@ class HookPoint(NamedTuple):
 
 
 ENCODER = "encoder."
-BLOCKS = ("attention", "cross", "ffn")
 
 
 class SubmoduleTensor(NamedTuple):
@@ -126,67 +122,3 @@ class BlockSum(NamedTuple):
 
 Sums = Mapping[tuple[str, int, str], BlockSum]
 """By stack, layer and block."""
-
-Told = Mapping[tuple[int, str], tuple[str, SubmoduleTensor, bool]]
-"""By layer and block: placement, stream, and whether dropout acts behind the block's last norm."""
-
-
-def blocks_of(points: Iterable[HookPoint], read: Told) -> tuple[ModuleBranch, ...]:
-    """Residual branches in order."""
-    stacks: dict[str, dict[int, dict[str, SubmoduleTensor]]] = {}
-    for point in points:
-        stack = ENCODER if point.site.startswith(ENCODER) else ""
-        sites = stacks.setdefault(stack, {}).setdefault(point.layer, {})
-        sites.setdefault(point.site.removeprefix(stack), SubmoduleTensor(point.path, point.side))
-    return tuple(
-        block
-        for stack, layers in stacks.items()
-        for layer in sorted(number for number in layers if number > 0)
-        for block in _layer_blocks(stack, layer, layers[layer], read)
-    )
-
-
-def _layer_blocks(
-    stack: str,
-    layer: int,
-    sites: dict[str, SubmoduleTensor],
-    read: Told,
-) -> list[ModuleBranch]:
-    names = [name for name in BLOCKS if any(site.startswith(f"{name}.") for site in sites)]
-    if not names:
-        return []  # what follows the last layer
-    if STREAM not in sites or any((layer, name) not in read for name in names):
-        raise MomentsError(f"layer {layer}: no submodule gives or takes its stream")
-    parallel = len(names) > 1 and f"{names[0]}.sum" not in sites
-    blocks = []
-    for name in names:
-        norm = sites.get(f"{name}.norm") or (sites.get("attention.norm") if parallel else None)
-        post_norm = sites.get(f"{name}.post_norm")
-        placement, entering, late = read[layer, name]
-        raw = ("ffn.out",) if name == "ffn" else (f"{name}.projection",)
-        branch = _first(layer, sites, (f"{name}.post_norm", f"{name}.dropout", *raw))
-        blocks.append(
-            ModuleBranch(
-                stack=stack,
-                layer=layer,
-                path=sites[STREAM].path,
-                name=name,
-                placement=placement,
-                norm=None if norm is None else norm.path,
-                post_norm=None if post_norm is None else post_norm.path,
-                stream=entering,
-                raw=branch if post_norm is not None else _first(layer, sites, raw),
-                branch=branch,
-                total=sites.get(f"{name}.sum", sites[STREAM]),
-                parallel=parallel,
-                drops=late and branch != sites.get(f"{name}.dropout"),
-            )
-        )
-    return blocks
-
-
-def _first(layer: int, sites: dict[str, SubmoduleTensor], names: Iterable[str]) -> SubmoduleTensor:
-    for site in names:
-        if site in sites and sites[site].side == "output":
-            return sites[site]
-    raise MomentsError(f"layer {layer} has no site {' or '.join(names)} at a module's output")

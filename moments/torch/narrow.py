@@ -207,10 +207,10 @@ def _divided(config: Any, factor: int) -> Any:
         elif name == "vocab_size" and type(value) is int:
             setattr(narrow, name, min(VOCABULARY, value))
     rows = getattr(narrow, "vocab_size", None)
-    for name in [n for n in entries if n.endswith("token_id")] if isinstance(rows, int) else ():
+    for name in entries if isinstance(rows, int) else ():
         token = getattr(narrow, name)
-        if type(token) is int and token >= rows:
-            setattr(narrow, name, rows - 1)
+        if name.endswith("token_id") and type(token) is int:
+            setattr(narrow, name, min(token, rows - 1))
     return narrow
 
 

@@ -46,6 +46,7 @@ class _PartTurned:
     rotary: Rotary
     width: int
     share: float
+    grid: None = None
 
     def frequencies(self, d_head: int) -> tuple[Array, Array]:
         """As of `Rotary`: the rest of the features does not turn."""

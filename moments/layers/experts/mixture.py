@@ -7,6 +7,7 @@ correlation of two tokens' logits (`routing`). See docs/theory/experts.md, A mix
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,6 +30,17 @@ from ...engine.fluctuation import (
     followed,
     overlap_variance,
     step_within,
+)
+from ...engine.response import (
+    Around,
+    Elementwise,
+    GradientAdjoint,
+    Matrix,
+    Response,
+    SignalAdjoint,
+    matrix_of,
+    total,
+    trace_of,
 )
 from ...engine.state import Array, Gradient, Kernel, Signal, Values, observed, ratio_or_zero
 from ...engine.trace import Record
@@ -187,7 +199,8 @@ class Mixture(Leaf):
         """Of experts' outputs, Gaussian features given what they sum over.
 
         What the sum over hidden features varies by is of every expert by itself: the less, the more
-        of them two tokens share. How the choice varies over draws of the router is left out.
+        of them two tokens share. How the choice varies over draws of the router is the band's
+        alone (`_Routing`).
         """
         result = inner.fluctuation
         if result is None:
@@ -235,6 +248,59 @@ class Mixture(Leaf):
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
         return entrywise_overlap(self, record, at, walk.real)
+
+    def response(self, record: Record, around: Around) -> Response:
+        inner = super().response(record, around)
+        assert isinstance(inner, Elementwise)
+        signal = record.input
+        logits, correlation = _mean_logits(self, signal)
+        drawn = [
+            gate_spread(self.router, float(s), float(r), signal.seq_len)
+            for s, r in zip(np.ravel(logits), np.ravel(correlation), strict=True)
+        ]
+        shape = np.shape(logits)
+        spread = np.stack([one for one, _ in drawn]).reshape(*shape, 2, 2)
+        alone = np.stack([one for _, one in drawn]).reshape(shape)
+        output = matrix_of(record.output.second_moment(), signal.seq_len)
+        return _Routing(inner, output, spread, alone)
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """How sensitivities pass a mixture whose router is drawn: to first order in what two tokens
+    have of gates in common, g.g' over its mean, by its means over tokens and over pairs.
+
+    Attributes:
+        inner: for gates that all draws share.
+        output: kernel there.
+        spread: (..., 2, 2) covariance of the two means over draws of the router.
+        alone: (...,) variance of a token's own.
+    """
+
+    inner: Elementwise
+    output: Matrix
+    spread: Array
+    alone: Array
+
+    def gradient_adjoint(self, sensitivity: Matrix) -> GradientAdjoint:
+        result = self.inner.gradient_adjoint(sensitivity)
+        share = _own_and_pairs(result.sensitivity * self.inner.gradient)
+        return result._replace(exposure=(result.exposure, share))
+
+    def signal_adjoint(self, sensitivity: Matrix, exposure: Any) -> SignalAdjoint:
+        inner, passed_on = exposure
+        share = _own_and_pairs(sensitivity * self.output)
+        share[: len(passed_on)] += passed_on
+        result = self.inner.signal_adjoint(sensitivity, inner)
+        noise = np.einsum("...i,...ij,...j->...", share, self.spread, share)
+        common = share.sum(-1) ** 2 * self.alone
+        return result._replace(noise=result.noise + noise, common=result.common + common)
+
+
+def _own_and_pairs(matrix: Matrix) -> Array:
+    """(..., 2) sums over tokens' own entries, and over those of two."""
+    own = trace_of(matrix)
+    return np.stack([own, total(matrix) - own], -1).astype(float)
 
 
 class _Sides(NamedTuple):
@@ -358,6 +424,51 @@ STARVING = 0.1
 """An expert starves with less than this part of an even share."""
 
 
+def gate_spread(router: Router, s: float, r: float, tokens: int) -> tuple[Array, float]:
+    """Covariance over draws of the router of the means over tokens and over pairs of what gates
+    have in common, over its mean; and of a single token's the variance.
+
+    Sampled, as `one_draw`, at the nearest of logits' variances a tenth apart in the logarithm and
+    of correlations a fiftieth apart.
+    """
+    steps = round(10 * float(np.log(max(s, 1e-12)))), round(50 * r)
+    return _gate_spread(router, *steps, min(tokens, max(8, 4096 // router.experts), 64))
+
+
+@functools.lru_cache(maxsize=256)
+def _gate_spread(router: Router, log_s: int, r: int, tokens: int) -> tuple[Array, float]:
+    random, count = np.random.default_rng(1), max(tokens, 2)
+    result, alone = [], []
+    for _ in range(2 * DRAWS):
+        z = _equal_logits(router, float(np.exp(log_s / 10)), r / 50, count, random)
+        gates, _ = router.gates(z)
+        own = (gates * gates).sum(-1)
+        pairs = ((gates.sum(0) ** 2).sum() - own.sum()) / (count * (count - 1))
+        result.append((own.mean(), pairs))
+        alone.append(own)
+    means = np.mean(result, 0)
+    scale = np.where(means > 0, 1 / np.where(means > 0, means, 1.0), 0.0)
+    every = np.concatenate(alone)
+    return np.cov(np.array(result).T) * np.outer(scale, scale), float(every.var() * scale[0] ** 2)
+
+
+def _equal_logits(
+    router: Router, s: float, r: float, count: int, random: np.random.Generator
+) -> Array:
+    """(count, E) of tokens whose logits have variance s and correlate alike, by r: given what they
+    have in common, sqrt(r) c, they are independent."""
+    common, own = (random.standard_normal((n, router.experts)) for n in (1, count))
+    return np.sqrt(s) * (np.sqrt(max(r, 0.0)) * common + np.sqrt(1 - max(r, 0.0)) * own)
+
+
+def _mean_logits(leaf: Mixture, signal: Signal) -> tuple[Array, Array]:
+    """Variance of tokens' logits, and the mean correlation of two tokens'."""
+    tokens, gain = signal.second_moment(), leaf.d_model * leaf.router_variance
+    logits = gain * tokens.mean_diagonal() + leaf.bias_variance
+    covariance = gain * tokens.mean_off_diagonal() + leaf.bias_variance
+    return logits, ratio_or_zero(covariance, logits)
+
+
 class OneDraw(NamedTuple):
     """What one draw of the router does, in the mean over draws.
 
@@ -366,29 +477,38 @@ class OneDraw(NamedTuple):
         starving: part of the experts with less than `STARVING` of an even share.
         balance: E sum_e f_e p_e of the tokens' shares f and the mean probabilities p (Switch
             Transformer's auxiliary loss without its coefficient; k where all is even).
+        own, pairs: E sum_e of its gradient at a token's logits, times the number of tokens, with
+            itself and with another token's.
     """
 
     largest: float
     starving: float
     balance: float
+    own: float
+    pairs: float
 
 
 def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
     """Of tokens whose logits have variance s and correlate alike, by r.
 
-    Sampled: given what the tokens have in common, sqrt(r) c of the logits, they are independent.
+    Sampled.
     """
     random = np.random.default_rng(0)
     count, experts = min(tokens, TOKENS), router.experts
     result = []
     for _ in range(DRAWS):
-        common, own = random.standard_normal(experts), random.standard_normal((count, experts))
-        z = np.sqrt(s) * (np.sqrt(max(r, 0.0)) * common + np.sqrt(1 - max(r, 0.0)) * own)
+        z = _equal_logits(router, s, r, count, random)
         share = router.choice(z).mean(0)
-        weight, _ = router.weight(z)
-        mean = (weight / weight.sum(-1, keepdims=True)).mean(0)
+        weight, slope = router.weight(z)
+        total = weight.sum(-1, keepdims=True)
+        part = weight / total
         load = share * experts / router.chosen
-        result.append((load.max(), (load < STARVING).mean(), experts * (share * mean).sum()))
+        balance = experts * (share * part.mean(0)).sum()
+        # dp_a/dz_e = w'_e/sum(w) (1 (a = e) - p_a); the choice has no derivative
+        sent = experts * slope / total * (share - part @ share[:, None])
+        own = (sent * sent).sum() / count
+        both = ((sent.sum(0) ** 2).sum() - count * own) / max(count * (count - 1), 1)
+        result.append((load.max(), (load < STARVING).mean(), balance, own, both))
     return OneDraw(*map(float, np.mean(result, axis=0)))
 
 
@@ -402,14 +522,14 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
         signal, router = record.input, leaf.router
         at, length = leaf.routed(signal), signal.seq_len
         ones = at.load.with_ones().total(length)
-        tokens = signal.second_moment()
-        gain = leaf.d_model * leaf.router_variance
-        covariance = gain * tokens.mean_off_diagonal() + leaf.bias_variance
-        correlation = float(np.mean(ratio_or_zero(covariance, at.logits)))
-        s = float(np.mean(at.logits))
+        s, correlation = (float(np.mean(one)) for one in _mean_logits(leaf, signal))
         shared = float(np.mean(at.load.total(length) / ones))
         even = router.chosen / router.experts
-        drawn = one_draw(router, s, correlation, round(float(np.mean(ones)) ** 0.5))
+        count = round(float(np.mean(ones)) ** 0.5)
+        drawn = one_draw(router, s, correlation, count)
+        tokens = signal.second_moment()
+        own = float(np.mean(tokens.mean_diagonal())) * drawn.own / count
+        pairs = float(np.mean(tokens.mean_off_diagonal())) * drawn.pairs * (1 - 1 / count)
         yield {
             "layer": record.layer,
             "experts": router.experts,
@@ -423,6 +543,7 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
             "largest_load": drawn.largest,
             "starving": drawn.starving,
             "balance_loss": drawn.balance,
+            "balance_gradient": leaf.d_model * (own + pairs),
             "learns": bool(np.any(at.slopes.diagonal > 0)),
         }
 

@@ -6,6 +6,6 @@ exact      laws in closed form where nothing is drawn
 leaf       the component of the engine
 """
 
-from .leaf import Mixer, recurrent_parts
+from .leaf import Mixer, parallel_parts, recurrent_parts
 
-__all__ = ["Mixer", "recurrent_parts"]
+__all__ = ["Mixer", "parallel_parts", "recurrent_parts"]

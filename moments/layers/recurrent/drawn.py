@@ -31,6 +31,9 @@ AT_ONCE = 1 << 21
 FORGOTTEN = 0.1
 """Part of a state that is left a token later, below which it is forgotten."""
 
+TINY = 1e-300
+"""Below which a token has no size to vary."""
+
 RARE = 0.3
 """Share of the norm's mean gain that one draw in a hundred may have without a note."""
 
@@ -48,6 +51,19 @@ class Section(NamedTuple):
     shared: float = 1.0
 
 
+class Inner(NamedTuple):
+    """A matrix that reads what a head makes of its input.
+
+    Attributes:
+        fan_in, fan_out: in one draw.
+        served: squared gradient of the whole matrix over that of one draw.
+    """
+
+    fan_in: int
+    fan_out: int
+    served: float
+
+
 OF_SECTION = {"mixer_norm": "value", "rate": "mixer_step", "skip": "mixer_step"}
 
 FIXED = ("decay",)
@@ -59,8 +75,9 @@ class Head(Protocol):
 
     Attributes:
         sections: by the name of their matrix.
+        inner: by name.
         features: that one draw gives.
-        pairs: matrices over pairs of tokens in one draw.
+        pairs, states: matrices over pairs of tokens in one draw, and numbers that its states hold.
     """
 
     @property
@@ -70,10 +87,16 @@ class Head(Protocol):
     def sections(self) -> Mapping[str, Section]: ...
 
     @property
+    def inner(self) -> Mapping[str, Inner]: ...
+
+    @property
     def features(self) -> int: ...
 
     @property
     def pairs(self) -> int: ...
+
+    @property
+    def states(self) -> int: ...
 
     def own(self, random: np.random.Generator, draws: int) -> dict[str, Array]:
         """Parameters that multiply no input, each with draws first; as many for a row as the
@@ -101,6 +124,38 @@ class Back(NamedTuple):
     own: dict[str, float]
 
 
+class Health(NamedTuple):
+    """Of a mixer's draws.
+
+    Attributes:
+        forgotten: part of the heads' states that keep less than `FORGOTTEN` a token later.
+        size, epsilon: mean square of what the norm divides by, and what is added to it.
+        share: of what the norm would give without epsilon.
+        rare: of what it multiplies gradients by, the part of one draw in a hundred.
+    """
+
+    forgotten: float
+    size: float = 1.0
+    epsilon: float = 0.0
+    share: float = 1.0
+    rare: float = 0.0
+
+    @property
+    def forgets(self) -> str:
+        return (
+            f"{100 * self.forgotten:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
+            "themselves from one token to the next: these heads see little but their own token"
+        )
+
+    @property
+    def swallows(self) -> str:
+        return (
+            f"the norm's epsilon {self.epsilon:.2g} is larger than most of what it normalises, of "
+            f"mean square {self.size:.1g}: the branch gives {self.share:.1g} of what the norm "
+            "would make of it, and is nearly dead"
+        )
+
+
 class DrawnHeads:
     """Draws of a head on tokens of one kernel.
 
@@ -110,7 +165,8 @@ class DrawnHeads:
 
     Args:
         kernel: (L, L) of the input.
-        gains: variance of pre-activations per unit of it, by section.
+        gains: variance of pre-activations per unit of it, by section; of what inner matrices make
+            per unit of what they read.
         sequences: equally long ones that the kernel holds one after the other.
         draws: how many; None: by the number of features.
     """
@@ -127,15 +183,20 @@ class DrawnHeads:
         root = root_of(kernel)
         if draws is None:
             rows = sum(one.drawn for one in head.sections.values())
-            many = ENTRIES // (tokens * (head.pairs * tokens + 4 * rows))
+            # states pass in one sweep over tokens, for the time of an eighth of their numbers
+            many = ENTRIES // (tokens * (head.pairs * tokens + head.states // 8 + 4 * rows))
             draws = min(max(many, LEAST_DRAWS), MOST_DRAWS)
         self.draws = draws
         self.entering = {
             name: np.sqrt(gains[name]) * rows_of(draws, one.drawn, tokens, name) @ root
             for name, one in head.sections.items()
         }
-        self.own = head.own(np.random.default_rng(0), draws)
-        size = max(1, AT_ONCE // (head.pairs * tokens * tokens))
+        random = np.random.default_rng(0)
+        self.own = head.own(random, draws)
+        for name, one in head.inner.items():
+            entries = random.standard_normal((draws, one.fan_in, one.fan_out))
+            self.own[name] = entries * np.sqrt(gains[name] / one.fan_in)
+        size = max(1, AT_ONCE // (tokens * (head.pairs * tokens + head.states)))
         self.parts = [slice(k, k + size) for k in range(0, draws, size)]
 
     def _given(self, part: slice) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -151,49 +212,60 @@ class DrawnHeads:
             leaving = run(*entering.values(), *own.values())
             total = total + gram(leaving)
             squares.append(np.mean(leaving * leaving, -1))
-        apart = np.concatenate(squares)
-        value = self.head.sections["value"]
-        self.norms = np.cov(apart.T, ddof=0) * (value.drawn / value.rows)
+        apart, value = np.concatenate(squares), self.head.sections["value"]
+        self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
+        self.norms = np.cov(apart.T, ddof=0) * self.part
+        self.sizes = 1.0 + self.part * (apart / np.maximum(apart.mean(0), TINY) - 1.0)
         return total / (self.draws * self.head.features)
+
+    def _first(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Some draws on the first sequence."""
+        entering, own = self._given(self.parts[0])
+        first = next(iter(entering.values())).shape[1] // self.sequences
+        return {name: one[:, :first] for name, one in entering.items()}, own
+
+    @functools.cached_property
+    def health(self) -> Health:
+        """What is left of the state, and what the norm makes of it."""
+        head, given = self.head, self._first()
+        gone = float(np.mean(head.kept(*given) < FORGOTTEN))
+        if not head.block.norm:
+            return Health(gone)
+        sizes = np.mean(head.before_norm(*given) ** 2, -1)
+        epsilon = head.block.norm_epsilon
+        gains = np.sort((1.0 / (sizes + epsilon)).ravel())
+        rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
+        share = float(np.mean(sizes / (sizes + epsilon)))
+        return Health(gone, float(np.mean(sizes)), epsilon, share, rare)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the draws say about the mixer's health, and about means over draws."""
-        block = self.head.block
-        entering, own = self._given(self.parts[0])
-        first = next(iter(entering.values())).shape[1] // self.sequences
-        given = {name: one[:, :first] for name, one in entering.items()}, own
-        result = []
-        gone = float(np.mean(self.head.kept(*given) < FORGOTTEN))
-        if gone > 0.5:
+        result, at = [], self.health
+        if at.forgotten > 0.5:
+            result.append(at.forgets)
+        if at.share < 0.5:
+            result.append(at.swallows)
+        # a skip keeps what the norm divides by from vanishing
+        if at.rare > RARE and not getattr(self.head.block, "skip", 0.0):
             result.append(
-                f"{100 * gone:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
-                "themselves from one token to the next: these heads see little but their own token"
-            )
-        if not block.norm:
-            return tuple(result)
-        sizes = np.mean(self.head.before_norm(*given) ** 2, -1)
-        epsilon = block.norm_epsilon
-        share = float(np.mean(sizes / (sizes + epsilon)))
-        if share < 0.5:
-            result.append(
-                f"the norm's epsilon {epsilon:.2g} is larger than most of what it normalises, of "
-                f"mean square {float(np.mean(sizes)):.1g}: the branch gives {share:.1g} of what "
-                "the norm would make of it, and is nearly dead"
-            )
-        gains = np.sort((1.0 / (sizes + epsilon)).ravel())
-        rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
-        if rare > RARE and not getattr(block, "skip", 0.0):  # which keeps it from vanishing
-            result.append(
-                f"{100 * rare:.0f} % of what the norm multiplies gradients by comes from one draw "
-                "in a hundred, in which a head gives almost nothing: means over draws are not "
+                f"{100 * at.rare:.0f} % of what the norm multiplies gradients by comes from one "
+                "draw in a hundred, in which a head gives almost nothing: means over draws are not "
                 "what one draw shows"
             )
         return tuple(result)
 
-    def backward(self, grad_out: Array) -> Back:
-        """Of the (L, L) gradient per feature of what leaves."""
+    def backward(self, grad_out: Array, response: Array = 0.0, radial: Array = 1.0) -> Back:
+        """Of the (L, L) gradient per feature of what leaves, behind `forward`.
+
+        Args:
+            response, radial: (L,) of the gradient (`Gradient.norm_response`, `.radial`): draws that
+                give much receive little, and less along what they give.
+        """
         head, root = self.head, root_of(grad_out)
+        lost = 1.0 - np.sqrt(1.0 - (1.0 - np.broadcast_to(radial, len(grad_out))) * self.part)
+        weights = 1.0 / (1.0 + response * (self.sizes - 1.0))
+        weights = np.sqrt(weights / weights.mean(0))[..., None]
         rows = rows_of(self.draws, head.features, len(grad_out), "gradient")
         kernels = {name: np.zeros_like(grad_out) for name in head.sections}
         squares = {name: 0.0 for name in self.own if name not in FIXED}
@@ -207,18 +279,28 @@ class DrawnHeads:
                 {name: own[name] for name in own if name in FIXED},
                 self.sequences,
             )
-            _, pull = pullback(run, *entering.values(), *(own[name] for name in mine))
-            grad_in = pull(np.swapaxes(rows[part] @ root, 1, 2))
+            value, pull = pullback(run, *entering.values(), *(own[name] for name in mine))
+            arriving = np.swapaxes(rows[part] @ root, 1, 2) * weights[part]
+            squares_of = np.maximum(np.sum(value * value, -1, keepdims=True), TINY)
+            along = np.sum(arriving * value, -1, keepdims=True) / squares_of
+            grad_in = pull(arriving - lost[:, None] * along * value)
             for name, one in zip(names, grad_in, strict=False):
                 section = head.sections[name]
                 share = section.shared / (self.draws * section.drawn)
                 kernels[name] += gram(one) * share
             for name, one in zip(mine, grad_in[len(names) :], strict=True):
-                first = name.partition(".")[0]
-                of = head.sections[OF_SECTION.get(first, first)]
-                share = of.rows / of.drawn * of.shared / self.draws
-                squares[name] += float((one * one).sum()) * share
+                squares[name] += float((one * one).sum()) * served(head, name) / self.draws
         return Back(kernels, squares)
+
+
+def served(head: Head, name: str) -> float:
+    """Squared gradient of a parameter that multiplies no input, over that of its part in a draw."""
+    first = name.partition(".")[0]
+    first = OF_SECTION.get(first, first)
+    if first in head.inner:
+        return head.inner[first].served
+    of = head.sections[first]
+    return of.rows / of.drawn * of.shared
 
 
 def _for_each(x: Array, sequences: int) -> Array:

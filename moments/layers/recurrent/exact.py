@@ -61,7 +61,7 @@ class GatedConvolution:
         kurtosis = 3 * (3 + 24 / self.block.kernel)
         return (kurtosis - 1) / self.width * self.forward() ** 2
 
-    def backward(self, grad_out: Array) -> Back:
+    def backward(self, grad_out: Array, *_: Array) -> Back:
         block, inner = self.block, grad_out * self.query
         at_product = sum(shift.T @ inner @ shift for shift in self.shifts) * block.tap_variance
         kernels = {
@@ -147,7 +147,7 @@ class LinearHeads:
     def forward(self) -> Array:
         return self._summed() * (1.0 if self.gate is None else self.gate[0])
 
-    def backward(self, grad_out: Array) -> Back:
+    def backward(self, grad_out: Array, *_: Array) -> Back:
         block = self.block
         (query, at_query, query_mean), (key, at_key, key_mean), (value, at_value, _) = (
             self.of[name] for name in ("query", "key", "value")

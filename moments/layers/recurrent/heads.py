@@ -34,10 +34,15 @@ sigmoid = primitive(_sigmoid, lambda r, x: lambda g: g * r * (1.0 - r))
 softplus = primitive(lambda x: np.logaddexp(0.0, x), lambda r, x: lambda g: g * _sigmoid(x))
 
 
+def gelu_tanh(x: Array) -> Array:
+    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x * x * x)))
+
+
 FUNCTIONS = {
     "identity": lambda x: x,
     "silu": silu,
     "sigmoid": sigmoid,
+    "gelu_tanh": gelu_tanh,
 }
 """Of features and of gates."""
 
@@ -90,6 +95,29 @@ def _back_to_logs(grad_out: Array) -> Array:
 decays = primitive(_decays, lambda r, logs: lambda g: _back_to_logs(g * r))
 
 
+def _recurred(x: Array, logs: Array) -> Array:
+    """h_t = exp(logs_t) h_{t-1} + x_t, of (draws, L, ...)."""
+    result, kept = (
+        np.array(np.broadcast_to(x, np.broadcast_shapes(x.shape, logs.shape))),
+        np.exp(logs),
+    )
+    for t in range(1, x.shape[1]):
+        result[:, t] += kept[:, t] * result[:, t - 1]
+    return result
+
+
+def _recurred_back(g: Array, logs: Array) -> Array:
+    later = np.concatenate((logs[:, 1:], logs[:, :1]), 1)  # the last token's reaches nothing
+    return _recurred(g[:, ::-1], later[:, ::-1])[:, ::-1]
+
+
+recurred = primitive(
+    _recurred,
+    lambda r, x, logs: lambda g: _recurred_back(g, logs),
+    lambda r, x, logs: lambda g: _recurred_back(g, logs) * (r - x),
+)
+
+
 def by_heads(x: Array, heads: int) -> Array:
     """(draws, L, heads * features) to (draws, heads, L, features)."""
     draws, tokens, features = x.shape
@@ -124,18 +152,42 @@ def scan(query: Array, key: Array, value: Array, logs: Array, steps: Array) -> A
     return mixing @ value
 
 
+def selective_scan(query: Array, key: Array, value: Array, rates: Array, steps: Array) -> Array:
+    """The same where every feature has steps and decays of its own.
+
+    Args:
+        query, key: (draws, L, state), shared by the features.
+        value, steps: (draws, L, features).
+        rates: (draws, features, state).
+    """
+    steps = np.expand_dims(steps, -1)
+    written = steps * np.expand_dims(value, -1) * np.expand_dims(key, -2)
+    states = recurred(written, -steps * np.expand_dims(rates, 1))
+    return np.sum(states * np.expand_dims(query, -2), -1)
+
+
+def kept_products(query: Array, key: Array, logs: Array) -> Array:
+    """(..., L, L) of sum_n q_tn k_sn [decays of channel n behind s up to t], of (..., L, n)."""
+    channels, by_channel = transposed(query), decays(transposed(logs))
+    each = by_channel * np.expand_dims(channels, -1)
+    return np.sum(each * np.expand_dims(transposed(key), -2), -3)
+
+
 def delta_rule(query: Array, key: Array, value: Array, logs: Array, rate: Array) -> Array:
     """o_t = S_t^T q_t, S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T, of heads.
 
     Args:
         query, key: (draws, L, state), keys of unit length.
         value: (draws, L, features).
-        logs: (draws, L) of the decays a.
+        logs: (draws, L) of the decays a; (draws, L, state) where each channel has its own.
         rate: (draws, L) b.
     """
-    passing = decays(logs)
-    tokens = passing.shape[-1]
-    erased = (key @ transposed(key)) * passing * np.tril(np.ones((tokens, tokens)), -1)
+    tokens = key.shape[-2]
+    if len(logs.shape) == len(key.shape):
+        read, known = (kept_products(one, key, logs) for one in (query, key))
+    else:
+        passing = decays(logs)
+        read, known = ((one @ transposed(key)) * passing for one in (query, key))
+    erased = known * np.tril(np.ones((tokens, tokens)), -1)
     rate = np.expand_dims(rate, -1)
-    written = solved(np.eye(tokens) + erased * rate, value * rate)
-    return ((query @ transposed(key)) * passing) @ written
+    return read @ solved(np.eye(tokens) + erased * rate, value * rate)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ...engine.composition import Component, Leaf, Pulled
+from ...engine.composition import Chain, Component, Leaf, Parallel, Pulled
 from ...engine.fluctuation import overlap_variance
 from ...engine.layout import Padding
 from ...engine.response import Around, Elementwise, Response
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...errors import DomainError
+from ...formulas.linear import SCALE
 from ...model.block import Block
-from ...model.mixers import LinearAttention, ShortConvolution
+from ...model.mixers import LinearAttention, ParallelMixer, ShortConvolution
+from ..elementary import Scale
 from .drawn import Back, DrawnHeads
 from .exact import GatedConvolution, LinearHeads
 from .mixers import HEADS
@@ -30,31 +32,44 @@ BAND_DRAWS = 16
 BIAS_REMEDY = "its laws know no biases of other variance: declare them as 0"
 
 
+class Inward(NamedTuple):
+    """A matrix: features that it reads and makes, the variance of its entries times the square of
+    what multiplies those made, and that square."""
+
+    name: str
+    fan_in: int
+    rows: int
+    variance: float
+    square: float
+
+
 @dataclass(frozen=True)
 class Mixer(Leaf):
     """Everything of a mixer up to its output projection, by token.
 
     Attributes:
-        rows: of every matrix that reads them, by name: rows, and variance of the entries.
+        inward: every matrix but that of the output.
         padding: as of `SelfAttention`; of several documents, or with padding, none is covered.
         sequences: equally long ones that a kernel of tokens holds one after the other.
         draws: of heads, where they are drawn; None: as many as their size allows.
+        named: what its parameters are called in the table of weight gradients.
     """
 
     label: str
     block: Block
     d_model: int
-    rows: tuple[tuple[str, int, float], ...]
+    inward: tuple[Inward, ...]
     width: int
     padding: Padding | None = None
     sequences: int = 1
     draws: int | None = None
+    named: Callable[[str], str] = str
 
     mixes_tokens: ClassVar[bool] = True
 
     def _law(self, kernel: Array, varies: Array = 0.0) -> Any:
         block, many = self.block, self.sequences
-        gains = {name: self.d_model * variance for name, _, variance in self.rows}
+        gains = {one.name: one.fan_in * one.variance for one in self.inward}
         if isinstance(block, ShortConvolution):
             return GatedConvolution(block, self.width, kernel, gains, many, varies)
         if isinstance(block, LinearAttention) and block.norm is None and block.decay_gate is None:
@@ -116,9 +131,17 @@ class _Way:
     def __call__(self, gradient: Gradient) -> Pulled:
         leaf, shape = self.leaf, np.shape(self.tokens.off_diagonal)
         grad_out = np.broadcast_to(gradient.kernel.off_diagonal, shape).reshape(-1, *shape[-2:])
-        backs = [law.backward(one) for law, one in zip(self.laws, grad_out, strict=True)]
+        known = (
+            np.broadcast_to(one, shape[:-1]).reshape(-1, shape[-1])
+            for one in (gradient.norm_response, gradient.radial)
+        )
+        backs = [law.backward(*of) for *of, law in zip(grad_out, *known, self.laws, strict=True)]
         grad_in = [
-            sum(one.kernels[name] * (rows * variance) for name, rows, variance in leaf.rows)
+            sum(
+                one.kernels[of.name] * (of.rows * of.variance)
+                for of in leaf.inward
+                if of.name in one.kernels
+            )
             for one in backs
         ]
         kernel = Kernel.of_matrix(np.stack(grad_in).reshape(shape))
@@ -139,30 +162,60 @@ class _Pulled(Pulled):
         flat = pairs.reshape(-1, *np.shape(pairs)[-2:])
         norms: dict[str, list[float]] = {}
         for back, tokens in zip(self.backs, flat, strict=True):
-            for name, rows, _ in leaf.rows:
-                size = leaf.d_model * rows * float((back.kernels[name] * tokens).sum())
-                norms.setdefault(name, []).append(size)
-            for name, size in back.own.items():
-                norms.setdefault(name, []).append(size)
+            sizes = {
+                of.name: of.fan_in * of.rows * float((back.kernels[of.name] * tokens).sum())
+                for of in leaf.inward
+                if of.name in back.kernels
+            } | back.own
+            squares = {of.name: of.square for of in leaf.inward}
+            for name, size in sizes.items():
+                norms.setdefault(leaf.named(name), []).append(size * squares.get(name, 1.0))
         return {name: np.array(sizes).reshape(shape)[()] for name, sizes in norms.items()}
 
 
-def recurrent_parts(parts: Blocks, block: Block) -> tuple[Component, ...]:
-    """A mixer and its output projection."""
+def recurrent_parts(
+    parts: Blocks, block: Block, site: str = "attention", named: Callable[[str], str] = str
+) -> tuple[Component, ...]:
+    """A mixer and its output projection.
+
+    Args:
+        site: begins the names of their sites.
+        named: what its matrices are called.
+    """
     model = parts.model
     shapes, variances = block.shapes(model), model.variances_of(parts.number)
-    biases = parts._biases
+    biases, factors = parts._biases, getattr(block, "factors", {})
     for name in shapes:
-        if biases.get(name, 0.0) != 0.0:
+        if biases.get(named(name), 0.0) != 0.0:
             raise DomainError(f"biases.{name} with a {block.kind}: {BIAS_REMEDY}")
     width, _ = shapes["output"]
-    rows = tuple(
-        (name, rows, float(variances[name]))
-        for name, (_, rows) in shapes.items()
+    inward = tuple(
+        Inward(name, *shape, float(variances[named(name)]) * square, square)
+        for name, shape in shapes.items()
         if name != "output"
+        for square in (factors.get(name, 1.0) ** 2,)
     )
     mixer = Mixer(
-        "attention.heads", block, model.d_model, rows, width, parts.padding, parts.sequences
+        f"{site}.heads",
+        block,
+        model.d_model,
+        inward,
+        width,
+        parts.padding,
+        parts.sequences,
+        named=named,
     )
-    projection = parts._linear("attention.projection", "output", width, model.d_model)
+    projection = parts._linear(f"{site}.projection", named("output"), width, model.d_model)
     return mixer, projection
+
+
+def parallel_parts(parts: Blocks, block: ParallelMixer) -> tuple[Component, ...]:
+    """Attention and another mixer, each times its scale, added."""
+    alone = replace(parts, model=parts.model.replace(mixer=None))
+    *attention, _ = alone.attention().components  # without dropout, which is of the sum
+    mixer = recurrent_parts(parts, block.mixer, "mixer", block.named)
+    both = []
+    for branch, amplitude in ((attention, block.attention_scale), (mixer, block.mixer_scale)):
+        scaled = Scale(SCALE, parts.theory, "", {"weight_variance": amplitude**2})
+        both.append(Chain((*branch, scaled)))
+    return (Parallel(tuple(both)),)

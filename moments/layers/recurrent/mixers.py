@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...model.block import Block
-from ...model.mixers import GatedDeltaNet, LinearAttention, Mamba2
-from .drawn import Section
+from ...model.mixers import RGLRU, GatedDeltaNet, LinearAttention, Mamba, Mamba2
+from .drawn import Inner, Section
 from .heads import (
     FUNCTIONS,
     by_heads,
@@ -17,8 +17,11 @@ from .heads import (
     decays,
     delta_rule,
     joined,
+    kept_products,
     normalised,
+    recurred,
     scan,
+    selective_scan,
     sigmoid,
     silu,
     softplus,
@@ -58,8 +61,31 @@ def step_bias(random: np.random.Generator, block: Any, size: tuple[int, ...]) ->
     return step + np.log(-np.expm1(-step))
 
 
+class _Drawn:
+    """What most heads have none of."""
+
+    @property
+    def inner(self) -> dict[str, Inner]:
+        return {}
+
+    @property
+    def pairs(self) -> int:
+        return 0
+
+    @property
+    def states(self) -> int:
+        return 0
+
+
+def behind_taps(x: Array, own: Arrays, name: str) -> Array:
+    """A short convolution, with its bias where it has one."""
+    x = convolved(x, own[f"{name}.taps"])
+    bias = own.get(f"{name}.taps.bias")
+    return x if bias is None else x + np.expand_dims(bias, 1)
+
+
 @dataclass(frozen=True)
-class Mamba2Heads:
+class Mamba2Heads(_Drawn):
     """Heads of one group of Mamba-2: they share B, C and the norm."""
 
     block: Mamba2
@@ -123,10 +149,6 @@ class Mamba2Heads:
         place = (np.arange(drawn) + spread(random, (draws, 1))) * by_group.shape[1] / drawn
         return np.take_along_axis(by_group, place.astype(int), 1)
 
-    def _convolved(self, x: Array, own: Arrays, name: str) -> Array:
-        x = convolved(x, own[f"{name}.taps"])
-        return x + np.expand_dims(own[f"{name}.taps.bias"], 1) if self.block.tap_bias else x
-
     def kept(self, entering: Arrays, own: Arrays) -> Array:
         return np.exp(self._steps(entering, own)[1])
 
@@ -134,12 +156,14 @@ class Mamba2Heads:
         """(draws, heads, L) steps, and logarithms of the decays."""
         steps = np.swapaxes(entering["mixer_step"], 1, 2)
         steps = softplus(steps + np.expand_dims(own["mixer_step.bias"], -1))
+        if self.block.least_step or self.block.most_step:
+            steps = np.clip(steps, self.block.least_step, self.block.most_step or np.inf)
         return steps, -steps * np.expand_dims(np.exp(own["rate"]), -1)
 
     def before_norm(self, entering: Arrays, own: Arrays) -> Array:
         block, drawn = self.block, self._drawn
         value, key, query = (
-            silu(self._convolved(entering[name], own, name)) for name in ("value", "key", "query")
+            silu(behind_taps(entering[name], own, name)) for name in ("value", "key", "query")
         )
         steps, logs = self._steps(entering, own)
         values = by_heads(value, drawn)
@@ -159,20 +183,166 @@ class Mamba2Heads:
 
 
 @dataclass(frozen=True)
-class DeltaHead:
+class MambaFeatures(_Drawn):
+    """Features of Mamba's x, at most `MOST_FEATURES`, with what they read of each other.
+
+    B, C and steps are sums over all features, of which those drawn stand for `_more` as many:
+    their weights' variance is so many times as large. What they receive adds up over features that
+    receive independent gradients, and so does its square.
+    """
+
+    block: Mamba
+
+    @property
+    def features(self) -> int:
+        return min(self.block.width, MOST_FEATURES)
+
+    @property
+    def _more(self) -> float:
+        return self.block.width / self.features
+
+    @property
+    def states(self) -> int:
+        return 4 * self.features * self.block.state
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        return dict.fromkeys(("value", "mixer_gate"), Section(self.block.width, self.features))
+
+    @property
+    def inner(self) -> dict[str, Inner]:
+        block, wide, more = self.block, self.features, self._more
+        state = Inner(wide, block.state, more**2)
+        steps = {"mixer_step_down": Inner(wide, block.step_rank, more**2)}
+        steps["mixer_step"] = Inner(block.step_rank, wide, more)
+        return {"key": state, "query": state} | steps
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        block, wide = self.block, self.features
+        rates = np.arange(1.0, block.state + 1) if block.rates is None else np.array(block.rates)
+        result = {
+            "value.taps": taps(random, block, draws, wide),
+            "mixer_step.bias": step_bias(random, block, (draws, wide)),
+            "rate": np.broadcast_to(np.log(rates), (draws, wide, block.state)),
+            "skip": np.full((draws, wide), block.skip),
+        }
+        if block.tap_bias:
+            result["value.taps.bias"] = np.zeros((draws, wide))
+        if block.inner_norm == "affine":
+            result |= {f"{name}.norm.gain": np.ones((draws, n)) for name, n in self._normed.items()}
+        return result
+
+    @property
+    def _normed(self) -> dict[str, int]:
+        inner = self.inner
+        return {name: inner[name].fan_out for name in ("mixer_step_down", "key", "query")}
+
+    def _read(self, x: Array, own: Arrays, name: str) -> Array:
+        result = x @ own[name]
+        if self.block.inner_norm is None:
+            return result
+        result = normalised(result, self.block.norm_epsilon)
+        gain = own.get(f"{name}.norm.gain")
+        return result if gain is None else result * np.expand_dims(gain, 1)
+
+    def _parts(self, entering: Arrays, own: Arrays) -> tuple[Array, Array]:
+        """(draws, L, features) x, and its steps."""
+        x = silu(behind_taps(entering["value"], own, "value"))
+        steps = self._read(x, own, "mixer_step_down") @ own["mixer_step"]
+        return x, softplus(steps + np.expand_dims(own["mixer_step.bias"], 1))
+
+    def kept(self, entering: Arrays, own: Arrays) -> Array:
+        _, steps = self._parts(entering, own)
+        return np.exp(-np.expand_dims(steps, -1) * np.expand_dims(np.exp(own["rate"]), 1))
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        x, steps = self._parts(entering, own)
+        key, query = (self._read(x, own, name) for name in ("key", "query"))
+        mixed = selective_scan(query, key, x, np.exp(own["rate"]), steps)
+        return (mixed + np.expand_dims(own["skip"], 1) * x) * silu(entering["mixer_gate"])
+
+
+@dataclass(frozen=True)
+class RecurrentUnit(_Drawn):
+    """Features of one block of an RG-LRU, at most `MOST_FEATURES`, as `MambaFeatures` are."""
+
+    block: RGLRU
+
+    @property
+    def features(self) -> int:
+        return min(self.block.width // self.block.blocks, MOST_FEATURES)
+
+    @property
+    def states(self) -> int:
+        return 8 * self.features
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        return dict.fromkeys(("value", "mixer_gate"), Section(self.block.width, self.features))
+
+    @property
+    def inner(self) -> dict[str, Inner]:
+        block, wide = self.block, self.features
+        served = (block.width / block.blocks / wide) ** 2 * block.blocks
+        return dict.fromkeys(("mixer_input", "mixer_step"), Inner(wide, wide, served))
+
+    def own(self, random: np.random.Generator, draws: int) -> Arrays:
+        block, size = self.block, (draws, self.features)
+        low, high = (one * one for one in block.decays)
+        falls = -0.5 * np.log(low + (high - low) * spread(random, size))
+        result = {"rate": np.log(np.expm1(falls))}
+        result["value.taps"] = taps(random, block, draws, self.features)
+        names = "value.taps", "value", "mixer_gate", "mixer_input", "mixer_step"
+        return result | {f"{name}.bias": np.zeros(size) for name in names}
+
+    def kept(self, entering: Arrays, own: Arrays) -> Array:
+        return np.exp(self._parts(entering, own)[1])
+
+    def _parts(self, entering: Arrays, own: Arrays) -> tuple[Array, Array]:
+        """x, and logarithms of the decays."""
+        x = behind_taps(entering["value"] + np.expand_dims(own["value.bias"], 1), own, "value")
+        gate = sigmoid(x @ own["mixer_step"] + np.expand_dims(own["mixer_step.bias"], 1))
+        return x, gate * np.expand_dims(-8.0 * softplus(own["rate"]), 1)
+
+    def __call__(self, entering: Arrays, own: Arrays) -> Array:
+        x, logs = self._parts(entering, own)
+        gate = sigmoid(x @ own["mixer_input"] + np.expand_dims(own["mixer_input.bias"], 1))
+        first = np.arange(x.shape[1])[:, None] == 0
+        written = np.where(first, 1.0, np.sqrt(1.0 - np.exp(2.0 * logs))) * gate * x
+        out = entering["mixer_gate"] + np.expand_dims(own["mixer_gate.bias"], 1)
+        return recurred(written, logs) * FUNCTIONS[self.block.gate](out)
+
+
+@dataclass(frozen=True)
+class DeltaHead(_Drawn):
     """One head of values of a gated delta net."""
 
     block: GatedDeltaNet
 
     @property
     def sections(self) -> dict[str, Section]:
-        block = self.block
-        shared = block.value_heads / block.key_heads
+        block, every = self.block, self.block.value_heads
+        shared = every / block.key_heads
         keys = Section(block.key_heads * block.d_key, block.d_key, shared)
-        values = Section(block.value_heads * block.d_value, block.d_value)
-        one = Section(block.value_heads, 1)
-        names = "query", "key", "value", "mixer_gate", "mixer_step", "mixer_rate"
-        return dict(zip(names, (keys, keys, values, values, one, one), strict=True))
+        values, one = Section(every * block.d_value, block.d_value), Section(every, 1)
+        result = {"query": keys, "key": keys, "value": values, "mixer_rate": one}
+        if block.rank is not None:
+            down = Section(block.rank, block.rank, every)
+            return result | {"mixer_gate_down": down, "mixer_step_down": down}
+        steps = Section(every * self._steps, self._steps)
+        return result | {"mixer_gate": values, "mixer_step": steps}
+
+    @property
+    def _steps(self) -> int:
+        return self.block.d_key if self.block.decay == "channel" else 1
+
+    @property
+    def inner(self) -> dict[str, Inner]:
+        block = self.block
+        if block.rank is None:
+            return {}
+        widths = {"mixer_gate": block.d_value, "mixer_step": self._steps}
+        return {k: Inner(block.rank, n, block.value_heads) for k, n in widths.items()}
 
     @property
     def features(self) -> int:
@@ -180,7 +350,7 @@ class DeltaHead:
 
     @property
     def pairs(self) -> int:
-        return 4
+        return 4 * self._steps
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
         block = self.block
@@ -189,17 +359,24 @@ class DeltaHead:
             for name in ("query", "key", "value")
         }
         low, high = block.rates
-        result["mixer_step.bias"] = step_bias(random, block, (draws, 1))
+        result["mixer_step.bias"] = step_bias(random, block, (draws, self._steps))
         result["rate"] = np.log(low + (high - low) * spread(random, (draws, 1)))
         result["mixer_norm.gain"] = np.ones((draws, block.d_value))
         return result
+
+    def _made(self, entering: Arrays, own: Arrays, name: str) -> Array:
+        if self.block.rank is None:
+            return entering[name]
+        return entering[f"{name}_down"] @ own[name]
 
     def kept(self, entering: Arrays, own: Arrays) -> Array:
         return np.exp(self._logs(entering, own))
 
     def _logs(self, entering: Arrays, own: Arrays) -> Array:
-        step = softplus(entering["mixer_step"] + np.expand_dims(own["mixer_step.bias"], 1))
-        return (-step * np.expand_dims(np.exp(own["rate"]), 1))[..., 0]
+        made = self._made(entering, own, "mixer_step")
+        step = softplus(made + np.expand_dims(own["mixer_step.bias"], 1))
+        logs = -step * np.expand_dims(np.exp(own["rate"]), 1)
+        return logs if self.block.decay == "channel" else logs[..., 0]
 
     def before_norm(self, entering: Arrays, own: Arrays) -> Array:
         block = self.block
@@ -214,7 +391,8 @@ class DeltaHead:
 
     def __call__(self, entering: Arrays, own: Arrays) -> Array:
         output = normalised(self.before_norm(entering, own), self.block.norm_epsilon)
-        return output * np.expand_dims(own["mixer_norm.gain"], 1) * silu(entering["mixer_gate"])
+        gate = FUNCTIONS[self.block.gate](self._made(entering, own, "mixer_gate"))
+        return output * np.expand_dims(own["mixer_norm.gain"], 1) * gate
 
 
 def _unit(x: Array) -> Array:
@@ -222,7 +400,7 @@ def _unit(x: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class DrawnLinearHeads:
+class DrawnLinearHeads(_Drawn):
     """Heads of linear attention that share a norm, or one."""
 
     block: LinearAttention
@@ -296,10 +474,8 @@ class DrawnLinearHeads:
         if block.decay_gate is not None:
             logs = self._logs(entering)
             if block.decay_gate == "channel":
-                channels = transposed(query), transposed(key)  # (draws, heads, d_key, L)
                 logs = np.reshape(logs, (len(logs), self._drawn, block.d_key, tokens))
-                each = decays(logs) * np.expand_dims(channels[0], -1)
-                return np.sum(each * np.expand_dims(channels[1], -2), 2)
+                return kept_products(query, key, transposed(logs))
             return (query @ transposed(key)) * decays(logs)
         mixing = query @ transposed(key)
         if block.decays is None:
@@ -311,7 +487,9 @@ class DrawnLinearHeads:
 
 HEADS: dict[type[Block], Any] = {
     LinearAttention: DrawnLinearHeads,
+    Mamba: MambaFeatures,
     Mamba2: Mamba2Heads,
     GatedDeltaNet: DeltaHead,
+    RGLRU: RecurrentUnit,
 }
 """What is drawn of a mixer, by its class."""

@@ -5,26 +5,23 @@ family, sizes    what a family is, with the heads that most share; its architect
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
-relatives, decoders, encoders: dense types, of which a module is read by what it computes
-bart             encoder-decoders with positions added to their token rows
-latent, moe, recurrent: families whose blocks `moments.torch` does not recognise in a module
-pictures, sound: what they read enters through patches or convolutions
+relatives, encoders: dense types, of which a module is read by what it computes
+latent, moe, recurrent, hybrid: families whose blocks `moments.torch` does not know in a module
+pictures         what they read enters through patches or convolutions
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from . import (
-    bart,
     bert,
-    decoders,
     encoders,
     gpt,
+    hybrid,
     latent,
     llama,
     moe,
@@ -32,7 +29,6 @@ from . import (
     pictures,
     recurrent,
     relatives,
-    sound,
     t5,
     vit,
 )
@@ -41,42 +37,41 @@ from .family import Family
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, pictures, sound)
+_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures)
 
 _DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 
-def _of(groups: Iterable[Any]) -> dict[str, Family]:
+def _of(*groups: Mapping[str, Family]) -> dict[str, Family]:
     return {
         kind: dataclasses.replace(family, defaults=_DEFAULTS.get(kind, {}))
         for group in groups
-        for kind, family in group.FAMILIES.items()
+        for kind, family in group.items()
     }
 
 
-FAMILIES = _of(_GROUPS)
+FAMILIES = _of(*(group.FAMILIES for group in _GROUPS))
 """`model_type` -> family."""
-OF_BLOCKS = _of(_OF_BLOCKS)
+OF_BLOCKS = _of(*(group.FAMILIES for group in _OF_BLOCKS))
 """The same of those that are read from their config alone: of a module of theirs `moments.torch`
 does not know every part."""
-DENSE = _of((relatives, decoders, encoders, bart))
+DENSE = _of(relatives.FAMILIES, encoders.FAMILIES, t5.POSITIONED)
 """The same of those whose modules `moments.torch.from_config` reads."""
 READERS = FAMILIES | DENSE | OF_BLOCKS
 
 _BEYOND = {
-    "one layer's weights shared by all layers": "albert",
     "sparse attention": "big_bird led longformer longt5",
-    "several models in one": "clip gemma3 llama4 siglip",
+    "several models in one": "clip siglip",
     "convolutions": "convnext",
     "logits of relative positions": "deberta",
     "queries, keys and values that are clipped": "dbrx",
     "experts drawn at random among near ties": "phimoe",
     "experts that drop tokens": "switch_transformers",
-    "a state-space layer": "falcon_h1 falcon_mamba jamba mamba zamba",
+    "a block whose weights several layers share": "zamba",
     "a stack that pools its tokens": "funnel",
     "several streams side by side": "gemma3n",
     "bottlenecks around every block": "mobilebert",
-    "a recurrent layer": "recurrent_gemma rwkv",
+    "a recurrent layer": "rwkv",
     "hashed attention": "reformer",
     "windows of patches that shift between layers": "swin",
     "attention of two streams": "xlnet",
@@ -86,8 +81,6 @@ PARTS = {
     for kind, names in {
         "clip": "text_config vision_config",
         "siglip": "text_config vision_config",
-        "gemma3": "text_config",
-        "llama4": "text_config",
     }.items()
 }
 """Types of several models in one -> the entries whose objects are configs that are read."""
@@ -96,7 +89,6 @@ REFUSED = {kind: feature for feature, kinds in _BEYOND.items() for kind in kinds
 
 _RELATIVES = {
     "bert": "deberta layoutlm",
-    "gemma2": "gemma3",
     "gpt2": "gpt-sw3",
     "t5": "longt5",
     "vit": "dinov2_with_registers vit_msn yolos",

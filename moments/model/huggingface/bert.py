@@ -50,13 +50,12 @@ def _bert(
 def _electra(read: Entries, seq_len: int | None) -> Transformer:
     """BERT, perhaps with narrower tables, which a matrix widens behind their norm and the head's
     hidden layer meets; the head's activation is written into the code."""
-    return _narrow(read, _bert(read, seq_len, "gelu"), read.count("embedding_size"))
+    width, model = read.count("embedding_size"), _bert(read, seq_len, "gelu")
+    return model if width == model.d_model else _narrow(read, model, width)
 
 
 def _narrow(read: Entries, model: Transformer, width: int) -> Transformer:
-    """The same with tables of `width` features."""
-    if width == model.d_model:
-        return model
+    """The same with tables of `width` features and a matrix that widens them."""
     embedding = model.embedding.replace(
         factor_dim=width, factor_variance=read.variance(), factor_bias=True
     )

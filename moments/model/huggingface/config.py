@@ -58,7 +58,8 @@ def family(kind: Any) -> Family:
             )
         reason = _why_not(kind) if isinstance(kind, str) else ""
         if kind in REFUSED:
-            raise Undeclared(f"model_type = {brief(kind)}: {reason}")
+            refusal = DomainError if kind in PARTS else Undeclared
+            raise refusal(f"model_type = {brief(kind)}: {reason}")
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(READERS))}", reason)
     return READERS[kind]
 
@@ -83,21 +84,46 @@ def nearest(kind: str) -> str:
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The entries of a config given as path, dict or PretrainedConfig.
+    """The entries of a config given as path, dict or PretrainedConfig; of a model that also reads
+    pictures or sound, those of its text side.
 
     Raises:
         DomainError: no such file, or not a JSON object.
+
+    Warns:
+        ValidityWarning: the other sides of the model are left out.
     """
     if isinstance(config, Mapping):
-        return dict(config)
+        return _text_side(dict(config))
     if isinstance(config, str | os.PathLike):
         path = os.path.join(config, "config.json") if os.path.isdir(config) else config
-        return read_object(path, "config", "a readable config.json", _named(str(config)))
+        return _text_side(
+            read_object(path, "config", "a readable config.json", _named(str(config)))
+        )
     if hasattr(config, "to_dict"):
-        return dict(config.to_dict())
+        return _text_side(dict(config.to_dict()))
     raise DomainError(
         f"config must be a path, a dict or a PretrainedConfig, not {type(config).__name__}"
     )
+
+
+def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `text_config`, where that is of a type with a reader and the whole is not."""
+    kind, text = entries.get("model_type"), entries.get("text_config") or {}
+    if not isinstance(kind, str) or kind in READERS | REFUSED or not isinstance(text, Mapping):
+        return entries
+    own = text.get("model_type", f"{kind}_text")
+    if own not in READERS:
+        return entries
+    sides = [name for name in entries if name.endswith("_config") and name != "text_config"]
+    warnings.warn(
+        f"model_type = {kind!r}: its text side, {own!r}, is read; what it reads pictures or sound "
+        f"with ({', '.join(sides) or 'its other sides'}) is left out",
+        ValidityWarning,
+        stacklevel=4,
+    )
+    shared = ("_name_or_path", "tie_word_embeddings")
+    return {**text, "model_type": own} | {k: entries[k] for k in shared if k in entries}
 
 
 def _named(config: str) -> str:

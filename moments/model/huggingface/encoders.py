@@ -141,7 +141,16 @@ def _roformer(read: Entries, seq_len: int | None) -> Transformer:
     width = read.count("embedding_size", read.count("hidden_size"))
     length = read.length("max_position_embeddings", seq_len)  # positions have a table of sines
     model = _rotated(read, length, rotary=Rotary())
-    return _narrow(read, model, width)
+    return model if width == model.d_model else _narrow(read, model, width)
+
+
+def _albert(read: Entries, seq_len: int | None) -> Transformer:
+    """One layer's weights in all layers, narrower tables; what feed-forward blocks give is not
+    dropped."""
+    read.refuse("num_hidden_groups", 1, "layers that share their weights in groups")
+    read.refuse("inner_group_num", 1, "layers that share their weights in groups")
+    model = _narrow(read, _bert(read, seq_len), read.count("embedding_size"))
+    return model.replace(shared_layers=True, ffn_dropout=0.0)
 
 
 def _rembert(read: Entries, seq_len: int | None) -> Transformer:
@@ -181,8 +190,11 @@ def _xlm_roberta_xl(read: Entries, seq_len: int | None) -> Transformer:
 _MODERNBERT = {"reference_compile": ..., "repad_logits_with_grad": ..., "layer_norm_eps": ...}
 _MODERNBERT |= {"sparse_prediction": ..., "sparse_pred_ignore_index": ...}
 _MODERNBERT |= {"classifier_pooling": ..., "deterministic_flash_attn": ...}
+_ALBERT = {"net_structure_type": 0, "gap_size": 0, "num_memory_blocks": 0}
+_ALBERT |= {"down_scale_factor": 1, "layers_to_keep": ...}
 _NOMIC = {"pad_vocab_size_multiple": ..., "rotary_scaling_factor": None}
 FAMILIES = {
+    "albert": Family(_albert, "AlbertForMaskedLM", "masked", _ALBERT),
     "data2vec-text": Family(_roberta, "Data2VecTextForMaskedLM", "masked"),
     "eurobert": Family(
         _eurobert,

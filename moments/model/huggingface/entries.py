@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -122,6 +123,13 @@ class Entries:
         """Whether the config gives the entry as null."""
         self.read.add(name)
         return name in self._given and self._given[name] is None
+
+    def replaced(self, **values: Any) -> Entries:
+        """The same with other values of some entries, read and noted in one list with these."""
+        found = copy.copy(self)
+        found._given = {**self._given, **values}
+        self.read.update(values)
+        return found
 
     def number(self, name: str, default: Any = ...) -> float:
         """A real entry."""

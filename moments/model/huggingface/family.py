@@ -27,6 +27,8 @@ class Family:
         usual: entries that are not modelled, with the value at which they change nothing (... where
             none does).
         defaults: what its config class means by entries that are left out (`defaults.json`).
+        slip: whether the class draws otherwise than the authors whom it follows: then a config is
+            read as the class draws, and promises nothing.
     """
 
     read: Reader
@@ -34,6 +36,7 @@ class Family:
     task: str
     usual: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    slip: bool = False
 
     def declare(
         self, given: Mapping[str, Any], seq_len: int | None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import domain_error
+from ..mixers import RECURRENT
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
@@ -15,6 +16,10 @@ from .family import Family, causal_head, declared
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
+
+
+_OF_ATTENTION = ("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "window")
+"""Fields that no layer reads where none has attention."""
 
 
 def _decoder(
@@ -44,6 +49,9 @@ def _decoder(
         "kv_heads": read("num_key_value_heads", heads) if "kv_heads" not in changes else None,
         "d_head": read.count("head_dim", d_model // heads) if "d_head" not in changes else None,
     } | changes
+    mixers = changes.get("mixer")
+    if isinstance(mixers, tuple | list) and all(isinstance(one, RECURRENT) for one in mixers):
+        fields = {name: one for name, one in fields.items() if name not in _OF_ATTENTION}
     return declared(
         read,
         epsilon if isinstance(epsilon, float) else read.number(epsilon),

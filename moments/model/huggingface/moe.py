@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import domain_error
 from ..experts import Experts
+from ..mixers import LayerAttention
 from ..transformer import Transformer
 from .entries import Entries
 from .family import Family
@@ -55,7 +56,7 @@ def _normalised(read: Entries) -> str:
     return "chosen" if read.flag("norm_topk_prob") else "all"
 
 
-def sigmoid_experts(read: Entries) -> Experts:
+def sigmoid_experts(read: Entries, name: str = "n_routed_experts") -> Experts:
     """DeepSeek-V3's and its relatives': sigmoid, groups, a factor, shared experts of one width.
 
     A token's experts are chosen by gates plus a bias, which starts at zero.
@@ -63,7 +64,7 @@ def sigmoid_experts(read: Entries) -> Experts:
     width = read.count("moe_intermediate_size")
     groups = read.count("n_group", 1)
     return Experts(
-        _count(read, "n_routed_experts", "num_local_experts"),
+        _count(read, name, "num_local_experts"),
         read.count("num_experts_per_tok"),
         d_ff=width,
         rule="sigmoid",
@@ -219,7 +220,6 @@ def _minimax_m2(read: Entries, seq_len: int | None) -> Transformer:
 
 def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     """One expert a token, which reads the token times its gate, and a shared one."""
-    read.refuse("use_qk_norm", False, "a norm of queries and keys in some layers alone")
     tokens, layers = _length(read, seq_len), read.layers("num_hidden_layers")
     for name, usual in (("attention_chunk_size", 8192), ("floor_scale", 8192)):
         if (reach := read(name, usual)) < tokens:
@@ -228,7 +228,8 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
         read.read.add(name)
     every = read.count("no_rope_layer_interval")
     turned = read("no_rope_layers", []) or [int((n + 1) % every != 0) for n in range(layers)]
-    rotary = read.rotary()
+    rotary, normed = read.rotary(), LayerAttention(qk_norm="rmsnorm", qk_gains=False)
+    used = read.flag("use_qk_norm")
     step = read.count("interleave_moe_layer_step")
     chosen = read("moe_layers", []) or range(step - 1, layers, step)
     if (several := read.count("num_experts_per_tok")) != 1:
@@ -244,6 +245,7 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         rotary=[rotary if flag else None for flag in turned],
+        mixer=[normed if used and flag else None for flag in turned],
         ffn=routed(read, experts, chosen),
     )
     return model.replace(d_ff=read.count("intermediate_size_mlp"))

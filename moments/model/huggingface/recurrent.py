@@ -7,10 +7,13 @@ import math
 from typing import Any
 
 from ...errors import domain_error
+from ..block import Block
 from ..mixers import (
+    RGLRU,
     Absent,
     GatedDeltaNet,
     LinearAttention,
+    Mamba,
     Mamba2,
     ShortConvolution,
     lightning_decays,
@@ -62,7 +65,7 @@ def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
         biases=None,
         d_ff=width,
         attention_dropout=0.0,
-        qk_norm="rmsnorm" if None in mixers else None,
+        qk_norm="rmsnorm",
         mixer=mixers,
     )
 
@@ -99,8 +102,8 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         biases=None,
-        qk_norm="rmsnorm" if None in mixers else None,
-        attention_gate="elementwise" if None in mixers else None,
+        qk_norm="rmsnorm",
+        attention_gate="elementwise",
         mixer=mixers,
         ffn=experts,
     )
@@ -110,43 +113,40 @@ ONE_STEP = math.log1p(math.e)
 """Softplus of a bias of 1, which modules without a rule of their own for it start with."""
 
 
-def _bamba(read: Entries, seq_len: int | None) -> Transformer:
-    """Mamba-2 in all layers but those of `attn_layer_indices`, with gated units in each; steps have
-    biases of 1."""
+def mamba2_block(read: Entries, width: int | None = None, **changes: Any) -> Mamba2:
+    """Mamba-2 of the entries that begin with "mamba_", steps with biases of 1.
+
+    Args:
+        width: features of x; None: mamba_expand * hidden_size.
+    """
     read.refuse("mamba_proj_bias", False, "biases of a mixer's matrices")
-    layers, heads, variance = (
-        read.layers("num_hidden_layers"),
-        read.count("mamba_n_heads"),
-        read.variance(),
-    )
-    width = int(read.number("mamba_expand") * read.count("hidden_size"))
-    if heads * read.count("mamba_d_head") != width:
-        allowed = f"mamba_expand * hidden_size = {width} over mamba_d_head"
-        raise domain_error("mamba_n_heads", heads, allowed)
-    _unlimited(read)
-    block = Mamba2(
-        heads,
-        width // heads,
-        read.count("mamba_d_state"),
-        variance,
-        variance,
-        groups=read.count("mamba_n_groups"),
-        kernel=read.count("mamba_d_conv"),
-        tap_variance=variance,
-        tap_distribution="normal",
-        tap_bias=read.flag("mamba_conv_bias"),
-        steps=(ONE_STEP, ONE_STEP),
-        norm_epsilon=read.number("rms_norm_eps"),
-    )
+    heads, variance = read.count("mamba_n_heads"), read.variance()
+    usual = int(read.number("mamba_expand") * read.count("hidden_size"))
+    width = usual if width is None else width
+    given = read("mamba_d_head", None)
+    if width % heads or given not in (None, "auto", width // heads):
+        raise domain_error("mamba_n_heads", heads, f"{width} features over mamba_d_head")
+    low, high = read("time_step_limit", (0.0, math.inf))
+    fields: dict[str, Any] = {
+        "groups": read.count("mamba_n_groups"),
+        "kernel": read.count("mamba_d_conv"),
+        "tap_variance": variance,
+        "tap_distribution": "normal",
+        "tap_bias": read.flag("mamba_conv_bias"),
+        "steps": (ONE_STEP, ONE_STEP),
+        "norm_epsilon": read.number("rms_norm_eps"),
+        "least_step": low,
+        "most_step": None if high == math.inf else high,
+    } | changes
+    return Mamba2(heads, width // heads, read.count("mamba_d_state"), variance, variance, **fields)
+
+
+def _bamba(read: Entries, seq_len: int | None) -> Transformer:
+    """Mamba-2 in all layers but those of `attn_layer_indices`, with gated units in each."""
+    layers, block = read.layers("num_hidden_layers"), mamba2_block(read)
     attends = read("attn_layer_indices", None) or ()
     mixers = tuple(None if number in attends else block for number in range(layers))
     return _decoder(read, seq_len, biased=_BOTH, mixer=mixers)
-
-
-def _unlimited(read: Entries) -> None:
-    low, high = read("time_step_limit", (0.0, math.inf))
-    if low > 0 or high != math.inf:
-        read.leave_out("time_step_limit", [low, high], "steps are not limited")
 
 
 def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
@@ -159,10 +159,8 @@ def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
     if inner != heads * width:
         allowed = f"expand * hidden_size = {inner} over head_dim = {width}"
         raise domain_error("num_heads", heads, allowed)
-    _unlimited(read)
-    variance, layers = read.variance(), read.layers("num_hidden_layers")
-    rescaled = layers if read.flag("rescale_prenorm_residual") else 1
-    least = max(read.positive("time_step_min"), read.positive("time_step_floor"))
+    low, high = read("time_step_limit", (0.0, math.inf))
+    variance = read.variance()
     block = Mamba2(
         heads,
         width,
@@ -172,22 +170,124 @@ def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
         groups=read.count("n_groups"),
         kernel=read.count("conv_kernel"),
         tap_bias=read.flag("use_conv_bias"),
-        steps=(least, read.positive("time_step_max")),
+        steps=step_range(read),
         norm_epsilon=read.number("layer_norm_epsilon"),
+        least_step=low,
+        most_step=None if high == math.inf else high,
     )
+    return _alone(read, seq_len, block, inner, ("num_hidden_layers", "hidden_size", "num_heads"))
+
+
+def step_range(read: Entries) -> tuple[float, float]:
+    """Between which steps start, uniformly in their logarithm."""
+    least = max(read.positive("time_step_min"), read.positive("time_step_floor"))
+    return least, read.positive("time_step_max")
+
+
+def rescaled_output(read: Entries, inner: int) -> float:
+    """Variance of an output projection of torch's default, over the depth where it is rescaled."""
+    layers = read.layers("num_hidden_layers") if read.flag("rescale_prenorm_residual") else 1
+    return 1 / (3 * inner * layers)
+
+
+def _alone(
+    read: Entries, seq_len: int | None, block: Block, inner: int, shape: tuple[Any, Any, Any]
+) -> Transformer:
+    """Mixers and nothing else."""
     return declared(
         read,
         read.number("layer_norm_epsilon"),
-        shape=("num_hidden_layers", "hidden_size", "num_heads"),
-        d_head=width,
+        shape=shape,
+        d_head=1,
         seq_len=read.at_most(LONGEST, seq_len, "", table=False),
         normalization="rmsnorm",
         dropout=0.0,
         biases=None,
-        weights=Weights.normal(variance).replace(output=1 / (3 * inner * rescaled)),
+        weights=Weights.normal(read.variance()).replace(output=rescaled_output(read, inner)),
         embedding={"padding_id": read.padding()},
         mixer=block,
         ffn=Absent(),
+    )
+
+
+def step_rank(read: Entries, name: str) -> int:
+    """Features that steps are made of: the width over 16 where a config leaves it open."""
+    given = read(name, None)
+    return -(-read.count("hidden_size") // 16) if given in (None, "auto") else read.count(name)
+
+
+def mamba_block(read: Entries, names: dict[str, str], **fields: Any) -> Mamba:
+    """Mamba of its entries by what they are called."""
+    variance, d_model = read.variance(), read.count("hidden_size")
+    return Mamba(
+        int(read.number(names["expand"]) * d_model),
+        read.count(names["state"]),
+        step_rank(read, names["rank"]),
+        variance,
+        fields.pop("step_variance", variance),
+        variance,
+        kernel=read.count(names["kernel"]),
+        tap_bias=read.flag(names["tap_bias"]),
+        **fields,
+    )
+
+
+_MAMBA = {"rank": "time_step_rank", "expand": "expand", "state": "state_size"}
+_MAMBA |= {"kernel": "conv_kernel", "tap_bias": "use_conv_bias"}
+
+
+def _mamba(read: Entries, seq_len: int | None, **fields: Any) -> Transformer:
+    """Mixers alone. The output projection and the convolution are torch's default; the matrix to
+    the steps is uniform, of `time_step_scale` over the root of its rank."""
+    read.refuse("use_bias", False, "biases of a mixer's matrices")
+    read.refuse("time_step_init_scheme", "random", "steps of one weight for all features")
+    read.expect("hidden_act", "silu", "SiLU is assumed behind the convolution")
+    rank = step_rank(read, _MAMBA["rank"])
+    step_variance = read.number("time_step_scale") ** 2 / (3 * rank)
+    fields |= {"step_variance": step_variance, "steps": step_range(read)}
+    block = mamba_block(read, _MAMBA, **fields)
+    depth = "num_hidden_layers", "hidden_size", "state_size"
+    return _alone(read, seq_len, block, block.width, depth)
+
+
+def _falcon_mamba(read: Entries, seq_len: int | None) -> Transformer:
+    """Norms without gains of B, C and what steps are made of."""
+    epsilon = read.number("mixer_rms_eps")
+    return _mamba(read, seq_len, inner_norm="plain", norm_epsilon=epsilon)
+
+
+def _recurrent_gemma(read: Entries, seq_len: int | None) -> Transformer:
+    """RG-LRUs and attention in windows by `block_types`, with gated units of half
+    `intermediate_size`; matrices have variances of their own, and biases, of 0."""
+    read = read.replaced(max_position_embeddings=LONGEST)  # it names none
+    layers, d_model = read.layers("num_hidden_layers"), read.count("hidden_size")
+    heads, width = read.count("num_attention_heads"), read.count("lru_width", d_model)
+    every, kernel = read.positive("w_init_variance_scale"), read.count("conv1d_width")
+    base, block_width = every / kernel, width // heads
+    unit = RGLRU(
+        *(width, heads, 1 / d_model, every / block_width, every / block_width),
+        kernel=kernel,
+        tap_variance=base,
+        gate=read.activation("hidden_activation"),
+    )
+    kinds = (list(read("block_types")) * layers)[:layers]
+    mixers = _mixed(read, [_FULL if k == "attention" else k for k in kinds], {"recurrent": unit})
+    inward = ("query", "key", "value") if read.flag("attention_bias") else ()
+    output = [2.0 / (layers * (width if one else d_model)) for one in mixers]
+    cap = read.cap("logits_soft_cap")
+    return _decoder(
+        read,
+        seq_len,
+        variance=base,
+        activation=read.activation("hidden_activation"),
+        d_ff=read.count("intermediate_size") // 2,
+        biases=read.biases((*inward, "output", "ffn_in", "ffn_out", "gate")),
+        rotary=read.rotary(),
+        window=read.window("attention_window_size", _length(read, seq_len)),
+        weights=Weights(*(1 / d_model,) * 3, output, base, base),
+        embedding={"scale": math.sqrt(d_model)},
+        head=causal_head(read, base, read.number("rms_norm_eps"), logit_softcap=cap),
+        mixer=mixers,
     )
 
 
@@ -198,6 +298,18 @@ _IRRELEVANT = {
     "use_cache": ...,
 }
 """Of Mamba-2: how it is computed, and an entry that nothing reads."""
+_COMPUTED: dict[str, Any] = {
+    "residual_in_fp32": ...,
+    "use_mambapy": ...,
+    "use_associative_scan": ...,
+}
+_COMPUTED |= dict.fromkeys(("intermediate_size", "d_inner", "d_model", "n_layer"), ...)
+_COMPUTED |= {
+    "fused_add_norm": ...,
+    "pad_vocab_size_multiple": ...,
+    "rms_norm": True,
+    "ssm_cfg": {},
+}
 
 
 def _minimax(read: Entries, seq_len: int | None) -> Transformer:
@@ -259,9 +371,17 @@ FAMILIES: dict[str, Family] = {
         {"mamba_chunk_size": ..., "num_logits_to_keep": ..., "z_loss_coefficient": 0.0},
     ),
     "lfm2": Family(_lfm2, "Lfm2ForCausalLM", "causal"),
+    "mamba": Family(_mamba, "MambaForCausalLM", "causal", _COMPUTED),
+    "falcon_mamba": Family(_falcon_mamba, "FalconMambaForCausalLM", "causal", _COMPUTED),
     "mamba2": Family(_mamba2, "Mamba2ForCausalLM", "causal", _IRRELEVANT),
     "minimax": Family(
         _minimax, "MiniMaxForCausalLM", "causal", {"router_aux_loss_coef": ..., "block_size": ...}
+    ),
+    "recurrent_gemma": Family(
+        _recurrent_gemma,
+        "RecurrentGemmaForCausalLM",
+        "causal",
+        {"final_w_init_variance_scale": ..., "head_dim": ..., "embeddings_scale_by_sqrt_dim": True},
     ),
     "qwen3_next": Family(
         _qwen3_next, "Qwen3NextForCausalLM", "causal", {"router_aux_loss_coef": ...}

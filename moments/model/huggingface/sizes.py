@@ -11,20 +11,20 @@ from . import READERS
 
 # What families call the same thing
 _SIDES = ("encoder", "decoder")
-LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
+LAYERS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
 LAYERS += tuple(f"{side}_layers" for side in _SIDES)
-WIDTHS = ("hidden_size", "n_embd", "dim", "d_model", "embedding_size", "input_embedding_size")
+WIDTHS: tuple[str, ...] = ("hidden_size", "n_embd", "dim", "d_model", "embedding_size", "input_embedding_size")
 WIDTHS += ("output_embedding_size",)
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+HEADS: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 HEADS += tuple(f"{side}_attention_heads" for side in _SIDES)
-FFN_WIDTHS = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "dff")
+FFN_WIDTHS: tuple[str, ...] = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "dff")
 FFN_WIDTHS += tuple(f"{side}_ffn_dim" for side in _SIDES)
 _LENGTH = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 _HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
 # What a class's own defaults lack to be a model that is read
 _NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "llama4_text": {"use_qk_norm": False},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
 # Entries with one item per layer, which follow the depth when they are left out
 _PER_LAYER = ("layer_types", "attention_layers")
@@ -41,6 +41,10 @@ def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in READERS:
         raise unknown_name("model_type", kind, sorted(READERS))
     changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
+    pattern = READERS[kind].defaults.get("layers_block_type")
+    if pattern is not None:  # one entry for every layer, and none for how many there are
+        several = list(entries.get("layers_block_type", pattern)) * layers
+        return changed | {"layers_block_type": several[:layers]}
     names = [name for name in LAYERS if name in READERS[kind].defaults or name in entries]
     if not names:
         raise domain_error("model_type", kind, "a family with an entry for its depth")

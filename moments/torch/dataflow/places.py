@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ...errors import MomentsError, optional
+from ...errors import optional
 from ...prediction.draws import STREAM
-from ..hook_points import HookPoint, ModuleBranch, SubmoduleTensor, WeightPart, blocks_of
+from ..hook_points import HookPoint, ModuleBranch, SubmoduleTensor, WeightPart
 from ..roles import Role
 from .graph import VIEWS, Graph, filled
 from .stream import BranchUnit, SumChain
@@ -324,15 +323,22 @@ def place(
     ends = [u.sum.value if u.after is None else u.after.end for *_, u in layers]
     streams = _alike([sites.of(value) for value in ends])
     rows = [(0, STREAM, _entering(sites, chain, streams))]
-    told: dict[tuple[int, str], tuple[str, SubmoduleTensor, bool]] = {}
+    blocks: list[ModuleBranch | None] = []
     for number, (units, stream) in enumerate(zip(layers, streams, strict=True), start=1):
+        own: dict[str, SubmoduleTensor] = {}
         for unit in units:
             alone = not unit.parallel or unit is units[-1]
-            rows += [(number, *row) for row in _unit(sites, unit, alone)]
-            placement = "none" if (number, unit.name) in odd else placements[number - 1]
-            if (reads := _read_by(sites, unit, stream)) is not None:
-                told[number, unit.name] = placement, reads, unit.late
+            for site, point in _unit(sites, unit, alone):
+                rows.append((number, site, point))
+                if point is not None and point in sites.tokens:
+                    own.setdefault(site, point)
         rows.append((number, STREAM, stream))
+        for unit in units:
+            placement = "none" if (number, unit.name) in odd else placements[number - 1]
+            reads = _read_by(sites, unit, stream)
+            where = stack, number, placement
+            made = stream and reads and _branch(unit, own, stream, reads, *where)
+            blocks.append(made)
     for layer, site, point in rows:
         if point is not None and point in sites.tokens:
             found.points.append(HookPoint(layer, stack + site, point.path, point.side))
@@ -340,11 +346,46 @@ def place(
             found.streams = False
     norms = [n for units in layers for u in units for n in (u.before, u.after) if n is not None]
     sums = all(point in sites.tokens for _, site, point in rows if site.endswith(".sum"))
-    if sums and all(sites.norm(norm) is not None for norm in norms):
-        with suppress(MomentsError):  # a block whose last matrix no submodule holds
-            blocks = blocks_of(found.points, told)
-            found.blocks = blocks if len(blocks) == len(told) else ()
+    whole = tuple(block for block in blocks if block is not None)
+    if sums and len(whole) == len(blocks) and all(sites.norm(norm) is not None for norm in norms):
+        found.blocks = whole
     return found
+
+
+def _branch(
+    unit: BranchUnit,
+    own: Mapping[str, SubmoduleTensor],
+    stream: SubmoduleTensor,
+    reads: SubmoduleTensor,
+    stack: str,
+    layer: int,
+    placement: str,
+) -> ModuleBranch | None:
+    """A residual branch by the sites of its layer; None where no submodule gives its last matrix's
+    outcome."""
+    name = unit.name
+    last = "ffn.out" if name == "ffn" else f"{name}.projection"
+    post_norm, dropped = own.get(f"{name}.post_norm"), own.get(f"{name}.dropout")
+    given = [p for p in (post_norm, dropped, own.get(last)) if p is not None and p.side == "output"]
+    raw = given[0] if post_norm is not None and given else own.get(last)
+    if not given or raw is None or raw.side != "output":
+        return None
+    norm = own.get(f"{name}.norm") or (own.get("attention.norm") if unit.parallel else None)
+    return ModuleBranch(
+        stack=stack,
+        layer=layer,
+        path=stream.path,
+        name=name,
+        placement=placement,
+        norm=None if norm is None else norm.path,
+        post_norm=None if post_norm is None else post_norm.path,
+        stream=reads,
+        raw=raw,
+        branch=given[0],
+        total=own.get(f"{name}.sum", stream),
+        parallel=unit.parallel,
+        drops=unit.late and given[0] != dropped,
+    )
 
 
 def _read_by(

@@ -638,7 +638,7 @@ class Lowering:
         x, args = self._state(node.args[0]), node.args
         if not isinstance(x, Field):
             raise Unlowered("a norm of known numbers with gains of the batch")
-        shape, weight, bias = x.site.shape, *args[1:3]
+        shape, weight, bias = x.site.shape, args[1], args[2]
         if name == "native_batch_norm":
             centred, scale = self._by_channel(x, args)
         elif name == "native_group_norm":
@@ -959,8 +959,8 @@ class Lowering:
             key = (w.root, used.numpy().tobytes())
         read = source, known, columns
         more = self._more(w)
-        made = _product(w, key, (sites, _count(feature)), *read, matrix, more)
-        return Field(made, site, feature)
+        fresh = _product(w, key, (sites, _count(feature)), *read, matrix, more)
+        return Field(fresh, site, feature)
 
     def _more(self, w: Weights) -> float:
         """How many times more features a matrix sums over than it has here."""

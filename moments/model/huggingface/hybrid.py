@@ -1,0 +1,334 @@
+"""Decoders whose layers have attention, a recurrence, or both."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ...errors import domain_error
+from ..experts import Experts
+from ..mixers import Absent, GatedDeltaNet, LayerAttention, Mamba2, ParallelMixer
+from ..positions import Rotary
+from ..transformer import Transformer
+from ..weights import Weights
+from .entries import Entries
+from .family import Family, causal_head
+from .latent import latent_attention
+from .llama import _FULL, _SLIDING, _decoder, _granite
+from .moe import routed, sigmoid_experts, softmax_experts
+from .recurrent import (
+    _LINEAR,
+    _mixed,
+    mamba2_block,
+    mamba_block,
+    rescaled_output,
+    step_range,
+)
+from .relatives import _kinds, _windows
+
+_NAMES = {"mamba": _LINEAR, "attention": _FULL}
+"""Of kinds of layers, before transformers 5."""
+
+
+def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
+    """Granite's multipliers, Mamba-2 or attention in every layer, experts beside a dense block."""
+    layers, shared = read.layers("num_hidden_layers"), read.count("shared_intermediate_size")
+    given = read("layer_types", None) or read("layers_block_type", [_LINEAR] * layers)
+    kinds = [_NAMES.get(kind, kind) for kind in given]
+    turned = read("position_embedding_type", None) == "rope"
+    experts: dict[str, Any] = {"d_ff": shared}
+    if int(read("num_local_experts")) > 0:
+        experts = {"ffn": routed(read, softmax_experts(read, shared=shared))}
+    return _granite(
+        read,
+        seq_len,
+        biased=("attention_bias",),
+        mixer=_mixed(read, kinds, {_LINEAR: mamba2_block(read)}),
+        rotary=read.rotary() if turned else None,
+        **experts,
+    )
+
+
+def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
+    """One block a layer: Mamba-2, attention without positions, a dense block or experts."""
+    for name in ("use_bias", "mamba_proj_bias"):
+        read.refuse(name, False, "biases of a mixer's matrices")
+    read.expect("tie_word_embeddings", False, "the module has a matrix of its own for its logits")
+    read.expect("mamba_hidden_act", "silu", "SiLU is assumed behind the convolution")
+    named = {"M": _LINEAR, "*": _FULL, "-": "mlp", "E": "moe"}
+    pattern, given = read("hybrid_override_pattern", None), read("layer_types", None)
+    if given is None and pattern is not None and not read.has("layers_block_type"):
+        given = [named.get(letter, letter) for letter in pattern]
+    kinds = [_NAMES.get(kind, kind) for kind in given or read("layers_block_type")]
+    if not set(kinds) <= set(named.values()):
+        raise domain_error("layers_block_type", kinds, f"of {', '.join(named.values())}")
+    read.read.add("num_hidden_layers")  # the pattern's length, whatever it says
+    read = read.replaced(num_hidden_layers=len(kinds), tie_word_embeddings=False)
+    variance, heads = read.variance(), read.count("mamba_num_heads")
+    inner, activation = heads * read.count("mamba_head_dim"), read.activation("mlp_hidden_act")
+    block = Mamba2(
+        *(heads, read.count("mamba_head_dim"), read.count("ssm_state_size"), variance, variance),
+        groups=read.count("n_groups"),
+        kernel=read.count("conv_kernel"),
+        tap_variance=variance,
+        tap_distribution="normal",
+        tap_bias=read.flag("use_conv_bias"),
+        steps=step_range(read),
+        norm_epsilon=read.number("layer_norm_epsilon"),
+        least_step=read.positive("time_step_min"),
+    )
+    experts = None
+    if "moe" in kinds:
+        read.refuse("moe_latent_size", None, "experts between two matrices of their own")
+        width = read.count("moe_shared_expert_intermediate_size")
+        experts = sigmoid_experts(read).replace(shared=width)
+        routed(read, experts)
+    ffns: dict[str, Any] = {"mlp": None, "moe": experts}
+    mixers: dict[str, Any] = {_FULL: None, _LINEAR: block}
+    rescaled = rescaled_output(read, inner) if read.flag("rescale_prenorm_residual") else variance
+    output = [rescaled if kind == _LINEAR else variance for kind in kinds]
+    return _decoder(
+        read,
+        seq_len,
+        epsilon="layer_norm_epsilon",
+        activation=activation,
+        gated=False,
+        rotary=None,
+        biases=read.biases(("ffn_in", "ffn_out") if read.flag("mlp_bias") else ()),
+        weights=Weights.normal(variance).replace(output=output),
+        embedding={"padding_id": None},
+        mixer=[mixers.get(kind, Absent()) for kind in kinds],
+        ffn=[ffns.get(kind, Absent()) for kind in kinds],
+    )
+
+
+def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
+    """Mamba-2 and attention of the same tokens in every layer, with multipliers everywhere."""
+    read.refuse("projectors_bias", False, "biases of a mixer's matrices")
+    width = None if read.null("mamba_d_ssm") else read.count("mamba_d_ssm")
+    several = read("ssm_multipliers", [1.0] * 5)
+    gate, down = read("mlp_multipliers", [1.0] * 2)
+    entering, reading = read.number("ssm_in_multiplier"), read.number("attention_in_multiplier")
+    mixer = mamba2_block(
+        read,
+        width,
+        norm=read.flag("mamba_rms_norm"),
+        norm_before_gate=read.flag("mamba_norm_before_gate"),
+        multipliers=tuple(entering * one for one in several),
+    )
+    both = ParallelMixer(
+        mixer,
+        reading * read.number("attention_out_multiplier"),
+        read.number("ssm_out_multiplier"),
+    )
+    if gate != 1.0:
+        read.notes.append(
+            f"mlp_multipliers = {[gate, down]}: the first is in the variance of the gate's matrix, "
+            f"of which the module's own has {gate * gate:.3g} of the squared gradient"
+        )
+    variance, epsilon = read.variance(), read.number("rms_norm_eps")
+    scale = read.number("lm_head_multiplier")
+    return _decoder(
+        read,
+        seq_len,
+        biased=("attention_bias", "mlp_bias"),
+        temperature=1 / (read.positive("key_multiplier") * reading**2),
+        weights=Weights.normal(variance).replace(gate=variance * gate**2),
+        branch_scale=[[1.0, down]] * read.layers("num_hidden_layers"),
+        embedding={"scale": read.number("embedding_multiplier")},
+        head=causal_head(read, variance, epsilon, output_scale=scale),
+        mixer=both,
+    )
+
+
+def _jamba(read: Entries, seq_len: int | None) -> Transformer:
+    """Mamba with norms inside, attention without positions, experts in every second layer."""
+    read.refuse("mamba_proj_bias", False, "biases of a mixer's matrices")
+    layers, variance = range(read.layers("num_hidden_layers")), read.variance()
+    names = {"rank": "mamba_dt_rank", "expand": "mamba_expand", "state": "mamba_d_state"}
+    block = mamba_block(
+        read,
+        names | {"kernel": "mamba_d_conv", "tap_bias": "mamba_conv_bias"},
+        tap_variance=variance,
+        tap_distribution="normal",
+        steps=(math.log(2), math.log(2)),  # softplus(0)
+        inner_norm="affine",
+        norm_epsilon=read.number("rms_norm_eps"),
+    )
+    attends, chosen = (
+        [n for n in layers if n % read.count(f"{of}_period") == read(f"{of}_offset")]
+        for of in ("attn_layer", "expert_layer")
+    )
+    experts: Experts | None = None
+    if read.count("num_experts") > 1:
+        experts = softmax_experts(read, "num_experts", "num_local_experts", normalised="all")
+    return _decoder(
+        read,
+        seq_len,
+        biases=None,
+        rotary=None,
+        mixer=[None if number in attends else block for number in layers],
+        ffn=None if experts is None else routed(read, experts, chosen),
+    )
+
+
+def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
+    """Kimi's delta attention, latent attention without positions, experts."""
+    values = {new: read(old, None) for old, new in _KIMI.items() if not read.has(new)}
+    read = read.replaced(**values)
+    layers, variance = read.layers("num_hidden_layers"), read.variance()
+    own = read("linear_attn_config", {})
+    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
+    width, heads, kernel = (own.get(k) or read.count(name) for k, name in names.items())
+    usual = [_FULL if n and n % 4 == 0 else _LINEAR for n in range(layers)]
+    if "kda_layers" in own and "full_attn_layers" in own:
+        usual = [_FULL if n + 1 in own["full_attn_layers"] else _LINEAR for n in range(layers)]
+    block = GatedDeltaNet(
+        *(heads, heads, width, width, variance, variance, variance),
+        kernel=kernel,
+        tap_variance=variance,
+        rates=(1.0, 16.0),
+        steps=(1e-3, 1e-1),
+        norm_epsilon=read.number("rms_norm_eps"),
+        decay="channel",
+        gate="sigmoid",
+        rank=width,
+    )
+    mixers = _mixed(read, read("layer_types", None) or usual, {_LINEAR: block})
+    latent = latent_attention(read, variance)
+    dense = read("first_k_dense_replace", 1)
+    kinds = read("mlp_layer_types", None) or ["dense"] * dense + ["sparse"] * (layers - dense)
+    chosen = [number for number, kind in enumerate(kinds) if kind == "sparse"]
+    return _decoder(
+        read,
+        seq_len,
+        biases=None,
+        rotary=None,
+        d_head=read.count("qk_rope_head_dim"),
+        kv_heads=read.count("num_attention_heads"),
+        mixer=[latent if one is None else one for one in mixers],
+        ffn=routed(read, sigmoid_experts(read, "num_local_experts"), chosen),
+    )
+
+
+def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
+    """Gemma 3 with values normalised too, undivided logits, and full layers of other widths."""
+    experts = "experts and a dense block behind norms of their own"
+    read.refuse("enable_moe_block", False, experts)
+    read.refuse("hidden_size_per_layer_input", 0, "an embedding that every layer reads anew")
+    read.refuse("num_kv_shared_layers", 0, "keys and values of another layer")
+    if (given := read("use_bidirectional_attention", None)) == "all":
+        read.leave_out("use_bidirectional_attention", given, "a causal mask is assumed")
+    kinds = _kinds(read, 6)
+    kinds[-1] = _FULL  # as the module makes it
+    wide, shared = read.count("global_head_dim", 512), read("num_global_key_value_heads", None)
+    alike = read.flag("attention_k_eq_v")
+    if alike:
+        read.notes.append(
+            "attention_k_eq_v = True: full layers' keys and values are drawn apart; of the one "
+            "matrix that they are the squared gradient is about the sum of both"
+        )
+    else:
+        shared = None
+    layers = {int(n): of for n, of in read("per_layer_config", {}).items()}
+    own = {n: layers.get(n, {}) for n, kind in enumerate(kinds) if kind == _FULL}
+    width, mixers, temperatures = read.count("head_dim"), [], []
+    for number in range(len(kinds)):
+        head = own[number].get("head_dim", wide) if number in own else width
+        several = own[number].get("num_key_value_heads", shared) if number in own else None
+        mixers.append(LayerAttention(head, several, "rmsnorm", value_norm=True))
+        temperatures.append(head**-0.5)
+    given = read.rope()
+    usual = {_FULL: Rotary(0.25, 1e6), _SLIDING: Rotary(1.0, 1e4)}
+    rotaries = {}
+    for kind, one in usual.items():
+        of = given.get(kind) or {}
+        part = float(of.get("partial_rotary_factor", one.fraction if not of else 1.0))
+        # slowed as of all features, of which a part is turned
+        rotaries[kind] = Rotary(part, float(of.get("rope_theta", one.base)) ** part)
+        if of.get("rope_type", "default") not in ("default", "proportional") or "factor" in of:
+            read.leave_out("rope_parameters", of, "unscaled rotary frequencies are assumed")
+    variance, epsilon = read.variance(), read.number("rms_norm_eps")
+    cap = None
+    if read("final_logit_softcapping", None) is not None:
+        cap = read.cap("final_logit_softcapping")
+    return _decoder(
+        read,
+        seq_len,
+        activation=read.activation("hidden_activation"),
+        norm="sandwich",
+        rotary=[rotaries[kind] for kind in kinds],
+        temperature=temperatures,
+        window=_windows(read, kinds, seq_len),
+        embedding={"scale": math.sqrt(read.count("hidden_size"))},
+        head=causal_head(read, variance, epsilon, logit_softcap=cap),
+        mixer=mixers,
+    )
+
+
+_KIMI = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""Names of entries in released configs, and those of transformers' class."""
+_BALANCE = {"router_aux_loss_coef": ..., "num_logits_to_keep": ...}
+_KERNELS = {"use_mamba_kernels": ..., "use_mambapy": ..., "use_associative_scan": ...}
+
+
+def _none(*names: str) -> dict[str, Any]:
+    """Entries that no line of the module reads, or that say how it is computed."""
+    return dict.fromkeys(names, ...)
+
+
+_POSITIONS = _none("rope_theta", "rope_scaling", "rope_parameters")  # of layers without any
+FAMILIES = {
+    kind: Family(read, f"{module}ForCausalLM", "causal", _BALANCE | usual)
+    for kind, read, module, usual in (
+        (
+            "granitemoehybrid",
+            _granitemoehybrid,
+            "GraniteMoeHybrid",
+            _POSITIONS
+            | _none("mamba_chunk_size", "init_method")
+            | {"normalization_function": "rmsnorm"},
+        ),
+        (
+            "nemotron_h",
+            _nemotron_h,
+            "NemotronH",
+            _KERNELS
+            | _none("num_nextn_predict_layers", "mtp_layers_block_type")
+            | _none("mtp_hybrid_override_pattern", "chunk_size", "mamba_ssm_cache_dtype")
+            | _none("residual_in_fp32", "expand", "hidden_dropout", "moe_shared_expert_overlap")
+            | _none("sliding_window", "attention_bias", "time_step_limit", "attention_head_dim")
+            | _none("num_query_groups", "rms_norm_eps", "time_step_rank"),
+        ),
+        (
+            "falcon_h1",
+            _falcon_h1,
+            "FalconH1",
+            _none("mamba_chunk_size", "mlp_expansion_factor") | {"mamba_use_mlp": True},
+        ),
+        (
+            "gemma4_text",
+            _gemma4,
+            "Gemma4",
+            _none("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts")
+            | _none("top_k_experts", "moe_intermediate_size"),  # of what is refused
+        ),
+        ("jamba", _jamba, "Jamba", _KERNELS | _none("n_ctx") | {"mamba_inner_layernorms": True}),
+        (
+            "kimi_linear",
+            _kimi_linear,
+            "KimiLinear",
+            _POSITIONS
+            | _none("use_grouped_topk", "head_dim", "qk_head_dim", "num_nextn_predict_layers")
+            | {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "mla_use_nope": True},
+        ),
+    )
+}
