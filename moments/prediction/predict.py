@@ -80,8 +80,8 @@ def predict(
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
-        pixels: images of shape (B, C, H, W) for a patch embedding, or spectrograms for one of sound:
-            images of one channel, bins down and time across.
+        pixels: images of shape (B, C, H, W) for a patch embedding; a spectrogram is one of one
+            channel, bins down and time across.
         targets: token ids of the loss, shaped as token_ids, -100 where there is none; classes (B,)
             for a classifier. None: the next token of the sequence (or document) for a causal head,
             else chosen at random.
