@@ -207,7 +207,7 @@ def over_tokens(kernel: Kernel) -> Array:
     for diagonal, off_diagonal in classes.blocks_by_relation(*cells):
         block = between.T @ off_diagonal @ between
         np.fill_diagonal(block, diagonal @ between)
-        blocks.append(block)
+        blocks.append(block.astype(np.float32))
     kinds, every = [], min(sequences, 2)
     for k in range(0, len(blocks), every):
         inside, across = blocks[k], blocks[k + every - 1]
