@@ -548,6 +548,9 @@ class Hessian:
         # sequences side by side, none of which sees another
         count, tokens = rows.sequences, len(at.kernel) // rows.sequences
         weights = rows.heads.weights.reshape(-1, count, tokens, count, tokens)
+        if len(weights) > 1:  # heads that differ: some from the first to the last
+            drawn_heads = self.heads * rows.heads.sharing
+            weights = weights[np.linspace(0, len(weights) - 1, drawn_heads).round().astype(int)]
         weights = np.stack([weights[:, k, :, k] for k in range(count)])
         places = rows.heads.positions[:tokens]
         heads = dataclasses.replace(
