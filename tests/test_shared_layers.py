@@ -169,6 +169,8 @@ def test_what_is_not_stated_of_shared_layers_is_refused() -> None:
         moments.predict(model, token_ids=IDS, tokens=True, **LAST)
     with pytest.raises(DomainError, match="one configuration"):
         moments.predict(model, correlation=[0.1, 0.2], **LAST)
+    assert not p.states_draws
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "grad_variance_band" not in p.to_json()
+        assert "sharing their weights" in str(p.table())
