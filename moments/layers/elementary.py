@@ -231,11 +231,7 @@ class Activation(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        kernel = record.input.kernel
-        variance = float(kernel.mean_diagonal(walk.real))
-        common = float(kernel.mean_off_diagonal(walk.real))
-        units = concentration(self.laws, variance, ratio_or_zero(common, variance))
-        return entrywise_overlap(self, record, at, walk.real, units)
+        return entrywise_overlap(self, record, at, walk.real, self.laws)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
@@ -289,10 +285,20 @@ class Activation(Lawful):
 
 
 def entrywise_overlap(
-    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None, units: float = 1.0
+    leaf: Leaf,
+    record: Record,
+    at: UnsharedOverlap,
+    real: Array | None,
+    laws: ComponentLaws | None = None,
+    square: float = 1.0,
 ) -> UnsharedOverlap:
-    """Behind a function of every feature by itself; `units` as from `concentration`."""
-    before, after = record.input, record.output
+    """Behind a function of every feature by itself, that of `laws` of inputs whose squares are
+    `square` times these; None: of features whose slopes tokens do not share."""
+    before, after, units = record.input, record.output, 1.0
+    if laws is not None:
+        variance = float(before.kernel.mean_diagonal(real))
+        common = float(before.kernel.mean_off_diagonal(real))
+        units = concentration(laws, square * variance, ratio_or_zero(common, variance))
     moved = elasticity(leaf, before, after, real)
     return at.activated(moved, (before.width, after.width), units)
 

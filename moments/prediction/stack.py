@@ -602,12 +602,11 @@ def configurations(**arrays: Any) -> tuple[int, ...]:
 
 NUMBERS = {True: (0, 200), False: (30_000, 300)}
 """Numbers that a prediction and its band keep per layer, alone and per configuration and pair of
-tokens: measured, 140 and 200 under a causal mask of 128 to 512 tokens; by resolution."""
+tokens, by resolution: above those that were counted."""
 
 
 POSITIONS = 12
-"""Numbers for every position of a sequence on classes next to what `Prediction` keeps by token:
-measured, 8 at 1e6 and 1e7 of them."""
+"""Numbers for every position of a sequence on classes next to what `Prediction` keeps by token."""
 
 
 def check_memory(
