@@ -78,14 +78,18 @@ def test_a_width_in_the_code_is_named():
     assert any("the variance follows the width, 0.5" in note for note in notes)
 
 
-def test_a_config_without_a_declaration_is_checked_and_predicted(tmp_path):
-    with pytest.raises(Undeclared, match="shared by all layers"):
-        moments.from_huggingface(ALBERT)
-    report = moments.check(ALBERT)
+def test_a_config_without_a_declaration_is_checked(tmp_path):
+    fnet = {"model_type": "fnet", "num_hidden_layers": 1, "hidden_size": 512, "vocab_size": 300}
+    fnet["intermediate_size"] = 512
+    with pytest.raises(Undeclared, match="no stack of attention"):
+        moments.from_huggingface(fnet)
+    report = moments.check(fnet)
     assert report.healthy
-    assert "in a module of width 256 for one of 1024" in report.read
-    with pytest.raises(DomainError, match="shared by all layers"):
-        moments.check(ALBERT, scheme="dslm")
+    assert "in a module of width 256 for one of 512" in report.read
+    # its Fourier transform over features is not divided by their number
+    assert any("fourier" in n and "follows the width, 0.5" in n for n in report.notes)
+    with pytest.raises(DomainError, match="no stack of attention"):
+        moments.check(fnet, scheme="dslm")
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(ALBERT))
+    path.write_text(json.dumps(fnet))
     assert moments.check(path).healthy

@@ -216,11 +216,85 @@ def with_experts(rows_alone: bool) -> nn.Module:
     return nn.Sequential(table, Experts(rows_alone), nn.Linear(64, open_modules.WORDS))
 
 
-def test_rows_gathered_for_each_expert_are_refused_in_words() -> None:
-    with pytest.raises(moments.MomentsError, match=r"1 gathers as many rows .* give every expert"):
-        predict(with_experts(True), IDS)
-    with pytest.raises(moments.MomentsError, match="give every expert all rows"):
-        moments.check(with_experts(True), IDS)
+class Loop(nn.Module):
+    """Two of eight experts for every token, in a loop over the rows that each of them has."""
+
+    def __init__(self, spelling: str, width: int = 96, experts: int = 8) -> None:
+        super().__init__()
+        self.spelling, self.table = spelling, nn.Embedding(open_modules.WORDS, width)
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 192), nn.GELU(), nn.Linear(192, width))
+            for _ in range(experts)
+        )
+        self.last = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        made = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            if self.spelling == "unsorted":
+                rows = (chosen == number).any(-1)
+                share = (weights * (chosen == number)).sum(-1)
+                made[rows] += expert(flat[rows]) * share[rows][:, None]
+                continue
+            rows, rank = torch.where(chosen == number)
+            out = expert(flat[rows]) * weights[rows, rank, None]
+            if self.spelling == "added":
+                made.index_add_(0, rows, out)
+            else:
+                made[rows] += out
+        return self.last(x + made.view_as(x))
+
+
+@pytest.mark.parametrize("spelling", ["added", "put"])
+def test_loops_over_the_rows_of_experts(spelling: str) -> None:
+    make = functools.partial(Loop, spelling)
+    torch.manual_seed(0)
+    result = predict(make(), IDS)
+    assert not result.unread
+    assert any("that this pass chose" in note for note in result.notes)
+    squares, gradients, weights = measured(make, IDS)
+    free = "experts"  # whose rows are others in every draw
+    forward = {r.module: r.variance + r.mean**2 for r in result.outputs if free not in r.module}
+    assert forward.keys() >= {"table", "router", "last"}
+    assert not departures(forward, squares, 0.06)
+    back = {r.module: r.grad_variance for r in result.outputs if free not in r.module}
+    assert not departures({n: g for n, g in back.items() if g is not None}, gradients, 0.12)
+    named = {name: value for name, value in result.weights.items() if free not in name}
+    assert not departures(named, weights, 0.15)
+    whole = sum(value for name, value in result.weights.items() if free in name)
+    drawn = sum(values.mean() for name, values in weights.items() if free in name)
+    assert whole == pytest.approx(drawn, rel=0.1)
+
+
+def test_what_a_choice_was_made_by_is_not_cut_to_what_was_chosen() -> None:
+    torch.manual_seed(0)
+    result = predict(Loop("unsorted"), IDS)
+    assert any("what the batch chose by" in why for _, why in result.unread)
+    rows = {row.module: row for row in result.outputs}
+    assert rows.keys() == {"table", "router", *(m for m in rows if "experts" in m)}
+    assert rows["table"].grad_variance is None
+    assert "table.weight" not in result.weights
+
+
+def test_one_expert_for_every_token() -> None:
+    torch.manual_seed(0)
+    result = predict(with_experts(True), IDS)
+    assert not result.unread
+
+    def drawn(seed: int) -> float:
+        torch.manual_seed(seed)
+        modules = nn.Sequential(nn.Embedding(open_modules.WORDS, 64), Experts(True))
+        return float(modules(IDS).detach().square().mean())
+
+    squares = {"1": np.array([drawn(seed) for seed in range(100, 140)])}
+    row = next(row for row in result.outputs if row.module == "1")
+    assert not departures({"1": row.variance}, squares, 0.06)
+    assert moments.check(with_experts(True), IDS).healthy
 
 
 def test_what_tokens_chose_is_no_finding() -> None:

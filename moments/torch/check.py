@@ -27,7 +27,7 @@ from ..show.differences import Case
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import Seen, rules, stream_numbers
 from ..show.outliers import odd_layers
-from ..show.recognition import Weight, WeightRule, misplaced, recognise
+from ..show.recognition import Weight, WeightRule, recognise
 from .advice import STRUCTURE, advise
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
@@ -40,12 +40,11 @@ from .entering import first_stream, random_part
 from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten
-from .findings import measure_roles
+from .findings import WRITTEN, measure_roles, odd_tensors
 from .measure import Loss, measure, needs_labels
 from .open_check import check_open
 from .roles import (
     ModuleRoles,
-    Role,
     block_of,
     gathered,
     gathered_names,
@@ -91,12 +90,6 @@ UNEVEN = 10.0
 
 SCALED = 0.02
 """How far below 1 a residual multiplier is one that was meant."""
-
-WRITTEN = 1e-3
-"""Relative error taken for entries and multipliers that were written, not drawn."""
-
-CONSTANT = 1.01
-"""Kurtosis below which entries have one magnitude, as written ones have (1)."""
 
 OTHER_INPUTS = re.compile(
     r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox|entity).*"
@@ -392,8 +385,6 @@ class Checking:
                 spread = entries.spread if math.isfinite(entries.spread) else 1.0
                 of = entries.square, spread, entries.count, role.fan_in, role.fan_out
                 weights.append(Weight(role.layer, role.name, *of))
-        if self.promised is not None and misplaced(self.promised):
-            self.promised = None  # its library draws it so: no less a slip
         reading = recognise(weights, self.architecture, self.promised, self.promised_by)
         if self.promised_by == "class" and self.promised is not None:
             # Its user may draw it anew, which a config would say.
@@ -523,36 +514,17 @@ class Checking:
             for layer in t.layers
             for name in t.where
         }
-        rows: dict[str, list[tuple[Role, EntryMoments]]] = {}
+        rows: dict[str, dict[int, list[tuple[str, EntryMoments]]]] = {}
         for role, entries in self.tensors.entries:
             if 1 <= role.layer <= layers and not role.stack:
-                rows.setdefault(role.full_name, []).append((role, entries))
+                by_layer = rows.setdefault(role.full_name, {})
+                by_layer.setdefault(role.layer, []).append((role.label, entries))
         count = len(rows) + 4
-        for name, row in rows.items():
-            by_layer = [[e for r, e in row if r.layer == n] for n in range(1, layers + 1)]
-            if not all(by_layer):
-                continue
-            sizes = [sum(e.count for e in part) for part in by_layer]
-            squares = [
-                sum(e.count * e.square for e in part) / size
-                for part, size in zip(by_layer, sizes, strict=True)
-            ]
-            spreads = [
-                math.sqrt(sum((e.count * (e.spread if e.square else 0.0)) ** 2 for e in part))
-                / size
-                for part, size in zip(by_layer, sizes, strict=True)
-            ]
-            if all(max(e.kurtosis for e in part) < CONSTANT for part in by_layer if part[0].square):
-                spreads = [WRITTEN] * layers
-            odd = {n + 1 for n in odd_layers(squares, spreads, count)}
-            if not strict and name in MATRICES and 0.0 in squares and any(squares):
-                odd |= {n for n, square in enumerate(squares, start=1) if square == 0}
-            for n in sorted(odd):
-                names = self.tensors.names(name, layers=(n,))
-                whole = self.tensors.names(name)
-                if any((n, one) in known for one in (*names, *whole)):
-                    continue
-                yield self._odd_layer(name, n, names, squares)
+        whole = {name: by_layer for name, by_layer in rows.items() if len(by_layer) == layers}
+        for name, finding in odd_tensors(whole, count, () if strict else MATRICES):
+            places = [(finding.layers[0], n) for n in (*finding.where, *self.tensors.names(name))]
+            if not known.intersection(places):
+                yield finding
         for field, words in (("branch_scale", "beta"), ("skip_scale", "lambda")):
             if self.reading.model is None or strict:
                 continue
@@ -566,25 +538,6 @@ class Checking:
                     why += f"the other layers have {rest:.4g}"
                     of = field.replace("_", " "), names, layer, here, rest, why
                     yield Finding("warning", *of, "multiply every layer's branch alike")
-
-    def _odd_layer(
-        self, name: str, layer: int, names: tuple[str, ...], squares: Sequence[float]
-    ) -> Finding:
-        here = squares[layer - 1]
-        rest = float(np.median([s for n, s in enumerate(squares, start=1) if n != layer]))
-        if not here:
-            words = "every entry is 0, where those of the other layers are not"
-        elif not rest:
-            words = f"entries have a mean square of {here:.3g}, where the other layers' are 0"
-        else:
-            words = (
-                f"entries have {here / rest:.3g} times the mean square of the other layers' "
-                f"({math.sqrt(here):.3g} for {math.sqrt(rest):.3g}, root mean square)"
-            )
-        why = f"{name} of layer {layer}: {words}"
-        mend = "initialise every layer by the same code"
-        mend += f": std {math.sqrt(rest):.3g}" * (rest > 0)
-        return Finding("warning", "odd layer", names, (layer,), here, rest, why, mend)
 
     def _remarks(self, reading: WeightRule) -> Iterator[str]:
         """What was seen that may be meant."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,22 @@ import numpy as np
 
 from ..model.transformer import Transformer
 from ..show.expected import tail_probability
-from ..show.findings import Row
+from ..show.findings import Finding, Row
+from ..show.outliers import odd_layers
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
 from .hook_points import ModuleBranch, Sums
-from .roles import ModuleRoles, Role
+from .roles import ModuleRoles, Role, gathered_names
 from .running import grouped
 
 FALSE_ALARM = 1e-5
 """Probability that an audit of a correct module fails at all, over all its checks together."""
+
+WRITTEN = 1e-3
+"""Relative error taken for entries and multipliers that were written, not drawn."""
+
+CONSTANT = 1.01
+"""Kurtosis below which entries have one magnitude, as written ones have (1)."""
 
 SLACK = 2e-3
 """Relative error of a multiplier that single precision and rounding may leave."""
@@ -106,6 +113,54 @@ def _pooled(group: list[Measured], limit: float) -> Row | None:
     of = 0, first.full_name, f"{first.label} ... {last.label}", "variance over its expectation"
     note = f"{len(usable)} layers together"
     return Row(*of, 1.0, ratio, chance >= limit, note, spread, chance)
+
+
+def odd_tensors(
+    rows: Mapping[str, Mapping[int, Sequence[tuple[str, EntryMoments]]]],
+    count: int,
+    zero: Collection[str] = (),
+) -> Iterator[tuple[str, Finding]]:
+    """Layers whose entries are unlike those of all others, with the name of the row.
+
+    Args:
+        rows: by name and layer, names of tensors with their entries.
+        count: of rows that are asked about together.
+        zero: names of which no layer may be zero where others are not.
+    """
+    for name, by_layer in rows.items():
+        layers = sorted(by_layer)
+        parts = [[entries for _, entries in by_layer[n]] for n in layers]
+        sizes = [sum(e.count for e in part) for part in parts]
+        both = list(zip(parts, sizes, strict=True))
+        squares = [sum(e.count * e.square for e in part) / size for part, size in both]
+        spreads = [
+            math.hypot(*(e.count * (e.spread if e.square else 0.0) for e in part)) / size
+            for part, size in both
+        ]
+        if all(max(e.kurtosis for e in part) < CONSTANT for part in parts if part[0].square):
+            spreads = [WRITTEN] * len(layers)
+        odd = set(odd_layers(squares, spreads, count))
+        if name in zero and any(squares):
+            odd |= {place for place, square in enumerate(squares) if square == 0}
+        for place in sorted(odd):
+            others = [s for n, s in enumerate(squares) if n != place]
+            names = gathered_names([label for label, _ in by_layer[layers[place]]])
+            yield name, _odd(name, layers[place], names, squares[place], float(np.median(others)))
+
+
+def _odd(name: str, layer: int, names: tuple[str, ...], here: float, rest: float) -> Finding:
+    if not here:
+        words = "every entry is 0, where those of the other layers are not"
+    elif not rest:
+        words = f"entries have a mean square of {here:.3g}, where the other layers' are 0"
+    else:
+        words = (
+            f"entries have {here / rest:.3g} times the mean square of the other layers' "
+            f"({math.sqrt(here):.3g} for {math.sqrt(rest):.3g}, root mean square)"
+        )
+    mend = "initialise every layer by the same code" + f": std {math.sqrt(rest):.3g}" * (rest > 0)
+    why = f"{name} of layer {layer}: {words}"
+    return Finding("warning", "odd layer", names, (layer,), here, rest, why, mend)
 
 
 def norm_findings(

@@ -207,7 +207,9 @@ def _divided(config: Any, factor: int) -> Any:
         elif name == "vocab_size" and type(value) is int:
             setattr(narrow, name, min(VOCABULARY, value))
     rows = getattr(narrow, "vocab_size", None)
-    for name in entries if isinstance(rows, int) else ():
+    if not isinstance(rows, int):
+        return narrow
+    for name in entries:
         token = getattr(narrow, name)
         if name.endswith("token_id") and type(token) is int:
             setattr(narrow, name, min(token, rows - 1))

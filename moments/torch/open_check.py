@@ -12,14 +12,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..errors import MomentsError, optional
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
-from ..show.outliers import odd_layers
 from .dataflow.graph import CHOICES
 from .entries import EntryMoments
+from .findings import odd_tensors
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, lowered, summary
 from .operations.sampling import again
@@ -202,26 +200,16 @@ def _unlike(rows: list[Row]) -> Iterator[Finding]:
 
 def _odd_tensors(module: nn.Module) -> Iterator[Finding]:
     """Tensors whose variance is unlike that of their namesakes in other layers."""
-    alike: dict[str, dict[int, tuple[str, EntryMoments]]] = {}
+    alike: dict[str, dict[int, list[tuple[str, EntryMoments]]]] = {}
     for name, parameter in module.named_parameters():
         found = re.search(r"(?:^|\.)(\d+)\.", name)
         if found is None or parameter.ndim < 2 or not parameter.is_floating_point():
             continue
         pattern = f"{name[: found.start(1)]}*{name[found.end(1) :]}"
-        alike.setdefault(pattern, {})[int(found[1])] = name, EntryMoments.of(parameter)
-    for layers in alike.values():
-        rows = [layers[n] for n in sorted(layers)]
-        squares = [entries.square for _, entries in rows]
-        spreads = [entries.spread for _, entries in rows]
-        for place in odd_layers(squares, spreads, len(alike)):
-            name, others = rows[place][0], [s for n, s in enumerate(squares) if n != place]
-            usual = float(np.median(others))
-            words = f"{squares[place] / usual:.3g} times that of its namesakes in other layers"
-            if squares[place] == 0:
-                words = "0, and that of its namesakes in other layers is not"
-            reason, mend = f"its variance is {words}", "draw it as the others are drawn"
-            where, numbers = ((name,), (place + 1,)), (squares[place], usual)
-            yield Finding("error", "odd layer", *where, *numbers, reason, mend)
+        entries = EntryMoments.of(parameter)
+        alike.setdefault(pattern, {}).setdefault(int(found[1]) + 1, []).append((name, entries))
+    for _, finding in odd_tensors(alike, len(alike)):
+        yield finding
 
 
 def _stack(prediction: ModulePrediction) -> list[Any]:

@@ -18,8 +18,10 @@ _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 
 
-_OF_ATTENTION = ("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "window")
-_OF_ATTENTION += ("temperature",)
+_OF_ATTENTION = (
+    *("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "temperature"),
+    "window",
+)
 """Fields that no layer reads where none has attention."""
 
 
@@ -51,9 +53,8 @@ def _decoder(
         "d_head": read.count("head_dim", d_model // heads) if "d_head" not in changes else None,
     } | changes
     mixers = changes.get("mixer")
-    if isinstance(mixers, tuple | list) and all(
-        isinstance(one, (*RECURRENT, Absent)) for one in mixers
-    ):
+    without = (*RECURRENT, Absent)
+    if isinstance(mixers, tuple | list) and all(isinstance(one, without) for one in mixers):
         fields = {name: one for name, one in fields.items() if name not in _OF_ATTENTION}
     return declared(
         read,

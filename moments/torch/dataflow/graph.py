@@ -332,7 +332,9 @@ class _Recorder(TorchDispatchMode):
         written = _written(func, args, kwargs)
         for tensor in written:
             for other in self.sharing.get(_storage(tensor), ()):
-                self.graph.values[self.known[id(other)]].tensor = other.clone()
+                before = self.graph.values[self.known[id(other)]]
+                if before.tensor is other:
+                    before.tensor = other.clone()
         drop_prob, keep, plain = None, None, name.removesuffix("_")
         if plain == "floor":  # of a number and a uniform draw
             keep = self.uniform.get(inputs[0])

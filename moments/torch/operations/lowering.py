@@ -6,8 +6,9 @@ what no rule takes is sampled, and what cannot even be sampled is named and left
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import optional
@@ -90,6 +91,9 @@ _MERGES_NAMES = (
 _MERGES = frozenset(_MERGES_NAMES.split())
 """Operations that put several tensors into one."""
 
+_BY_PLACES = ("index", "index_put", "index_add", "index_copy", "masked_scatter", "index_select")
+"""Operations whose indices may be what the batch chose: those of the recorded pass are taken."""
+
 _REDUCTIONS = ("mean", "sum", "var", "std", "linalg_vector_norm", "var_mean", "norm")
 _SUMS = ("add", "sub", "rsub", "mul", "div", "neg")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm")
@@ -118,6 +122,8 @@ class Lowering:
         laws: of variables.
         unread: (operation, reason) of what no rule covers, with how often.
         sampled: names of operations that are sampled, with how often.
+        chosen: places that the batch chose, which are those of the recorded pass, with the roots of
+            what they were chosen by.
     """
 
     def __init__(
@@ -131,6 +137,7 @@ class Lowering:
         self.unread: Counter[tuple[str, str]] = Counter()
         self.sampled: Counter[str] = Counter()
         self.lost: set[int] = set()
+        self.chosen: dict[int, frozenset[object]] = {}
         for index, value in enumerate(graph.values):
             if value.producer is not None:
                 continue
@@ -167,11 +174,42 @@ class Lowering:
     def _made(self, node: Node, name: str, states: list[State | None]) -> Sequence[State]:
         if name in _FACTORIES:
             return [Known(self.graph.tensor(v)) for v in node.outputs]
-        if any(isinstance(s, Field) for s in states):
+        if name in _BY_PLACES and not isinstance(states[0], Weights):
+            for n, v in enumerate(node.inputs):  # places that the batch chose
+                state = states[n]
+                if isinstance(state, Field) and not self.graph.tensor(v).is_floating_point():
+                    self.chosen[v] = state.variable.roots
+                    states[n] = self.states[v] = Known(self.graph.tensor(v))
+        by = _union(self.chosen.get(v, frozenset()) for v in node.inputs)
+        fields = [s for s in states if isinstance(s, Field)]
+        if fields:
+            empty = all(not self._shape(v).numel() for v in node.outputs)
+            if name == "nonzero" or empty:  # which rows an expert has, or one that has none
+                by = by.union(*(field.variable.roots for field in fields))
+                self.chosen.update(dict.fromkeys(node.outputs, by))
+                return [Known(self.graph.tensor(v)) for v in node.outputs]
+            cuts = by and name in ("index", "index_select")
+            if cuts and not all(self._ranked(f.variable, by) for f in fields):
+                raise Unlowered("what the batch chose by, at the places that it chose")
             return self._of_fields(node, name)
         if any(isinstance(s, Weights) for s in states):
             return self._of_weights(node, name)
+        self.chosen.update(dict.fromkeys(node.outputs if by else (), by))
         return [Known(t) for t in again(self.graph, node, {}, self.states)]
+
+    def _ranked(self, v: Variable, roots: frozenset[object]) -> bool:
+        """Whether a variable says nothing of a choice by these roots, or is sorted by it: what was
+        chosen has another law than what was not."""
+        if not v.roots & roots or not isinstance(v, Sampled):
+            return all(self._ranked(p, roots) for p in v.parents) if v.roots & roots else True
+        node = self.graph.producer(v.value)
+        if node is None or node.name in ("topk", "sort", "max"):
+            return node is not None
+        real = [n for n in node.inputs if self.graph.tensor(n).is_floating_point()]
+        if len(real) < len(node.inputs) and node.name != "gather":
+            return not any(isinstance(self.states.get(n), Field) for n in node.inputs)
+        below = [s.variable for n in real if isinstance(s := self.states.get(n), Field)]
+        return node.name == "gather" or all(self._ranked(b, roots) for b in below if b is not v)
 
     def _unknown(self, node: Node, name: str, reason: str) -> list[State]:
         """Variables of which nothing is known."""
@@ -204,6 +242,8 @@ class Lowering:
     def _of_fields(self, node: Node, name: str) -> Sequence[State]:
         first = self._state(node.args[0]) if node.args else None
         others = [s for s in map(self.states.get, node.inputs[1:]) if isinstance(s, Field)]
+        if name in ("index_add", "index_put"):
+            return [self._added_at(node, name)]
         if name in ("index", "index_select", "embedding") and isinstance(first, Weights):
             chosen = self._chosen_matrix(node, first)
             if chosen is not None:
@@ -334,6 +374,58 @@ class Lowering:
                 return [self._padded(x, moved(x.site)[0], feature, ~there)]
         sites, features = moved(x.site), moved(x.feature)
         return [self._settled(x.variable, *at) for at in zip(sites, features, strict=True)]
+
+    def _added_at(self, node: Node, name: str) -> State:
+        """Rows of one tensor added to, or put in the place of, rows of another one."""
+        shape = whole = self._shape(node.outputs[0])
+        adds = name == "index_add"
+        into: State = self._state(node.args[0])
+        source = self._state(node.args[3 if adds else 2])
+        if adds:
+            dim, at = node.args[1], _tensor(self._state(node.args[2])).long()
+        else:
+            adds = len(node.args) > 3 and bool(node.args[3])
+            places = [self._state(a) for a in node.args[1]]
+            if not all(isinstance(p, Known) for p in places):
+                raise Unlowered("entries that are put along a later axis, or at unknown places")
+            dim, at = 0, torch.zeros(1, dtype=torch.long)
+            for p in (p.tensor for p in places):
+                columns = p.nonzero().unbind(1) if p.dtype == torch.bool else [p]
+                for column in columns:
+                    at, dim = at * shape[dim] + column, dim + 1
+            shape = torch.Size((shape[:dim].numel(), *shape[dim:]))
+            dim = 0
+        if isinstance(source, Known) and not source.tensor.numel():
+            return into
+        if not isinstance(source, Field):
+            raise Unlowered("known numbers added at places that the batch chose")
+        source = _expanded(source, (*shape[:dim], len(at), *shape[dim + 1 :]))
+        before = torch.stack([(at[:n] == at[n]).sum() for n in range(len(at))])
+        total = _reshaped(into, shape) if isinstance(into, Field) else None
+        if not adds and total is not None:
+            kept = torch.ones(shape[dim], dtype=torch.bool).index_fill(0, at, False)
+            total = self._rows(total, shape, dim, kept.nonzero()[:, 0], kept.nonzero()[:, 0])
+        elif total is None and bool((_tensor(into) != 0).any()):
+            raise Unlowered("known numbers to which rows are added")
+        for times in range(int(before.max()) + 1):  # a place may be given several rows
+            rows = (before == times).nonzero()[:, 0]
+            placed = self._rows(source, shape, dim, rows, at[rows])
+            summed = placed if total is None else self._added(total, placed, (1.0, 1.0), shape)
+            if summed is None:
+                raise Unlowered("rows added to a sampled variable")
+            total = summed
+        assert total is not None
+        made: Field = _reshaped(total, whole)
+        return made
+
+    def _rows(self, x: Field, shape: Sequence[int], dim: int, rows: Tensor, at: Tensor) -> Field:
+        """Some rows of a field at places of a tensor that is zero elsewhere."""
+        site = torch.full(tuple(shape), -1).index_copy(dim, at, x.site.index_select(dim, rows))
+        feature = x.feature.narrow(dim, 0, 1).expand(tuple(shape)).clone()
+        feature = feature.index_copy(dim, at, x.feature.index_select(dim, rows))
+        values, new = torch.unique(site, return_inverse=True)
+        terms = [Term(x.variable, number(1), values)]
+        return Field(combination(len(values), x.variable.features, terms), new, feature)
 
     def _padded(self, x: Field, site: Tensor, feature: Tensor, gone: Tensor) -> Field:
         """With places that are zero, which are sites of their own where whole rows are."""
@@ -545,7 +637,23 @@ class Lowering:
         """Whether a sum needs a covariance that only joint draws give."""
         if not a.roots & b.roots or (a.gaussian and b.gaussian):
             return False
-        return holds_sampled(a) or holds_sampled(b)
+        if not (holds_sampled(a) or holds_sampled(b)):
+            return False
+        pairs = itertools.product(self._signs(a), self._signs(b))
+        return not all(
+            m == n or (s and not s & q) or (t and not t & r) for (m, s, r), (n, t, q) in pairs
+        )
+
+    def _signs(self, v: Variable) -> list[tuple[int, frozenset[object], frozenset[object]]]:
+        """Of every summand its number, the roots of a factor that is as often positive as negative
+        whatever the others are, and those of all factors."""
+        if isinstance(v, Combination):
+            return [pair for term in v.terms for pair in self._signs(term.variable)]
+        if isinstance(v, Times):
+            for one in v.parents:
+                if one.gaussian and not bool(self.laws.mean(one).any()):
+                    return [(v.number, one.roots, v.roots)]
+        return [(v.number, frozenset(), v.roots)]
 
     def _independent(self, a: Variable, b: Variable) -> bool:
         if not a.roots & b.roots:
@@ -1166,7 +1274,11 @@ def _flat(x: Field) -> Tensor:
 
 
 def _roots(variables: Any) -> frozenset[object]:
-    return frozenset[object]().union(*(v.roots for v in variables))
+    return _union(v.roots for v in variables)
+
+
+def _union(sets: Iterable[frozenset[object]]) -> frozenset[object]:
+    return frozenset[object]().union(*sets)
 
 
 def _tensor(x: Any) -> Tensor:
@@ -1189,7 +1301,9 @@ def _weights_expanded(w: Weights, shape: Sequence[int]) -> Weights:
 
 
 def _reshaped(state: Any, shape: Sequence[int]) -> Any:
-    """A parameter, or numbers, in another shape."""
+    """The same entries in another shape."""
+    if isinstance(state, Field):
+        return Field(state.variable, state.site.reshape(shape), state.feature.reshape(shape))
     if isinstance(state, Weights):
         return Weights(state.tensor.reshape(shape), state.root, state.index.reshape(shape))
     return Known(state.tensor.reshape(shape)) if isinstance(state, Known) else state

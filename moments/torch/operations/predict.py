@@ -92,7 +92,8 @@ class ModulePrediction:
         weights: expected squared gradient norm of every parameter, by name; of the loss, or where
             none is given of one draw of a gradient of that variance at the output.
         sampled: operations without a law, drawn, with how often they occur.
-        unread: (operation, reason) of what could not be followed; what stands behind it has no row.
+        unread: (operation, reason) of what could not be followed; what stands behind it has no row,
+            what stands before it no gradient.
         notes: what else is not exact here.
         tokens, draws: of the pass, and of what is sampled.
         gradient: what gradients are of, in words.
@@ -229,9 +230,23 @@ class Lowered:
         return None
 
     @property
+    def cut(self) -> int:
+        """Operations, as bits, whose gradient also passes what could not be followed."""
+        bits = 0
+        for value in self.lowering.lost:
+            bits |= self.graph.before(value)
+        return bits
+
+    @property
     def weights(self) -> dict[str, float]:
-        """Squared gradient norms by parameter, those of tensors derived from one with it."""
-        names = [v.name for v in self.graph.values if v.name is not None and v.params]
+        """Squared gradient norms by parameter, those of tensors derived from one with it; without
+        parameters whose gradient also passes what could not be followed."""
+        cut = self.cut
+        names = [
+            v.name
+            for v in self.graph.values
+            if v.name is not None and v.params and not any(cut >> n & 1 for n in v.consumers)
+        ]
         total = {name: self.lowering.sampler.squares.get(name, 0.0) for name in names}
         for root, leaf in self.replicas.weights.items():
             name = root.partition("#")[0]
@@ -359,7 +374,7 @@ def _agreement(vocabulary: int, logits: Tensor) -> Tensor:
 def summary(done: Lowered, draws: int) -> ModulePrediction:
     """What a user is given of a pass."""
     graph, lowering, replicas = done.graph, done.lowering, done.replicas
-    paths = _paths(graph)
+    paths, cut = _paths(graph), done.cut
     rows: dict[int, OperationRow] = {}
     for value, state in lowering.states.items():
         if not isinstance(state, Field) or value in lowering.lost:
@@ -367,6 +382,9 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         if not graph.tensor(value).is_floating_point() or graph.tensor(value).numel() == 0:
             continue
         row = _row(graph, lowering, replicas, value, state, paths)
+        made = graph.values[value].producer
+        if row is not None and made is not None and cut >> made & 1:
+            row = row._replace(grad_variance=None, grad_correlation=None)
         if row is not None:
             rows[value] = row
     outputs = []
@@ -378,6 +396,8 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
         for one, other in sorted(lowering.laws.left_out)
     ]
+    if lowering.chosen:
+        notes.append("rows that experts take are those that this pass chose for them")
     tokens = next((v.tensor.shape[1] for v in graph.values if v.live and v.tensor.ndim > 1), 0)
     return ModulePrediction(
         tuple(rows.values()),
