@@ -357,7 +357,7 @@ def root_of(kernel: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def _own(head: Head, draws: int) -> dict[str, Array]:
+def _own(head: Any, draws: int) -> dict[str, Array]:
     """Parameters of so many draws, inner matrices with entries of variance 1."""
     random = np.random.default_rng(0)
     sizes = {name: (draws, one.fan_in, one.fan_out) for name, one in head.inner.items()}

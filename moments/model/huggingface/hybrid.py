@@ -234,11 +234,11 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         )
     else:
         shared = None
-    layers = {str(n): of for n, of in read("per_layer_config", {}).items()}
-    if not all(n.isdigit() and isinstance(of, dict) for n, of in layers.items()):
-        raise domain_error("per_layer_config", layers, "a JSON object for each of some layers")
-    layers = {int(n): of for n, of in layers.items()}
-    own = {n: layers.get(n, {}) for n, kind in enumerate(kinds) if kind == _FULL}
+    given = {str(n): of for n, of in read("per_layer_config", {}).items()}
+    if not all(n.isdigit() and isinstance(of, dict) for n, of in given.items()):
+        raise domain_error("per_layer_config", given, "a JSON object for each of some layers")
+    said: dict[int, Any] = {int(n): of for n, of in given.items()}
+    own = {n: said.get(n, {}) for n, kind in enumerate(kinds) if kind == _FULL}
     width, mixers, temperatures = read.count("head_dim"), [], []
     for number in range(len(kinds)):
         head = own[number].get("head_dim", wide) if number in own else width
