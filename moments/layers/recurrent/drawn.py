@@ -87,6 +87,8 @@ class Head(Protocol):
         effort: times as many draws as others have, where what all features share scatters most.
     """
 
+    def __hash__(self) -> int: ...
+
     @property
     def block(self) -> Any: ...
 
@@ -357,11 +359,12 @@ def root_of(kernel: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def _own(head: Any, draws: int) -> dict[str, Array]:
+def _own(head: Head, draws: int) -> dict[str, Array]:
     """Parameters of so many draws, inner matrices with entries of variance 1."""
     random = np.random.default_rng(0)
     sizes = {name: (draws, one.fan_in, one.fan_out) for name, one in head.inner.items()}
-    return head.own(random, draws) | {k: random.standard_normal(n) for k, n in sizes.items()}
+    inner = {name: random.standard_normal(size) for name, size in sizes.items()}
+    return {**head.own(random, draws), **inner}
 
 
 @functools.lru_cache(maxsize=16)
