@@ -50,6 +50,9 @@ def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
     changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
     pattern = READERS[kind].defaults.get("layers_block_type")
     if pattern is not None:  # one entry for every layer, and none for how many there are
+        letters = entries.get("hybrid_override_pattern")
+        if letters and "layers_block_type" not in entries:
+            return changed | {"hybrid_override_pattern": (letters * layers)[:layers]}
         several = list(entries.get("layers_block_type", pattern)) * layers
         return changed | {"layers_block_type": several[:layers]}
     names = [name for name in LAYERS if name in READERS[kind].defaults or name in entries]
