@@ -74,7 +74,8 @@ def test_what_is_wrong_in_one_layer_fails_a_users_test(style: str) -> None:
 def test_correct_modules_of_every_style_pass(style: str) -> None:
     report = moments.check(planted_bugs.built(style, "gpt2", 11))
     assert report.healthy, str(report)
-    for words in ("causal attention", "Pre-LN", "4 heads", "4 layers of width 64"):
+    heads = "4 query heads" if style == "Llama" else "4 heads"
+    for words in ("causal attention", "Pre-LN", heads, "4 layers of width 64"):
         assert words in report.verdict()
 
 

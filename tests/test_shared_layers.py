@@ -47,13 +47,13 @@ def test_moments_and_gradients_are_those_of_the_twin(name: str) -> None:
     pytest.importorskip("torch")
     model, bound = CASES[name]
     p = moments.predict(model, token_ids=IDS, **LAST)
-    s = moments.simulate(model, token_ids=IDS, seeds=40, **LAST)
-    for quantity, allowed in (("variance", 0.02), ("grad_variance", bound)):
+    s = moments.simulate(model, token_ids=IDS, seeds=20, **LAST)
+    for quantity, allowed in (("variance", 0.02), ("correlation", 0.015), ("grad_variance", bound)):
         draws = s.samples[quantity]
         error = draws.std(0, ddof=1) / len(draws) ** 0.5
         gap = np.abs(getattr(p, quantity) - draws.mean(0))
-        assert np.all(gap < allowed * draws.mean(0) + 2 * error), quantity
-    assert p.correlation == pytest.approx(s.correlation, abs=0.015)
+        scale = 1.0 if quantity == "correlation" else draws.mean(0)
+        assert np.all(gap < allowed * scale + 2 * error), quantity
     ours, drawn = (
         frame[frame.layer.between(1, 4)].groupby("weight").sum()
         for frame in (p.weight_gradients(), s.weight_gradients())
@@ -169,6 +169,8 @@ def test_what_is_not_stated_of_shared_layers_is_refused() -> None:
         moments.predict(model, token_ids=IDS, tokens=True, **LAST)
     with pytest.raises(DomainError, match="one configuration"):
         moments.predict(model, correlation=[0.1, 0.2], **LAST)
+    assert not p.states_draws
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "grad_variance_band" not in p.to_json()
+        assert "sharing their weights" in str(p.table())

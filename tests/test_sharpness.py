@@ -303,6 +303,15 @@ def test_kernels_between_classes_give_the_same_sharpness(monkeypatch: pytest.Mon
         assert abs(other - one) < 0.08 * abs(one) + 3 * math.hypot(*errors)
 
 
+def test_few_drawn_heads_stand_for_those_under_penalties_on_distance() -> None:
+    """ALiBi's heads differ: a quarter of them, against all, beyond what draws differ by."""
+    model = moments.preset("gpt2").replace(layers=1, d_model=128, heads=8, d_ff=128, seq_len=16)
+    prediction = moments.predict(model.replace(alibi=True), token_ids=zipf_text(300, 16, 1))
+    few, every = (prediction.sharpness("adam", features=n) for n in (32, 128))
+    error = 3 * math.hypot(few.largest_stderr, every.largest_stderr)
+    assert abs(few.largest - every.largest) < 0.15 * every.largest + error
+
+
 def test_of_many_tokens_the_first_are_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moments.step.search.MOST_TOKENS", 32)
     model = moments.preset("gpt2").replace(layers=1, d_model=32, heads=1, d_ff=64, seq_len=16)

@@ -325,11 +325,11 @@ def concentration(
         return 1.0
     function, nearest = laws.entrywise[0], 1.0 - 1e-6  # where a function is linear in the rest
     r = min(max(correlation, 0.0), nearest)
-    z = (np.arange(400) + 0.5) / 25.0 - 8.0
+    z = (np.arange(160) + 0.5) / 12.5 - 6.4
     weights = np.exp(-(z**2) / 2)
     weights /= weights.sum()
     shared = (variance * r) ** 0.5 * z
-    nodes, masses = np.polynomial.hermite_e.hermegauss(32)
+    nodes, masses = np.polynomial.hermite_e.hermegauss(16)
     values = function(NUMPY, shared[:, None] + (variance * (1.0 - r)) ** 0.5 * nodes)
     mean, square = (values**k @ masses / masses.sum() for k in (1, 2))
     spread = (values - mean[:, None]) ** 2 @ masses / masses.sum()

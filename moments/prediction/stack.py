@@ -695,8 +695,9 @@ def first_kernel(
         return alike(v, r, model.seq_len, resolved)
     if not isinstance(embedding, Embedding):
         raise DomainError(
-            "a patch embedding's moments depend on its images: pass pixels (see "
-            "moments.layers.images.photograph), or variance and correlation"
+            "what an embedding of pictures or sound makes depends on them: pass pixels (see "
+            "moments.layers.images.photograph), or variance and correlation; an encoder's in "
+            "encoder_inputs"
         )
     if isinstance(resolved, TextClasses):
         return class_kernel(embedding, resolved, model.d_model)

@@ -18,6 +18,7 @@ import numpy as np
 from ..engine.composition import Chain, added
 from ..engine.fluctuation import has_fixed_norms
 from ..engine.state import Kernel, Signal
+from ..engine.texts import TextClasses
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..layers.architecture import declare, declare_embedding, declare_output
@@ -215,8 +216,9 @@ def over_tokens(kernel: Kernel) -> Array:
         for start in range(0, len(kind), length):
             kind[start : start + length, start : start + length] = inside
         kinds.append(kind)
-    if len(kinds) == 1:
+    if not isinstance(classes, TextClasses):
         return kinds[0]
+    assert classes.ids is not None
     words = np.ravel(classes.ids)
     return np.where(words[:, None] == words, kinds[1], kinds[0])
 
@@ -224,7 +226,7 @@ def over_tokens(kernel: Kernel) -> Array:
 def _head_weights(leaf: Any, layer: Any, tokens: int) -> Array:
     """(heads, T, T) mean attention; on classes all keys that a row sees have the same."""
     if isinstance(layer, TokenLayer):
-        return layer.head_weights()
+        return np.asarray(layer.head_weights())
     if leaf.relative_bias is not None:
         raise DomainError(f"tables of relative biases are followed by token alone ({leaf.label})")
     (seen,) = self_masks(leaf, tokens, 1)
