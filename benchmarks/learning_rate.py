@@ -9,7 +9,8 @@ standard library. Three things are measured, on a grid of rates of steps of a fa
     onset    Adam at a constant rate on one batch of 2 x 64 bytes for 25 steps: the first rate at
              which the loss rises by .3 above the least so far, of two draws of the weights
     best     AdamW for 300 steps of 4 x 64 bytes: the mean loss of the last 30, at rates around the
-             best; `warm` the same behind a linear warm-up of 50 steps
+             best and up to where it is a tenth above it: there training is damaged; `warm` the
+             same behind a linear warm-up of 50 steps
 
 The factors that `moments.learning_rate` puts between an eigenvalue and a rate come from the modules
 of docs/theory/sharpness.md; none of these is among them.
@@ -18,6 +19,8 @@ of docs/theory/sharpness.md; none of these is among them.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import math
 import os
@@ -94,6 +97,7 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
 def corpus() -> np.ndarray:
     """Bytes of the modules of Python's standard library, in the order of their names."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -101,11 +105,9 @@ def corpus() -> np.ndarray:
 
 
 def batch(rng: np.random.Generator, rows: int) -> np.ndarray:
-    starts = rng.integers(0, len(TEXT) - TOKENS, rows)
-    return np.stack([TEXT[k : k + TOKENS] for k in starts]) + 3  # beyond special tokens
-
-
-TEXT = corpus()
+    text = corpus()
+    starts = rng.integers(0, len(text) - TOKENS, rows)
+    return np.stack([text[k : k + TOKENS] for k in starts]) + 3  # beyond special tokens
 
 
 def module(config: dict[str, Any], seed: int) -> Any:
@@ -164,15 +166,33 @@ def onset(config: dict[str, Any]) -> list[int]:
     return values
 
 
-def at(k: int) -> float:
+def at(k: float) -> float:
     return 1e-3 * ROOT**k
 
 
+def damaged(losses: dict[str, float], by: float = 0.1) -> float | None:
+    """The first rate above the best one at which the loss is that much worse, between neighbours;
+    None: none in the sweep."""
+    places = sorted(map(int, losses))
+    best = int(best_of(losses))
+    worst = losses[str(best)] + by
+    for low, high in itertools.pairwise(k for k in places if k >= best):
+        if losses[str(high)] >= worst:
+            return at(float(np.interp(worst, [losses[str(low)], losses[str(high)]], [low, high])))
+    return None
+
+
 def sweep(
-    config: dict[str, Any], warm: int, start: int, stride: int = 1, sgd: bool = False
+    config: dict[str, Any],
+    warm: int,
+    start: int,
+    stride: int = 1,
+    sgd: bool = False,
+    known: dict[str, float] | None = None,
 ) -> dict[str, float]:
-    """Final losses by k, outwards from a start until both sides are worse twice."""
-    seen: dict[int, float] = {}
+    """Final losses by k, outwards from a start until both sides are worse twice and the upper one
+    by a tenth; `known` are not trained again."""
+    seen = {int(k): loss for k, loss in (known or {}).items()}
 
     def value(k: int) -> float:
         if k not in seen:
@@ -180,10 +200,13 @@ def sweep(
             seen[k] = round(min(float(np.mean(curve[-30:])), 99.0), 4)  # 99: not finite
         return seen[k]
 
-    value(start)
+    if not seen:
+        value(start)
     while True:
         best = min(seen, key=lambda k: seen[k])
         wanted = [best + stride * j for j in (-1, 1, -2, 2) if best + stride * j not in seen]
+        if not wanted and damaged({str(k): loss for k, loss in seen.items()}) is None:
+            wanted = [max(seen) + stride]
         if not wanted:
             return {str(k): seen[k] for k in sorted(seen)}
         value(wanted[0])
@@ -218,7 +241,7 @@ def run(names: list[str]) -> None:
         row: dict[str, Any] = {} if names else dict(kept.get(name, {}))
         if "onset" not in row:
             row["onset"] = onset(config)
-            row["best"] = sweep(config, 0, row["onset"][0] - 4)
+        row["best"] = sweep(config, 0, row["onset"][0] - 4, known=row.get("best"))
         best = int(best_of(row["best"]))
         if "warm" not in row:
             row["warm"] = sweep(config, WARM, best + 2, 2)
@@ -251,30 +274,32 @@ def excess(losses: dict[str, float], rate: float) -> float:
 
 
 def table() -> None:
-    rows = stored()
     for kind, key in (("adam", "best"), ("sgd", "sgd")):
-        print(
-            f"\n{kind}\n| module | unstable | onset | best | best over unstable | search | ", end=""
-        )
-        print("middle over best | loss above best | unstable behind warm-up | warm-up best |")
-        print("| --- " * 10 + "|")
-        for name, row in rows.items():
+        print(f"\n{kind}\n| module | edge | onset | damaged | over predicted | best | ", end="")
+        print("best over edge | middle over best | loss there above the best | ", end="")
+        print("damaged behind warm-up | over predicted |")
+        print("| --- " * 11 + "|")
+        for name, row in stored().items():
             if key not in row:
                 continue
             rates, best = predicted(name, kind), at(int(best_of(row[key])))
-            low, high = rates.range
-            middle = math.sqrt(low * high)
+            middle = math.sqrt(math.prod(rates.range))
             onsets = ", ".join(f"{at(k):.2g}" for k in row["onset"]) if kind == "adam" else ""
-            swept = row.get("warm") if kind == "adam" else None
-            warm = "" if swept is None else f"{at(int(best_of(swept))):.2g}"
+            warm = damaged(row["warm"]) if kind == "adam" and "warm" in row else None
             print(
-                f"| {name}{', fixed on it' if name in FIXED else ''} | "
-                f"{rates.first_instability:.2g} | {onsets} | {best:.2g} | "
-                f"{best / rates.first_instability:.2f} | {low:.2g} to {high:.2g} | "
-                f"{middle / best:.2f} | {excess(row[key], middle):.3f} | "
-                f"{rates.first_instability_with_warmup:.2g}, {rates.warmup} steps | {warm} |",
+                f"| {name}{' (fixed)' if name in FIXED else ''} | {rates.edge:.2g} | {onsets} | "
+                f"{over(damaged(row[key]), rates.first_instability)} | {best:.2g} | "
+                f"{best / rates.edge:.2f} | {middle / best:.2f} | {excess(row[key], middle):.3f} | "
+                f"{over(warm, rates.first_instability_with_warmup)} |",
                 flush=True,
             )
+
+
+def over(measured: float | None, predicted: float | None) -> str:
+    """Two cells: a rate, and that over the predicted one."""
+    if measured is None or predicted is None:
+        return f"{'' if measured is None else f'{measured:.2g}'} | "
+    return f"{measured:.2g} | {measured / predicted:.2f}"
 
 
 def main() -> None:

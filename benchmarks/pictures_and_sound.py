@@ -1,4 +1,4 @@
-"""Types that read pictures or sound, and the text towers beside them: real modules measured.
+"""Types that read pictures or sound, and their text towers: real modules measured.
 
     python benchmarks/pictures_and_sound.py measure [--names deit-base-distilled ...] [--seeds 32]
     python benchmarks/pictures_and_sound.py table [--names ...]
@@ -45,11 +45,11 @@ def released(name: str) -> dict[str, Any]:
 
 def names() -> list[str]:
     """Of every config, or tower of one, and those that are measured at 16 layers."""
-    found = []
+    result = []
     for file in sorted(CONFIGS.glob("*.json")):
         towers = "text_config" in json.loads(file.read_text(encoding="utf-8"))
-        found += [f"{file.stem} {t}" for t in ("text", "vision")] if towers else [file.stem]
-    return found + [f"{name} 16" for name in DEEP]
+        result += [f"{file.stem} {t}" for t in ("text", "vision")] if towers else [file.stem]
+    return result + [f"{name} 16" for name in DEEP]
 
 
 def shrunk(name: str) -> dict[str, Any]:
@@ -221,22 +221,22 @@ def draw(config: dict[str, Any], seed: int) -> dict[str, Any]:
         top = stream[-1]
         loss = out.loss if labels else (top * torch.randn_like(top)).sum()
         loss.backward()
-    found: dict[str, Any] = {"loss": float(loss.detach())} if labels else {}
+    result: dict[str, Any] = {"loss": float(loss.detach())} if labels else {}
     if "conv_dim" in config:
         entered = stream[0][0].detach().double().numpy()
-        found["entering"] = (entered @ entered.T / entered.shape[1]).tolist()
+        result["entering"] = (entered @ entered.T / entered.shape[1]).tolist()
     for stack, one in zip(("", "encoder "), reversed(streams), strict=False):
         for name, tensors in (("", one), ("grad_", [part.grad for part in one])):
             pairs = [_pair_moments(part.detach().double().numpy()) for part in tensors]
-            found[f"{stack}{name}variance"] = [own for own, _ in pairs]
+            result[f"{stack}{name}variance"] = [own for own, _ in pairs]
             if not name:
-                found[f"{stack}correlation"] = [both / own for own, both in pairs]
+                result[f"{stack}correlation"] = [both / own for own, both in pairs]
     for name, parameter in module.named_parameters():
         where = place(name)
         if where is not None and parameter.grad is not None:
             square = float(parameter.grad.double().square().sum())
-            found[where] = found.get(where, 0.0) + square
-    return found
+            result[where] = result.get(where, 0.0) + square
+    return result
 
 
 def _watched(layers: Any) -> list[Any]:
@@ -282,8 +282,8 @@ def measured(name: str, seeds: int) -> dict[str, Any]:
 
 
 def _digits(values: Any) -> Any:
-    found = [float(f"{v:.4g}") for v in np.ravel(values)]
-    return found if np.ndim(values) else found[0]
+    result = [float(f"{v:.4g}") for v in np.ravel(values)]
+    return result if np.ndim(values) else result[0]
 
 
 def stored() -> dict[str, Any]:
@@ -295,7 +295,7 @@ def stored() -> dict[str, Any]:
 
 def failures(name: str) -> list[str]:
     """What is outside of its bound beyond twice the standard error, with both numbers."""
-    rows, found = dict(stored()[name]), []
+    rows, misses = dict(stored()[name]), []
     entering = rows.pop("entering", None)
     if entering is not None:
         entering = np.reshape(entering, (math.isqrt(len(entering)), -1))
@@ -310,7 +310,7 @@ def failures(name: str) -> list[str]:
         for n, gap in enumerate(np.ravel((np.abs(mine - value) - 2 * error) / scale)):
             if gap > bound:
                 where = np.ravel(mine)[n], np.ravel(value)[n], np.ravel(error)[n]
-                found.append(
+                misses.append(
                     f"{stack}{quantity} {n}: " + "{:.4g} for {:.4g} ({:.2g})".format(*where)
                 )
     known: dict[str, float] = {}
@@ -324,17 +324,17 @@ def failures(name: str) -> list[str]:
             continue
         value, error = pair
         if key not in known:
-            found.append(f"{key} has no row")
+            misses.append(f"{key} has no row")
             continue
         if key.endswith("key.bias") and value < 1e-9 * max(known.values()):
             continue
         total += known[key], value, error**2
         gap = abs(known[key] - value) - 2 * error
         if gap > MATRICES * value:
-            found.append(f"{key}: {known[key]:.4g} for {value:.4g} ({error:.2g})")
+            misses.append(f"{key}: {known[key]:.4g} for {value:.4g} ({error:.2g})")
     if abs(total[0] - total[1]) - 2 * math.sqrt(total[2]) > TOTAL * total[1]:
-        found.append("total: {:.4g} for {:.4g}".format(*total))
-    return found
+        misses.append("total: {:.4g} for {:.4g}".format(*total))
+    return misses
 
 
 def main() -> None:

@@ -11,22 +11,27 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from moments.engine.state import Gradient, Kernel, Signal
 from moments.layers.recurrent import Mixer
+from moments.layers.recurrent.leaf import Inward
 from moments.model.block import Block
 from moments.model.mixers import (
+    RGLRU,
     GatedDeltaNet,
     LinearAttention,
+    Mamba,
     Mamba2,
     ShortConvolution,
     lightning_decays,
@@ -120,6 +125,80 @@ def lightning(std: float) -> Case:
     return Case(module, lambda: _normal(module, std), block, std**2, std**2, run)
 
 
+def mamba(kind: str, std: float) -> Case:
+    """Of the type, with 256 features of states of 16 and steps from 8."""
+    jamba = kind == "jamba"
+    sizes = {"mamba_dt_rank": 8, "num_experts": 1} if jamba else {"time_step_rank": 8}
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=D_MODEL, num_hidden_layers=1, vocab_size=8, pad_token_id=0, **sizes
+    )
+    config.initializer_range = std
+    model = transformers.AutoModel.from_config(config)
+    module = model.layers[0].mamba if jamba else model.layers[0].mixer
+
+    def draw() -> None:
+        for one in (*module.children(), module):
+            model._init_weights(one)
+
+    if jamba:
+        fields: dict[str, Any] = {"tap_variance": std**2, "tap_distribution": "normal"}
+        fields |= {"steps": (math.log(2),) * 2, "inner_norm": "affine"}
+        steps, output = std**2, std**2
+    else:
+        fields = {"inner_norm": "plain"} if kind == "falcon_mamba" else {}
+        steps, output = 1 / (3 * 8), 1 / (3 * 256)
+    block = Mamba(256, 16, 8, std**2, steps, std**2, **fields)
+    return Case(module, draw, block, std**2, output)
+
+
+def kimi(std: float, taps: float, eps: float) -> Case:
+    sizes = {"linear_head_dim": 32, "linear_num_heads": 8, "rms_norm_eps": eps}
+    config = transformers.KimiLinearConfig(hidden_size=D_MODEL, num_hidden_layers=1, **sizes)
+    module = KimiLinearDeltaAttention(config, 0)
+
+    def draw() -> None:
+        _normal(module, std)
+        module.conv1d.weight.normal_(0.0, taps)
+        gate = module.forget_gate
+        gate.A_log.uniform_(1.0, 16.0).log_()
+        steps = gate.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        gate.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+    block = GatedDeltaNet(
+        *(8, 8, 32, 32),
+        *(std**2,) * 3,
+        tap_variance=taps**2,
+        rates=(1.0, 16.0),
+        steps=(1e-3, 1e-1),
+        norm_epsilon=eps,
+        decay="channel",
+        gate="sigmoid",
+        rank=32,
+    )
+    return Case(module, draw, block, std**2, std**2)
+
+
+def rg_lru(scale: float) -> Case:
+    config = transformers.RecurrentGemmaConfig(
+        hidden_size=D_MODEL, num_hidden_layers=2, num_attention_heads=4, vocab_size=8
+    )
+    config.w_init_variance_scale = scale
+    model = transformers.RecurrentGemmaModel(config)
+    module = model.layers[0].temporal_block
+
+    def draw() -> None:
+        for one in (*module.children(), module):
+            model._init_weights(one)
+
+    places = torch.arange(LENGTH)[None]
+    block = RGLRU(D_MODEL, 4, 1 / D_MODEL, *(scale / 32,) * 2, tap_variance=scale / 4)
+
+    def run(x: Any) -> Any:
+        return module(x, places, None, use_cache=False)[0]
+
+    return Case(module, draw, block, 1 / D_MODEL, 1 / D_MODEL, run)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "convolution, std .1": lambda: convolution(0.1),
     "lightning, std .1": lambda: lightning(0.1),
@@ -130,6 +209,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "mamba2, std .56, 32 heads": lambda: mamba2(0.56, 32),
     "delta, std .05": lambda: delta(0.05, 0.02, (0.01, 16.0), 1.3133, 1e-6),
     "delta, std .1, slow": lambda: delta(0.1, 0.3, (0.1, 1.0), 0.3, 1e-5),
+    "mamba, std .1": lambda: mamba("mamba", 0.1),
+    "falcon_mamba, std .1": lambda: mamba("falcon_mamba", 0.1),
+    "jamba, std .05": lambda: mamba("jamba", 0.05),
+    "kimi, std .05": lambda: kimi(0.05, 0.02, 1e-5),
+    "kimi, std .1, taps .3": lambda: kimi(0.1, 0.3, 1e-5),
+    "rg_lru, scale .01": lambda: rg_lru(0.01),
+    "rg_lru, scale 1": lambda: rg_lru(1.0),
 }
 
 
@@ -157,8 +243,9 @@ def predicted(case: Case, kernel: Array, received: Array) -> dict[str, Any]:
     model = Transformer(1, D_MODEL, 4, LENGTH, causal=True, mixer=case.block)
     shapes = dict(case.block.shapes(model))
     width, _ = shapes.pop("output")
-    rows = tuple((name, rows, case.variance) for name, (_, rows) in shapes.items())
-    mixer = Mixer("", case.block, D_MODEL, rows, width)
+    own = case.block.variances(model)
+    inward = (Inward(k, *of, own.get(k, case.variance), 1.0) for k, of in shapes.items())
+    mixer = Mixer("", case.block, D_MODEL, tuple(inward), width)
     output, pullback = mixer.forward(Signal(Kernel.of_matrix(kernel), LENGTH, width=D_MODEL))
     at_heads = Kernel.of_matrix(received * D_MODEL * case.output)
     pulled = pullback(Gradient(at_heads, LENGTH))
@@ -173,8 +260,9 @@ def predicted(case: Case, kernel: Array, received: Array) -> dict[str, Any]:
 def measured(case: Case, kernel: Array, received: Array, draws: int) -> dict[str, Array]:
     random, found = np.random.default_rng(1), {"output": [], "gradient": [], "matrices": []}
     torch.manual_seed(0)
-    reads = [name for name, _ in case.module.named_parameters() if "out_proj" not in name]
-    reads = [name for name in reads if "proj" in name or "gate" in name]
+    no_matrix = re.compile("out_proj|o_proj|linear_out|conv|norm")
+    named = [name for name, _ in case.module.named_parameters() if name.endswith("weight")]
+    reads = [name for name in named if not no_matrix.search(name)]
     for _ in range(draws):
         with torch.no_grad():
             case.draw()

@@ -9,15 +9,17 @@ Modules are transformers' own at their own initialisation, on a text by Zipf's l
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import learning_rate as rates
 import numpy as np
 import torch
-import transformers
+from learning_rate import UNTIED, module
 
 import moments
 from moments.torch import measure_sharpness
@@ -26,27 +28,10 @@ DATA = Path(__file__).parent / "data" / "sharpness.json"
 WORDS, SEEDS = 256, 3
 
 
-def gpt2(width: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": 64}
-    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return {"model_type": "gpt2", "vocab_size": WORDS} | sizes | none | more
-
-
-def llama(width: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-    sizes |= {"num_key_value_heads": heads, "intermediate_size": 8 * (width // 3)}
-    sizes |= {"vocab_size": WORDS, "max_position_embeddings": 64, "pad_token_id": None}
-    return {"model_type": "llama"} | sizes | more
-
-
-def opt(width: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 4 * width}
-    sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": WORDS}
-    none = {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 64}
-    return {"model_type": "opt", "do_layer_norm_before": False} | sizes | none | more
-
-
-UNTIED = {"tie_word_embeddings": False}
+gpt2, llama, opt = (
+    functools.partial(one, vocab_size=WORDS) for one in (rates.gpt2, rates.llama, rates.opt)
+)
+opt = functools.partial(opt, do_layer_norm_before=False)
 # (config, sequences, tokens)
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "GPT-2, 4 x 64, untied": (gpt2(64, 4, 2, **UNTIED), 2, 64),
@@ -72,13 +57,6 @@ def text(rows: int, tokens: int) -> np.ndarray:
     chance = 1 / np.arange(1, WORDS - 2)
     drawn = np.random.default_rng(3).choice(WORDS - 3, (rows, tokens), p=chance / chance.sum())
     return drawn + 3  # beyond special tokens
-
-
-def module(config: dict[str, Any], seed: int) -> Any:
-    given = {name: value for name, value in config.items() if name != "model_type"}
-    made = transformers.AutoConfig.for_model(config["model_type"], **given)
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(made)
 
 
 def measured(name: str, optimizer: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import moments
+from moments.model.mixers import Mamba
 from moments.simulation.network import LayerTwin
 from moments.simulation.output import draw_head, run_head
 from moments.simulation.parameters import draw_weights
@@ -44,6 +45,8 @@ MODELS = {
     # at an epsilon of 1e-6 rare draws make the mean gradient, 20 percent above that of 96 draws
     "delta": declared(mixer=moments.GatedDeltaNet(2, 4, 16, 16, *[1 / D] * 3, norm_epsilon=1e-2)),
     "convolution": declared(mixer=moments.ShortConvolution(3)),
+    "mamba": declared(mixer=Mamba(64, 8, 4, 1 / D, 1 / 4, 1 / 64)),
+    "layer scale": declared(layer_scale=True, branch_scale=0.5, mixer=moments.ShortConvolution(3)),
     "latent": declared(
         mixer=moments.LatentAttention(32, 8, 8, 16, 1 / D, query_rank=32),
         rotary=moments.Rotary(),
@@ -126,6 +129,14 @@ STORED: dict[tuple[str, str], Any] = {
     ("convolution", "adam"): (
         (-1.387, -769.5, 3.8e-06, 0.01598, 0.08078),
         (0.0056, 3.7, 1.7e-08, 0.00016, 0.0012),
+    ),
+    ("mamba", "adam"): (
+        (-1.052, -548.7, 3.8e-06, 0.007679, 0.03192),
+        (0.0039, 2.1, 1.7e-08, 5.5e-05, 0.00032),
+    ),
+    ("layer scale", "adam"): (
+        (-0.8773, -453.1, 3.8e-06, 0.00465, 0.01853),
+        (0.0034, 1.8, 1.7e-08, 4.7e-05, 0.00022),
     ),
     ("latent", "sgd"): (
         (-1.311, -14.75, 8.105e-07, 0.02568, 0.09063),

@@ -21,7 +21,7 @@ from moments.model.huggingface import OF_BLOCKS, PARTS, READERS
 from moments.model.huggingface import pictures as _pictures
 
 KINDS = sorted(_pictures.FAMILIES)
-# Queries and keys of a text whose tokens are alike at logits of variance 1, up to 21 % low
+# Queries and keys of a text whose tokens are alike at logits of variance 1, up to 25 % low
 # (docs/limits.md); what is outside of its bound besides fails.
 MISSES = {"siglip-base-patch16 text": r"\d+ (query|key)"}
 
@@ -43,7 +43,10 @@ def declared(config: Any) -> tuple[moments.Transformer, str]:
 @pytest.mark.parametrize("name", names())
 def test_moments_and_gradients_are_those_of_the_module(name: str) -> None:
     known = MISSES.get(name.removesuffix(" 16"), "none")
-    assert [one for one in failures(name) if not re.match(known, one)] == []
+    misses = failures(name)
+    assert [one for one in misses if not re.match(known, one)] == []
+    for value, true in (re.findall(r"[\d.e+-]+", one.partition(": ")[2])[:2] for one in misses):
+        assert 0.75 * float(true) < float(value) < float(true)
 
 
 # --- configs --------------------------------------------------------------------------------------

@@ -47,21 +47,21 @@ def test_moments_and_gradients_are_those_of_the_twin(name: str) -> None:
     pytest.importorskip("torch")
     model, bound = CASES[name]
     p = moments.predict(model, token_ids=IDS, **LAST)
-    s = moments.simulate(model, token_ids=IDS, seeds=40, **LAST)
-    for quantity, allowed in (("variance", 0.02), ("grad_variance", bound)):
+    s = moments.simulate(model, token_ids=IDS, seeds=20, **LAST)
+    for quantity, allowed in (("variance", 0.02), ("correlation", 0.015), ("grad_variance", bound)):
         draws = s.samples[quantity]
         error = draws.std(0, ddof=1) / len(draws) ** 0.5
         gap = np.abs(getattr(p, quantity) - draws.mean(0))
-        assert np.all(gap < allowed * draws.mean(0) + 2 * error), quantity
-    assert p.correlation == pytest.approx(s.correlation, abs=0.015)
-    found, drawn = (
+        scale = 1.0 if quantity == "correlation" else draws.mean(0)
+        assert np.all(gap < allowed * scale + 2 * error), quantity
+    ours, drawn = (
         frame[frame.layer.between(1, 4)].groupby("weight").sum()
         for frame in (p.weight_gradients(), s.weight_gradients())
     )
-    for weight in found.index.drop("query.bias"):  # which is next to nothing
+    for weight in ours.index.drop("query.bias"):  # which is next to nothing
         error = drawn.squared_norm_stderr[weight]
         allowed = 0.2 if weight in ("query", "key") else 0.08
-        gap = abs(found.squared_norm[weight] - drawn.squared_norm[weight])
+        gap = abs(ours.squared_norm[weight] - drawn.squared_norm[weight])
         assert gap < allowed * drawn.squared_norm[weight] + 2 * error, weight
 
 
@@ -96,7 +96,13 @@ CORRELATION = [0.3434, 0.3689, 0.4265, 0.4935, 0.5603, 0.6236, 0.6818, 0.7342, 0
 CORRELATION += [0.8535, 0.8815, 0.9045]
 GRADIENT = [0.4704, 0.0156, 0.0128, 0.0120, 0.0122, 0.0131, 0.0147, 0.0172, 0.0211, 0.0272]
 GRADIENT += [0.0376, 0.0588, 0.1134]
-NORMS = {"value": (27.2, 2.5), "output": (27.6, 2.5), "ffn_in": (38.5, 3.2), "ffn_out": (40.8, 3.2)}
+NORMS = {"query": (0.00855, 0.0007), "key": (0.0089, 0.0008)}
+NORMS |= {
+    "value": (27.2, 2.5),
+    "output": (27.6, 2.5),
+    "ffn_in": (38.5, 3.2),
+    "ffn_out": (40.8, 3.2),
+}
 
 
 def test_albert_is_what_its_module_is() -> None:
@@ -163,6 +169,8 @@ def test_what_is_not_stated_of_shared_layers_is_refused() -> None:
         moments.predict(model, token_ids=IDS, tokens=True, **LAST)
     with pytest.raises(DomainError, match="one configuration"):
         moments.predict(model, correlation=[0.1, 0.2], **LAST)
+    assert not p.states_draws
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "grad_variance_band" not in p.to_json()
+        assert "sharing their weights" in str(p.table())

@@ -63,7 +63,11 @@ def model(**changes: Any) -> Transformer:
         ("layernorm_scaling", 1, "one of False, True, 'after-norm'"),
         ("norm_epsilon", -1e-5, "inside"),
         ("weights", {"query": 1.0}, "a moments.Weights, or None"),
-        ("embedding", 32000, "a moments.Embedding or moments.PatchEmbedding, or None"),
+        (
+            "embedding",
+            32000,
+            "a moments.Embedding or moments.PatchEmbedding or moments.SoundEmbedding, or None",
+        ),
     ],
 )
 def test_bad_values_are_named(argument: str, value: Any, allowed: str) -> None:

@@ -203,7 +203,7 @@ def check(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Also say which operand of a matrix product breaks first under this format: fp8, "
+            help="Also say which operand of a matrix product loses most under this format: fp8, "
             "fp8-row, mxfp8 or nvfp4."
         ),
     ] = None,

@@ -23,15 +23,11 @@ EXACT = 4
 """First positions that are nodes of their own."""
 
 PER_OCTAVE = 2.0
-"""Nodes for every doubling of the position beyond them. At 256 positions, against twice as many and
-six exact ones: gradients move by 3e-3 at most and correlations by 2e-4; with 1.5 by 9e-3 and 5e-4,
-with 1 by 3e-2 and 1e-3."""
+"""Nodes for every doubling of the position beyond them."""
 
 PER_WINDOW, LEAST_PER_WINDOW, FEW_WINDOWS, MOST_WINDOWS = 4.0, 2.0, 16, 72
 """Nodes for every window of positions, in sequences of few windows and of more; beyond the most
-there are no classes. At 128 positions, 8 windows, against each its own: gradients move by 1e-3 with
-4 and by 5e-3 with 2, correlations by 5e-4 and 1e-3. Cells as wide as a window lose what nearby
-tokens have in common beyond far ones: gradients of weights are off by 40 %."""
+there are no classes: cells as wide as a window lose what only nearby tokens have in common."""
 
 SUMMED = 64
 """Positions between two nodes that are summed one by one; more by a Gauss rule of 24 points."""

@@ -231,11 +231,7 @@ class Activation(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        kernel = record.input.kernel
-        variance = float(kernel.mean_diagonal(walk.real))
-        common = float(kernel.mean_off_diagonal(walk.real))
-        units = concentration(self.laws, variance, ratio_or_zero(common, variance))
-        return entrywise_overlap(self, record, at, walk.real, units)
+        return entrywise_overlap(self, record, at, walk.real, self.laws)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
@@ -289,10 +285,20 @@ class Activation(Lawful):
 
 
 def entrywise_overlap(
-    leaf: Leaf, record: Record, at: UnsharedOverlap, real: Array | None, units: float = 1.0
+    leaf: Leaf,
+    record: Record,
+    at: UnsharedOverlap,
+    real: Array | None,
+    laws: ComponentLaws | None = None,
+    square: float = 1.0,
 ) -> UnsharedOverlap:
-    """Behind a function of every feature by itself; `units` as from `concentration`."""
-    before, after = record.input, record.output
+    """Behind a function of every feature by itself, that of `laws` of inputs whose squares are
+    `square` times these; None: of features whose slopes tokens do not share."""
+    before, after, units = record.input, record.output, 1.0
+    if laws is not None:
+        variance = float(before.kernel.mean_diagonal(real))
+        common = float(before.kernel.mean_off_diagonal(real))
+        units = concentration(laws, square * variance, ratio_or_zero(common, variance))
     moved = elasticity(leaf, before, after, real)
     return at.activated(moved, (before.width, after.width), units)
 
@@ -319,11 +325,11 @@ def concentration(
         return 1.0
     function, nearest = laws.entrywise[0], 1.0 - 1e-6  # where a function is linear in the rest
     r = min(max(correlation, 0.0), nearest)
-    z = (np.arange(400) + 0.5) / 25.0 - 8.0
+    z = (np.arange(160) + 0.5) / 12.5 - 6.4
     weights = np.exp(-(z**2) / 2)
     weights /= weights.sum()
     shared = (variance * r) ** 0.5 * z
-    nodes, masses = np.polynomial.hermite_e.hermegauss(32)
+    nodes, masses = np.polynomial.hermite_e.hermegauss(16)
     values = function(NUMPY, shared[:, None] + (variance * (1.0 - r)) ** 0.5 * nodes)
     mean, square = (values**k @ masses / masses.sum() for k in (1, 2))
     spread = (values - mean[:, None]) ** 2 @ masses / masses.sum()

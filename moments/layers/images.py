@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,12 +74,10 @@ def image_kernel(embedding: PatchEmbedding, pixels: Any, d_model: int) -> Kernel
     Raises:
         DomainError: pixels of another shape.
     """
-    features, shared = _layout(embedding, pixels)
+    features, added = patch_layout(embedding, pixels)
     matrix = embedding.patch_variance * features @ features.T
-    matrix += embedding.position_variance * shared["position"]
-    matrix += embedding.class_variance * shared["class"]
-    matrix += embedding.register_variance * shared["register"]
-    matrix += (embedding.bias_variance or 0.0) * shared["patch.bias"]
+    for one in added.values():
+        matrix += one.variance * one.same
     fixed = patch_positions(embedding, d_model, len(matrix) // embedding.seq_len)
     return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
 
@@ -123,37 +121,47 @@ def image_gradients(
     grad_out = gradient.off_diagonal
     if isinstance(embedding, SoundEmbedding):
         return sound_gradients(embedding, check_pixels(embedding, pixels), d_model, grad_out)
-    features, shared = _layout(embedding, pixels)
+    features, added = patch_layout(embedding, pixels)
     if np.shape(grad_out) != (len(features), len(features)):
         allowed = f"of shape {(len(features), len(features))}, one row per token"
         raise domain_error("gradient", f"shape {np.shape(grad_out)}", allowed)
-    there = {
-        "patch.bias": embedding.bias_variance is not None,
-        "class": embedding.class_token,
-        "register": embedding.registers > 0,
-        "position": embedding.placed == "learned",
-    }
     result = {"patch": d_model * float((grad_out * (features @ features.T)).sum())}
-    for name, present in there.items():
-        if present:
-            result[name] = d_model * float((grad_out * shared[name]).sum())
+    for name in ("patch.bias", "class", "register", "position"):
+        if name in added:
+            result[name] = d_model * float((grad_out * added[name].same).sum())
     return result
 
 
-def _layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """What the projection reads, (B L, patch width), and which tokens share a vector."""
-    cut = cut_patches(embedding, pixels)
-    cut = np.pad(cut, ((0, 0), (embedding.before, 0), (0, 0)))
+class Looked(NamedTuple):
+    """A learned vector or table: which of its rows every token reads (-1: none), the variance of
+    its entries, and how many rows it has."""
+
+    rows: np.ndarray
+    variance: float
+    length: int
+
+    @property
+    def same(self) -> np.ndarray:
+        """(B L, B L) whether two tokens read one row."""
+        return np.asarray((self.rows[:, None] == self.rows) & (self.rows >= 0))
+
+
+def patch_layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, dict[str, Looked]]:
+    """What the projection reads, (B L, patch width), and what is added to it by name."""
+    cut, before, first = cut_patches(embedding, pixels), embedding.before, embedding.class_token
     place = np.tile(np.arange(embedding.seq_len), len(cut))
-    first, patch = (place == 0) & embedding.class_token, place >= embedding.before
-    register, same = ~first & ~patch, place[:, None] == place[None, :]
-    shared = {
-        "position": same,
-        "class": first[:, None] & first[None, :],
-        "register": same & register,
-        "patch.bias": patch[:, None] & patch[None, :],
+    register = np.where((place >= first) & (place < before), place - first, -1)
+    added = {
+        "class": Looked(np.where(place == 0, 0, -1), embedding.class_variance, int(first)),
+        "register": Looked(register, embedding.register_variance, embedding.registers),
     }
-    return cut.reshape(len(place), -1), shared
+    if embedding.placed == "learned":
+        added["position"] = Looked(place, embedding.position_variance, embedding.seq_len)
+    if embedding.bias_variance is not None:
+        bias = np.where(place < before, -1, 0)
+        added["patch.bias"] = Looked(bias, embedding.bias_variance, 1)
+    read = np.pad(cut, ((0, 0), (before, 0), (0, 0))).reshape(len(place), -1)
+    return read, {name: one for name, one in added.items() if one.length}
 
 
 # --- sound ----------------------------------------------------------------------------------------
@@ -212,8 +220,8 @@ def sound_gradients(
 
 def _products(pixels: np.ndarray) -> Array:
     """Of frames, summed over their numbers: (B, B, frames, frames), or (frames, frames) of one."""
-    found = np.einsum("aif,big->abfg", pixels[:, 0], pixels[:, 0])
-    return found if len(pixels) > 1 else found[0, 0]
+    products = np.einsum("aif,big->abfg", pixels[:, 0], pixels[:, 0])
+    return products if len(pixels) > 1 else products[0, 0]
 
 
 def _convolved(
@@ -228,17 +236,17 @@ def _convolved(
         extra: covariances across replicas of every convolution's entries, each followed by that of
             its bias where there is one; none: 0.
     """
-    given, found, inner = list(extra), frames, frames
+    given, behind, inner = list(extra), frames, frames
     sequences = len(frames) if np.ndim(frames) == 4 else 1
     level = extra[0].level if extra else math.inf  # what a replica has by itself is held constant
     with laws.evaluating(laws.Layout(True, sequences), level):
         for number, kernel in enumerate(embedding.kernels):
-            inner = _taps(found, kernel, embedding.strides[number]) * (d_model if number else 1)
+            inner = _taps(behind, kernel, embedding.strides[number]) * (d_model if number else 1)
             inner = inner * (embedding.variance + (given.pop(0) if given else 0.0))
             if embedding.bias_variance is not None:
                 inner = inner + (embedding.bias_variance + (given.pop(0) if given else 0.0))
-            found = laws.activation(embedding.activation, inner)
-    return found, inner
+            behind = laws.activation(embedding.activation, inner)
+    return behind, inner
 
 
 def _taps(x: Array, kernel: int, stride: int) -> Array:

@@ -17,6 +17,7 @@ from ..engine.directions import at_tokens, expected_cosine, expected_pull, of_pa
 from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, normalised, signed_root
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, evaluate
 from ..engine.trace import Record
+from ..formulas.activation import TANH
 from ..formulas.algebra import is_number
 from ..formulas.law import ComponentLaws
 from ..formulas.normalization import DYT, LAYERNORM, RMSNORM
@@ -329,7 +330,8 @@ class DynamicTanh(Leaf):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return entrywise_overlap(self, record, at, walk.real)
+        square = float(self.alpha * self.alpha)
+        return entrywise_overlap(self, record, at, walk.real, TANH, square)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,8 +15,8 @@ covariance of a weight between two depths, what both depths send it together
 
 Tokens are alike: every covariance is a pair, of a token with itself and with another. Rows of
 attention weights overlap by the exact statistics of softmax, where the logits of two depths differ
-in variance by those at its geometric mean. Overlaps of tokens, which vary by 1/width over draws,
-enter queries' and keys' gradients to first order in the logits.
+in variance by those at its geometric mean. Overlaps of tokens, which vary over draws as those of
+the embedding's rows, enter queries' and keys' gradients to first order in the logits.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..engine.derivative import plain, primitive, pullback
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Run
 from ..errors import DomainError, MomentsError
+from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from .attention.kernels.exact_rows import AlikeRows
 from .attention.softmax.table import PairStatistics
@@ -94,7 +95,7 @@ class SharedStack(Chain):
         records, entering = [], signal
         for layer, point in zip(self.components, points, strict=True):
             assert isinstance(layer, Layer)
-            kernel = Kernel(*map(float, point))
+            kernel = Kernel(float(point[0]), float(point[1]))
             known = None if signal.fluctuation is None else Fluctuation.fixed(kernel)
             leaving = Signal(kernel, signal.seq_len, width=signal.width, fluctuation=known)
             inner = Record(layer.body, layer.number, entering, leaving)
@@ -114,7 +115,8 @@ class SharedStack(Chain):
         entered, at_points, *shares = record.pullback(last)
 
         def sent(cotangent: Array) -> Gradient:
-            return Gradient(Kernel(*(cotangent / counts).tolist()), length)
+            own, pairs = (cotangent / counts).tolist()
+            return Gradient(Kernel(own, pairs), length)
 
         received = [*(sent(one) for one in at_points[:-1]), gradient]
         below = [sent(entered), *received[:-1]]
@@ -155,7 +157,8 @@ class SharedStack(Chain):
         """The same, layer by layer."""
         model, epsilon = self.model, self.model.norm_epsilon
         z, points = entering[None, None], []
-        first, second = [], []  # deviations before either norm
+        first: list[Any] = []  # deviations before either norm
+        second: list[Any] = []
         for depth in range(model.layers):
             a = self._attention(z, extra)
             with_a = _along(a, first, second, "attention")
@@ -188,31 +191,33 @@ class SharedStack(Chain):
     def _learned(self, norm: str, normal: Array, extra: Mapping[str, Array]) -> Array:
         """What a norm's gain and bias add to moments behind it, beyond gains of 1."""
         count = normal.shape[0]
-        found = 0.0 * normal
+        added = 0.0 * normal
         if f"{norm}.gain" in extra:
-            found = found + normal * extra[f"{norm}.gain"][:count, :count][..., None]
+            added = added + normal * extra[f"{norm}.gain"][:count, :count][..., None]
         if f"{norm}.bias" in extra:
-            found = found + extra[f"{norm}.bias"][:count, :count][..., None]
-        return found
+            added = added + extra[f"{norm}.bias"][:count, :count][..., None]
+        return added
 
     def _behind(self, x: Array, name: str, extra: Mapping[str, Array]) -> Array:
         """Moments behind a matrix and its bias."""
         count = x.shape[0]
         fan_in = self.model.matrix_shapes[name][0]
         variance = getattr(self.model.layer_weights(1), name)
-        found = x * (fan_in * (variance + extra[name][:count, :count][..., None]))
+        behind = x * (fan_in * (variance + extra[name][:count, :count][..., None]))
         if f"{name}.bias" in extra:
             start = self.model.biases.layer(1).get(name, 0.0)
-            found = found + (start + extra[f"{name}.bias"][:count, :count][..., None])
-        return found
+            behind = behind + (start + extra[f"{name}.bias"][:count, :count][..., None])
+        return behind
 
     def _attention(self, z: Array, extra: Mapping[str, Array]) -> Array:
         model = self.model
-        count, length, width = z.shape[0], model.seq_len, model.d_model
+        count, length, overlaps = z.shape[0], model.seq_len, 1.0 / model.d_model
+        if isinstance(model.embedding, Embedding):
+            overlaps = model.embedding.unshared_overlap(model.d_model)
         gap = z[..., :1] - z[..., 1:]
-        # overlaps of what two tokens have of their own vary by 1/width
+        # by how much overlaps of what two tokens have of their own vary
         alone = np.diagonal(plain(gap)[..., 0])
-        chance = (np.multiply.outer(alone, alone) / width)[..., None]
+        chance = (np.multiply.outer(alone, alone) * overlaps)[..., None]
         scale = float(model.temperatures[0]) ** -2
         queries = self._behind(z, "query", extra) * scale
         keys = self._behind(gap, "key", {"key": extra["key"]})  # a bias of all keys changes nothing
@@ -257,7 +262,7 @@ _overlap = primitive(
     lambda psi, theta, keys: np.asarray(_pairs(psi, theta, keys).overlap),
     lambda _, psi, theta, keys: lambda g: g * _slopes(psi, theta, keys),
 )
-"""E sum_k p_k p'_k, in the covariance of the logits; their variances are held."""
+"""E sum_k p_k p'_k, in the covariance of the logits; their variances are constants."""
 
 
 def _level(x: Array) -> float:
@@ -266,9 +271,9 @@ def _level(x: Array) -> float:
 
 def _dropped(count: int, drop_prob: float) -> Array:
     """What dropout multiplies (count, count, 2) moments by: those of a token with itself."""
-    found = np.ones((count, count, 2))
-    found[np.arange(count), np.arange(count), 0] = 1 / (1 - drop_prob)
-    return found
+    factors = np.ones((count, count, 2))
+    factors[np.arange(count), np.arange(count), 0] = 1 / (1 - drop_prob)
+    return factors
 
 
 def _along(made: Array, first: list[Any], second: list[Any], where: str) -> Array:

@@ -217,7 +217,8 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The laws of one layer in the order in which they were used, residual additions included."""
+    """The laws of one layer of a `model` in the order in which they were used, residual additions
+    included; `steps` are the laws with their numbers, `layer` counts from 1."""
 
     model: Transformer
     layer: int
@@ -287,7 +288,9 @@ def explain(
     docs/theory/index.md has what ties the laws together.
 
     Args:
+        model: the declaration.
         layer: its number, from 1.
+        theory: whose laws.
         inputs: what `predict` takes, for one configuration.
 
     Raises:

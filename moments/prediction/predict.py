@@ -80,7 +80,8 @@ def predict(
         token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
             tokens, as one batch; None: Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
-        pixels: images of shape (B, C, H, W) for a patch embedding.
+        pixels: images of shape (B, C, H, W) for a patch embedding; a spectrogram is one of one
+            channel, bins down and time across.
         targets: token ids of the loss, shaped as token_ids, -100 where there is none; classes (B,)
             for a classifier. None: the next token of the sequence (or document) for a causal head,
             else chosen at random.
@@ -95,7 +96,7 @@ def predict(
             predicts none across, and correlations are those of pairs of one document. None: every
             row is one.
         encoder_inputs: for a model with an encoder, those of `variance`, `correlation`,
-            `token_ids`, `segment_ids`, `kernel` and `attention_mask` that describe its input. Of
+            `token_ids`, `segment_ids`, `pixels`, `kernel` and `attention_mask` that describe it. Of
             several texts every one of the decoder reads one of the encoder's: as many of both, or
             one of either, which is repeated (an unknown text: as many unknown ones).
         batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a

@@ -61,9 +61,9 @@ def resolution(
     if tokens is not None:
         check_flag("tokens", tokens)
     if model.shared_layers:
-        singled = (inputs.kernel, grad_kernel, inputs.pixels, inputs.document_ids)
-        singled += (inputs.attention_mask, tokens or None)
-        if any(value is not None for value in singled) or model.seq_len == 1:
+        texts = inputs.document_ids, inputs.attention_mask, tokens or None
+        others = (inputs.kernel, grad_kernel, inputs.pixels)
+        if any(value is not None for value in (*texts, *others)) or model.seq_len == 1:
             raise DomainError(
                 "shared_layers: tokens are followed as alike there: leave out tokens=True, kernel, "
                 "grad_kernel, pixels, attention_mask and document_ids, with a seq_len of 2 at least"
@@ -283,18 +283,15 @@ def _least_window(model: Transformer) -> int:
 
 DEEPEST_POST, DENSE_PER_OCTAVE = 4, 4.0
 """Norms on the stream beyond which classes are twice as many: gradients there fall by orders of
-magnitude from one position to the next. Of 12 such layers the mean gradient is off by 3e-3 against
-every token, and by 1.5e-2 with as many classes as elsewhere."""
+magnitude from one position to the next."""
 
 WORDS_PER_OCTAVE, UNKNOWN_PER_OCTAVE = 1.5, 1.0
 """Nodes for every doubling of the position where words count, at three times the cost of each: of a
-text, and in windows where Zipf's law stands for an unknown one. Against 4 nodes the mean gradient
-of 4 layers of Llama-3-8B at 8192 tokens is off by 4e-3 with 1.5, and by 7e-3 with 1."""
+text, and in windows where Zipf's law stands for an unknown one."""
 
 LAST_PER_OCTAVE, WIDENING = 1.25, 0.05
 """Nodes for the last doubling of the position where Zipf's law stands for an unknown text and rows
-see all before them, and by what part every step before it is longer than the next. The same mean
-gradient is off by 2e-3, gradients of queries and keys by 6 % at most."""
+see all before them, and by what part every step before it is longer than the next."""
 
 
 def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:

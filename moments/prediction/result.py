@@ -325,6 +325,11 @@ class Prediction:
             entering = embedding.unshared_overlap(self.model.d_model)
         return stack_overlaps(self.trace.stack, memory, entering)
 
+    @property
+    def states_draws(self) -> bool:
+        """Whether it says what one draw of the weights does, its band included."""
+        return self.theory == "refined" and not self.model.shared_layers
+
     def unshared(self, what: str) -> None:
         """Raise where layers share their weights, for which `what` is not stated."""
         if self.model.shared_layers:
@@ -533,7 +538,7 @@ class Prediction:
     def to_json(self) -> str:
         """Model, stream moments, the band of one draw (refined theory) and warnings as JSON."""
         quantities, notes = list(QUANTITIES), self.warnings
-        if self.theory == "refined" and not self.model.shared_layers:
+        if self.states_draws:
             quantities += ["grad_variance_typical", "grad_variance_band"]
             notes += self._draws[2]
         data = {

@@ -602,12 +602,11 @@ def configurations(**arrays: Any) -> tuple[int, ...]:
 
 NUMBERS = {True: (0, 200), False: (30_000, 300)}
 """Numbers that a prediction and its band keep per layer, alone and per configuration and pair of
-tokens: measured, 140 and 200 under a causal mask of 128 to 512 tokens; by resolution."""
+tokens, by resolution: above those that were counted."""
 
 
 POSITIONS = 12
-"""Numbers for every position of a sequence on classes next to what `Prediction` keeps by token:
-measured, 8 at 1e6 and 1e7 of them."""
+"""Numbers for every position of a sequence on classes next to what `Prediction` keeps by token."""
 
 
 def check_memory(
@@ -696,8 +695,9 @@ def first_kernel(
         return alike(v, r, model.seq_len, resolved)
     if not isinstance(embedding, Embedding):
         raise DomainError(
-            "a patch embedding's moments depend on its images: pass pixels (see "
-            "moments.layers.images.photograph), or variance and correlation"
+            "what an embedding of pictures or sound makes depends on them: pass pixels (see "
+            "moments.layers.images.photograph), or variance and correlation; an encoder's in "
+            "encoder_inputs"
         )
     if isinstance(resolved, TextClasses):
         return class_kernel(embedding, resolved, model.d_model)

@@ -165,6 +165,6 @@ def one_draw(prediction: Prediction) -> dict[str, Expected]:
 
 def _spreads(prediction: Prediction) -> dict[str, np.ndarray]:
     """Variances of the logarithm of one draw; none under theories that state no band."""
-    if prediction.theory != "refined":
+    if not prediction.states_draws:
         return {}
     return {name: log_variance(getattr(prediction, f"{name}_band")) for name in NAMES}

@@ -285,9 +285,10 @@ class Report:
         """The operand that a format loses most of, in a sentence; arguments as of `precision`."""
         lost = self.precision(format)
         worst = lost.iloc[0]
-        what = f"the {worst.operand} of {worst.weight} ({worst['product']}) in layer {worst.layer}"
+        where = f"{worst['product']} product, layer {worst.layer}"
         return (
-            f"under {format} breaks first {what}: {worst.snr:.1f} dB of signal over noise, "
+            f"under {format} the {worst.operand} of {worst.weight} loses most ({where}): "
+            f"{worst.snr:.1f} dB of signal over noise, "
             f"{100 * worst.zero:.2g} % of its entries become 0; the product keeps "
             f"{worst.product_snr:.1f} dB"
         )

@@ -109,7 +109,7 @@ def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Ite
                 yield streamed(words, seen, expected, band, bool(row["inside"]))
             else:
                 expected, (low, high) = float(getattr(prediction, name)[n]), (math.nan, math.nan)
-                if name == "grad_variance" and not prediction.model.shared_layers:
+                if name == "grad_variance" and prediction.states_draws:
                     low, high = map(float, prediction.grad_variance_band[:, n])
                 yield streamed(words, math.nan, expected, (low, high))
     measured: Any = None if comparison is None else comparison.measurement

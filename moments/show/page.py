@@ -164,7 +164,7 @@ def _by_layer(columns: Mapping[str, np.ndarray], first: int) -> dict[str, Any]:
 
 def _stream_table(prediction: Prediction) -> dict[str, Any]:
     columns = {TITLES[name]: getattr(prediction, name) for name in QUANTITIES}
-    if prediction.theory == "refined":
+    if prediction.states_draws:
         last = columns.popitem()
         columns["gradient of one draw, typical"] = prediction.grad_variance_typical
         columns |= [last]

@@ -156,21 +156,6 @@ def _readings(
     yield WeightRule(words, transposed, meant)
 
 
-def misplaced(promised: Transformer) -> bool:
-    """Whether an initialisation has the depth scale on other matrices than the outputs: of the
-    rules of one variance such a slip explains more of its matrices than any right one, and most."""
-    weights, base = weights_of(promised), without_biases(promised)
-    if base.layers < 2:
-        return False
-
-    def most(rules: Sequence[_Rule]) -> float:
-        found = [(rule, _base(weights, rule, base)) for rule in rules]
-        drawn = [WeightRule("", rule.drawn(base, v)) for rule, v in found if v > 0]
-        return max((_held(reading, weights).share for reading in drawn), default=0.0)
-
-    return most(_MOVED) > max(most(_RULES), 0.5)
-
-
 def without_biases(model: Transformer) -> Transformer:
     """The architecture without the biases that it was found with."""
     biases = model.biases
@@ -269,17 +254,13 @@ def joined(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-_MOVED = (
+_SLIPS = (
     _slip(INWARD, ("output",), rest=("ffn_out",)),
     _slip(("ffn_in",), ("ffn_out",), rest=("output",)),
     _slip((*INWARD, "ffn_in"), OUTWARD),
     _slip((*INWARD, "output"), OUTWARD),
     _slip(("value",), ("output",), rest=("ffn_out",)),
     _slip(("ffn_in", "ffn_out"), OUTWARD),
-)
-
-_SLIPS = (
-    *_MOVED,
     _Rule(
         "GPT-2's scaled init (std {std}), but on output alone: ffn_out lacks it",
         ("output",),

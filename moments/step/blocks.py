@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..layers.attention.gates import GatedHeads
 from ..layers.attention.latent import LatentHeads
 from ..layers.attention.projections import over_all_heads
 from ..layers.attention.self_attention import SelfAttention
-from ..layers.elementary import Activation, Linear
+from ..layers.elementary import Activation, LayerScale, Linear
 from ..layers.experts.mixture import Mixture
 from ..layers.gated import GatedLinear
 from ..layers.recurrent.leaf import Mixer
@@ -25,9 +26,12 @@ from ..layers.recurrent.mixers import HEADS
 from ..model.mixers import ShortConvolution
 from .change import Array, Change
 from .drawn import AttentionHead, Block, Convolution, Units, copies, routed_apart
-from .rules import Told, sign_of_rows
+from .rules import Told, gain_effect, sign_of_rows
 from .sites import Site, bent
 from .walk import Walk, columns_of
+
+SHARED_KEY = "shared"
+"""The part of the keys that all heads of latent attention share, rows of the matrix `kv_down`."""
 
 
 class Read(NamedTuple):
@@ -39,8 +43,15 @@ class Read(NamedTuple):
     response: Any
 
 
-def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) -> Change:
-    """The change behind a block whose matrices read that, all steps in it included."""
+def through(
+    walk: Walk,
+    block: Block,
+    reads: Mapping[str, Read],
+    leaving: Site,
+    named: Callable[[str], str] = str,
+) -> Change:
+    """The change behind a block whose matrices read that, all steps in it included; its own
+    parameters are `named`."""
     changes, carried, by_sign, responses = {}, {}, {}, {}
     layer = leaving.layer
     for name, matrix in block.matrices.items():
@@ -58,7 +69,7 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         responses[name] = matrix.fan_in * matrix.variance * walk.response
     steps, follow = {}, {}
     for name in block.own:
-        full, sent = walk.prefix + name, block.sent[name]
+        full, sent = walk.prefix + named(name), block.sent[name]
         move, mean, square = _entrywise(walk, full, sent, leaving)
         count = copies(block.head, name).times * sent[0].size
         note = Told(count * mean, square)
@@ -94,16 +105,20 @@ def _made(
     features: float,
     sequences: int = 1,
     received: Array | None = None,
+    gains: Mapping[str, float] = MappingProxyType({}),
 ) -> Block:
     """Draws of a block, which steps of all rates share."""
     known, layer = walk.reading.norms(), leaving.layer
-    # a section that is a part of a matrix has another name
-    given = {name: known[layer, name] for name in matrices if (layer, name) in known}
+    given = {
+        name: known[layer, matrix.name]
+        for name, matrix in matrices.items()
+        if (layer, matrix.name) in known and name != SHARED_KEY
+    }
     gradient = leaving.gradient if received is None else received
     return walk.reading.once(
         Block,
         leaving.index,
-        make=lambda: Block(head, matrices, reads, gradient, features, given, sequences),
+        make=lambda: Block(head, matrices, reads, gradient, features, given, sequences, gains),
     )
 
 
@@ -122,13 +137,17 @@ def mixer(walk: Walk, leaf: Mixer, change: Change, entering: Site, leaving: Site
         if isinstance(block, ShortConvolution)
         else HEADS[type(block)](block)
     )
+    if any(one.square != 1.0 for one in leaf.inward):
+        raise DomainError("the first step does not cover factors of a mixer's matrices")
     matrices = {
-        name: LawMatrix(name, leaf.d_model, rows, float(variance))
-        for name, rows, variance in leaf.rows
+        one.name: LawMatrix(leaf.named(one.name), one.fan_in, one.rows, float(one.variance))
+        for one in leaf.inward
+        if one.name in head.sections
     }
+    gains = {one.name: one.fan_in * float(one.variance) for one in leaf.inward}
     reads, kernels = _from(walk, change, entering, matrices)
-    made = _made(walk, leaving, head, matrices, kernels, float(leaf.width), leaf.sequences)
-    return through(walk, made, reads, leaving)
+    of = head, matrices, kernels, float(leaf.width), leaf.sequences
+    return through(walk, _made(walk, leaving, *of, gains=gains), reads, leaving, leaf.named)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -222,7 +241,7 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
     downs = {"kv_down": ("attention.kv_latent", block.kv_rank, ("key", "value"))}
     if block.query_rank is not None:
         downs["query_down"] = ("attention.query_latent", block.query_rank, ("query",))
-    passed, read = {}, {"query": entering.kernel, "shared": entering.kernel}
+    passed, read = {}, {"query": entering.kernel, SHARED_KEY: entering.kernel}
     for name, (label, rank, readers) in downs.items():
         down, norm = leaf._latent(name, label, rank, 1.0)
         before, _ = down.forward(tokens)
@@ -238,11 +257,11 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
         name: LawMatrix(name, *shape, float(getattr(heads, name))) for name, shape in rows.items()
     }
     if block.rope_dim:
-        matrices["shared"] = LawMatrix("kv_down", d, block.rope_dim, float(block.kv_down))
+        matrices[SHARED_KEY] = LawMatrix("kv_down", d, block.rope_dim, float(block.kv_down))
     features, sequences = float(count * block.value_dim), int(heads.sequences)
     head = AttentionHead(heads, block)
     made = _made(walk, leaving, head, matrices, read, features, sequences)
-    reads = {"query": own, "shared": own}
+    reads = {"query": own, SHARED_KEY: own}
     for name, (label, rank, readers) in downs.items():
         down, norm, before, after, back = passed[name]
         there = sum(
@@ -254,7 +273,9 @@ def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leavin
         if (square := walk.reading.norms().get((leaving.layer, name))) is not None:
             if name == "kv_down" and block.rope_dim:
                 square -= (
-                    d * block.rope_dim * float(np.vdot(made.gradients["shared"], read["shared"]))
+                    d
+                    * block.rope_dim
+                    * float(np.vdot(made.gradients[SHARED_KEY], read[SHARED_KEY]))
                 )
             gradient = gradient * (square / (d * rank * float(np.vdot(gradient, entering.kernel))))
         at = entering.behind(name, kernel, gradient, float(rank))
@@ -354,7 +375,28 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
     return routed_apart(result, gates, gradient)
 
 
+def layer_scale(
+    walk: Walk, leaf: LayerScale, change: Change, entering: Site, leaving: Site
+) -> Change:
+    """Gains whose square multiplies the branch behind this, and is no part of the signal here."""
+    name, square = walk.prefix + leaf.label, float(leaf.gain) ** 2
+    kernel, gradient = leaving.kernel, leaving.gradient
+    result = gain_effect(
+        kernel,
+        gradient / square,
+        walk.optimizer.rule_of(name),
+        change.met(kernel),
+        change.new(kernel),
+        leaving.width,
+        walk.optimizer.pulled,
+    )
+    rate = walk.entry(leaving.layer, name, walk.optimizer.factor(name), result, np.nan, 1.0)
+    own, nothing = rate * result.coherent / square, 0.0 * gradient
+    return change.plus(Change(own, nothing, rate * rate * result.total / square, nothing), gradient)
+
+
 _FOLLOWED: dict[type, Any] = {
+    LayerScale: layer_scale,
     Mixer: mixer,
     SelfAttention: attention,
     LatentHeads: latent,

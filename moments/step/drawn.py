@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +64,10 @@ def copies(head: Any, name: str) -> Copies:
         result: Copies = head.copies(name)
         return result
     first = name.partition(".")[0]
-    of = head.sections[OF_SECTION.get(first, first)]
+    first = OF_SECTION.get(first, first)
+    if first in head.inner:
+        return Copies(head.inner[first].served ** 0.5, head.inner[first].served ** 0.5)
+    of = head.sections[first]
     return Copies(of.rows / of.drawn, of.shared)
 
 
@@ -89,6 +93,7 @@ class Block:
         features: of the whole output.
         known: squared norms of the matrices' gradients, by section, where they are known better.
         sequences: that the tokens are.
+        gains: of matrices inside a draw, what they make per unit of what they read.
     """
 
     def __init__(
@@ -100,11 +105,12 @@ class Block:
         features: float,
         known: Mapping[str, float],
         sequences: int = 1,
+        gains: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.head, self.matrices, self.features = head, matrices, features
         tokens, sections = len(received), head.sections
         rows = head.features + sum(one.drawn for one in sections.values())
-        pairs = head.pairs * tokens * tokens // sequences
+        pairs = head.pairs * tokens * tokens // sequences + getattr(head, "states", 0) * tokens
         count = self.count = int(np.clip(NUMBERS // (pairs + rows * tokens), LEAST, MOST))
 
         def drawn(many: int, kernel: Array, name: str) -> Array:
@@ -119,7 +125,11 @@ class Block:
             )
             for name, one in sections.items()
         }
-        own = head.own(np.random.default_rng(0), count)
+        random = np.random.default_rng(0)
+        own = head.own(random, count)
+        for name, one in getattr(head, "inner", {}).items():
+            entries = random.standard_normal((count, one.fan_in, one.fan_out))
+            own[name] = entries * (gains[name] / one.fan_in) ** 0.5
         fixed = {name: one for name, one in own.items() if name in FIXED}
         self.own = {name: one for name, one in own.items() if name not in FIXED}
         self.entering = entering
@@ -232,7 +242,7 @@ class Block:
         probe, there = self._sized, self._sizes > 0
         ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}
         coherent = self._linear(ways, probe) / np.where(there, self._sizes, 1.0) ** 2 * there
-        met = self.features * float(np.vdot(coherent, gradient))
+        along_delta = self.features * float(np.vdot(coherent, gradient))
         slope = sum(
             self.matrices[name].fan_out * float(np.vdot(part, self.gradients[name]))
             for name, part in parts.items()
@@ -241,8 +251,8 @@ class Block:
             one * copies(self.head, name).times * float((self.sent[name] ** 2).sum()) / self.count
             for name, one in follow.items()
         )
-        if met > 0 and slope > 0:  # what probes scatter by
-            coherent = coherent * (slope / met)
+        if along_delta > 0 and slope > 0:  # what probes scatter by
+            coherent = coherent * (slope / along_delta)
         rng = np.random.default_rng(3)
         ways = dict(steps)
         for name, way in along(self.sent).items():
@@ -257,13 +267,13 @@ class Block:
             given = [one + sign * ways.get(name, 0.0) for name, one in every.items()]
             sides.append(self._run(*given) - self.output)
         moved = (sides[0] - sides[1]) / (2 * grown)
-        held = self._saturated(moved, coherent, gradient)
-        coherent = held[:, None] * coherent
+        kept = self._saturated(moved, coherent, gradient)
+        coherent = kept[:, None] * coherent
         total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
         drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.output)
         overlap = self._averaged({name: one.overlap for name, one in changes.items()})
         scattered = self.followed({name: one.scattered for name, one in changes.items()})
-        return Change(coherent, overlap + drift, total, held[:, None] * scattered)
+        return Change(coherent, overlap + drift, total, kept[:, None] * scattered)
 
     def _saturated(self, moved: Array, coherent: Array, gradient: Array) -> Array:
         """(T,) what is left of each token's coherent change as the function bends, where that is

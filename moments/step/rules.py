@@ -599,7 +599,7 @@ _TABLES = ("token", "position", "segment", "patch", "class", "relative_bias")
 
 def group_of(name: str) -> str:
     """The group of a parameter, by its name in `Prediction.weight_gradients`."""
-    if name.endswith((".bias", ".gain", ".taps")) or name in _OF_HEADS:
+    if name.endswith((".bias", ".gain", ".taps", ".layer_scale")) or name in _OF_HEADS:
         return "vectors"
     if name.removeprefix("encoder.") in _TABLES:
         return "embedding"

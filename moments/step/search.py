@@ -33,21 +33,26 @@ QUANTITIES: dict[str, Callable[[FirstStep], float]] = {
 }
 
 
+DAMAGED = {("adam", "pre"): 0.37, ("adam", "post"): 0.04}
+"""Constant rate from which on the loss of 300 steps ends a tenth of a nat above the best rate's,
+over the edge of stability: geometric means of the modules on which they were fixed, by optimizer
+and placement of norms. docs/theory/sharpness.md lists these, and what others gave."""
+
 SEARCH: dict[tuple[str, str], tuple[float, float]] = {
     ("adam", "pre"): (0.18, 0.35),
     ("adam", "post"): (0.02, 0.04),
     ("sgd", "pre"): (2.6, 9.5),
 }
-"""Best constant rates over the first unstable one, least and largest of the modules on which they
-were fixed, by optimizer and placement of norms; docs/theory/sharpness.md lists these modules, and
-what others gave."""
+"""Best constant rates over the edge, least and largest of the same modules."""
 
 WARMED = 1.5
 """Rates at which training is damaged behind a warm-up of 50 steps over those without, the geometric
 mean of the same Pre-LN modules."""
 
+BY_SGD = "where sgd is damaged is not known: on four models from 3.5 to 19 times the edge on"
 
-def first_unstable(optimizer: str, largest: float, **options: Any) -> float:
+
+def edge_of_stability(optimizer: str, largest: float, **options: Any) -> float:
     """The constant rate from which on a quadratic of that curvature is left.
 
     Gradient descent's is 2/largest; with momentum m it is (1 + m) times that, by Nesterov
@@ -79,12 +84,15 @@ class LearningRate:
 
     Attributes:
         optimizer: its name.
-        first_instability: constant rate from which on training becomes unstable; None where it is
-            not known (`warnings` says why).
+        edge: rate from which on the quadratic that the loss is at the start is left
+            (`edge_of_stability`); None where the curvature is not known.
+        first_instability: constant rate from which on a training is damaged, that is, ends above
+            the best one; a measured multiple of the edge, None where that is not known (`warnings`
+            says why).
         first_instability_with_warmup: the same behind a linear warm-up of `warmup` steps.
         range: (low, high), constant rates to search; None where that is not known.
-        warmup: steps of a linear warm-up to `first_instability_with_warmup` whose first is no
-            longer than `step_size`; None likewise.
+        warmup: steps of a linear warm-up to `first_instability_with_warmup` by a rule: the first
+            is no longer than `step_size`; None likewise.
         limited_by: parameters that carry the curvature, with their shares, the largest first.
         step_size: rate whose first step reaches the bound.
         quantity, bound: what reaches what: "relative_change" (the largest E |dh|^2/E |h|^2 along
@@ -97,6 +105,7 @@ class LearningRate:
     """
 
     optimizer: str
+    edge: float | None
     first_instability: float | None
     first_instability_with_warmup: float | None
     range: tuple[float, float] | None
@@ -123,16 +132,19 @@ class LearningRate:
         if self.range is not None:
             low, high = self.range
             lines.append(("search", f"{low:.2g} to {high:.2g}", "constant rates"))
+        limits = [f"{name} {100 * share:.0f} %" for name, share in self.limited_by.items()][:4]
+        limited = f"limited by {', '.join(limits)}"
         if self.first_instability is not None:
-            limits = [f"{name} {100 * share:.0f} %" for name, share in self.limited_by.items()][:4]
+            behind = f"from {self.first_instability_with_warmup:.2g} behind {self.warmup} steps"
             lines.append(
                 (
                     "unstable",
                     f"from {self.first_instability:.2g}",
-                    f"from {self.first_instability_with_warmup:.2g} behind {self.warmup} steps of "
-                    f"warm-up; limited by {', '.join(limits)}",
+                    f"within a factor 2; {behind} of warm-up, by a rule; {limited}",
                 )
             )
+        elif self.edge is not None:
+            lines.append(("edge", f"{self.edge:.2g}", f"leaves the first quadratic; {limited}"))
         lines.append(
             ("one step", f"{self.step_size:.2g}", _SAID[self.quantity].format(f"{self.bound:g}"))
         )
@@ -149,11 +161,12 @@ class LearningRate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, with a format version."""
-        names = ("optimizer", "first_instability", "first_instability_with_warmup", "warmup")
+        names = ("optimizer", "edge", "first_instability", "first_instability_with_warmup")
         more = ("step_size", "quantity", "bound")
         return {
-            "format": 2,
+            "format": 3,
             **{name: getattr(self, name) for name in names},
+            "warmup": self.warmup,
             "range": None if self.range is None else list(self.range),
             "limited_by": dict(self.limited_by),
             **{name: getattr(self, name) for name in more},
@@ -169,7 +182,7 @@ class LearningRate:
         where = "range not known"
         if self.range is not None:
             low, high = self.range
-            where = f"search {low:.2g} to {high:.2g}, unstable from {self.first_instability:.2g}"
+            where = f"search {low:.2g} to {high:.2g}, edge at {self.edge:.2g}"
         return f"LearningRate({self.optimizer}: {where}, step size {self.step_size:.2g})"
 
     def _repr_html_(self) -> str:
@@ -192,8 +205,8 @@ def learning_rate(
 ) -> LearningRate:
     """Which constant rates to search, where training becomes unstable, and how far a step goes.
 
-    The first unstable rate is that of the sharpness at initialisation, nothing being run or
-    trained; docs/theory/sharpness.md says how right it was of real training.
+    All but the step size are multiples of the edge of stability at initialisation, nothing being
+    run or trained; docs/theory/sharpness.md says how right they were of real training.
 
     >>> import moments
     >>> model = moments.preset("gpt2").replace(layers=2, seq_len=16, dropout=0.0)
@@ -239,22 +252,27 @@ def learning_rate(
                 by_group[group] = moved.learning_rate
     curvature, more = _curvature(prediction, optimizer, seed, options)
     notes += more
-    unstable = warmed = bracket = steps = None
+    edge = unstable = warmed = bracket = steps = None
     carried: dict[str, float] = {}
     if curvature is not None:
-        unstable = first_unstable(optimizer, curvature.largest, **options)
-        warmed = WARMED * unstable
-        place = prediction.model.norm
-        factors = SEARCH.get((optimizer.removesuffix("w"), place))
-        if factors is None:
-            notes += (f"where to search under {optimizer} is not known of norm = {place!r}",)
+        edge = edge_of_stability(optimizer, curvature.largest, **options)
+        where = optimizer.removesuffix("w"), prediction.model.norm
+        if where in SEARCH:
+            low, high = SEARCH[where]
+            bracket = low * edge, high * edge
         else:
-            bracket = (factors[0] * unstable, factors[1] * unstable)
-        steps = max(1, math.ceil(warmed / step.learning_rate))
+            notes += (f"where to search under {optimizer} is not known of norm = {where[1]!r}",)
+        if where in DAMAGED:
+            unstable = DAMAGED[where] * edge
+            warmed = WARMED * unstable
+            steps = max(1, math.ceil(warmed / step.learning_rate))
+        elif where in SEARCH:
+            notes += (BY_SGD,)
         for _, name, share in curvature.shares:
             carried[name] = carried.get(name, 0.0) + share
     return LearningRate(
         optimizer=optimizer,
+        edge=edge,
         first_instability=unstable,
         first_instability_with_warmup=warmed,
         range=bracket,

@@ -298,14 +298,14 @@ class Hessian:
 
     def _lower(self, key: Key, gram: Array, size: float, width: float) -> Step:
         """A step of a parameter, of `size` times that Gram matrix over P, where its output is."""
-        space, root, size = ("lower", key), self._root(gram), np.float32(size**0.5)
+        space, root, factor = ("lower", key), self._root(gram), np.float32(size**0.5)
         self.shapes[space] = root.shape[1], self._features(width)
 
         def back(delta: Array) -> Array:
-            self._made[space] = size * (root.T @ delta)
+            self._made[space] = factor * (root.T @ delta)
             return delta
 
-        return lambda y: y + root @ (size * self._given[space]), back
+        return lambda y: y + root @ (factor * self._given[space]), back
 
     def _bias(self, key: Key, width: float) -> Step:
         """A step of a bias, which all tokens share."""
@@ -321,14 +321,14 @@ class Hessian:
     def _upper(self, key: Key, gram: Array, size: float, width: float) -> Step:
         """A change of what a parameter reads, seen by its gradient, of `size` times that Gram
         matrix over P."""
-        space, root, size = ("upper", key), self._root(gram), np.float32(size**0.5)
+        space, root, factor = ("upper", key), self._root(gram), np.float32(size**0.5)
         self.shapes[space] = root.shape[1], self._features(width)
 
         def forward(x: Array) -> Array:
-            self._made[space] = size * (root.T @ x)
+            self._made[space] = factor * (root.T @ x)
             return x
 
-        return forward, lambda delta: delta + root @ (size * self._given[space])
+        return forward, lambda delta: delta + root @ (factor * self._given[space])
 
     def _matrix(
         self,
@@ -548,6 +548,9 @@ class Hessian:
         # sequences side by side, none of which sees another
         count, tokens = rows.sequences, len(at.kernel) // rows.sequences
         weights = rows.heads.weights.reshape(-1, count, tokens, count, tokens)
+        if len(weights) > 1:  # heads that differ: some from the first to the last
+            drawn_heads = self.heads * rows.heads.sharing
+            weights = weights[np.linspace(0, len(weights) - 1, drawn_heads).round().astype(int)]
         weights = np.stack([weights[:, k, :, k] for k in range(count)])
         places = rows.heads.positions[:tokens]
         heads = dataclasses.replace(

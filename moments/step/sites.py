@@ -18,6 +18,7 @@ import numpy as np
 from ..engine.composition import Chain, added
 from ..engine.fluctuation import has_fixed_norms
 from ..engine.state import Kernel, Signal
+from ..engine.texts import TextClasses
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..layers.architecture import declare, declare_embedding, declare_output
@@ -25,7 +26,7 @@ from ..layers.attention.layers import TokenLayer, self_masks
 from ..layers.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
 from ..layers.embedding import joint_kernel, table_rows
 from ..layers.head.readout import Readout
-from ..layers.images import cut_patches, image_kernel
+from ..layers.images import image_kernel, patch_layout
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding, SoundEmbedding
 from .attention import Rows, Three
@@ -207,7 +208,7 @@ def over_tokens(kernel: Kernel) -> Array:
     for diagonal, off_diagonal in classes.blocks_by_relation(*cells):
         block = between.T @ off_diagonal @ between
         np.fill_diagonal(block, diagonal @ between)
-        blocks.append(block)
+        blocks.append(block.astype(np.float32))
     kinds, every = [], min(sequences, 2)
     for k in range(0, len(blocks), every):
         inside, across = blocks[k], blocks[k + every - 1]
@@ -215,8 +216,9 @@ def over_tokens(kernel: Kernel) -> Array:
         for start in range(0, len(kind), length):
             kind[start : start + length, start : start + length] = inside
         kinds.append(kind)
-    if len(kinds) == 1:
+    if not isinstance(classes, TextClasses):
         return kinds[0]
+    assert classes.ids is not None
     words = np.ravel(classes.ids)
     return np.where(words[:, None] == words, kinds[1], kinds[0])
 
@@ -224,7 +226,7 @@ def over_tokens(kernel: Kernel) -> Array:
 def _head_weights(leaf: Any, layer: Any, tokens: int) -> Array:
     """(heads, T, T) mean attention; on classes all keys that a row sees have the same."""
     if isinstance(layer, TokenLayer):
-        return layer.head_weights()
+        return np.asarray(layer.head_weights())
     if leaf.relative_bias is not None:
         raise DomainError(f"tables of relative biases are followed by token alone ({leaf.label})")
     (seen,) = self_masks(leaf, tokens, 1)
@@ -597,22 +599,6 @@ def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:
 
 
 def _of_images(embedding: Any, pixels: Any) -> tuple[tuple[Table, ...], Array]:
-    cut, before, classes = cut_patches(embedding, pixels), embedding.before, embedding.class_token
-    where = np.tile(np.arange(embedding.seq_len), len(cut))
-    cut = np.pad(cut, ((0, 0), (before, 0), (0, 0)))
-    tables = []
-    if classes:
-        rows = np.where(where == 0, 0, -1)
-        tables.append(Table("class", rows, 1.0, float(embedding.class_variance), 1))
-    if embedding.registers:
-        rows = np.where((where >= classes) & (where < before), where - classes, -1)
-        variance = float(embedding.register_variance)
-        tables.append(Table("register", rows, 1.0, variance, embedding.registers))
-    if embedding.placed == "learned":
-        tables.append(
-            Table("position", where, 1.0, float(embedding.position_variance), embedding.seq_len)
-        )
-    if embedding.bias_variance is not None:
-        rows = np.where(where < before, -1, 0)
-        tables.append(Table("patch.bias", rows, 1.0, embedding.bias_variance, 1))
-    return tuple(tables), np.asarray(cut.reshape(len(where), -1), float)
+    read, added = patch_layout(embedding, pixels)
+    tables = (Table(k, one.rows, 1.0, float(one.variance), one.length) for k, one in added.items())
+    return tuple(tables), np.asarray(read, float)

@@ -27,7 +27,7 @@ from ..show.differences import Case
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import Seen, rules, stream_numbers
 from ..show.outliers import odd_layers
-from ..show.recognition import Weight, WeightRule, misplaced, recognise
+from ..show.recognition import Weight, WeightRule, recognise
 from .advice import STRUCTURE, advise
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
@@ -385,8 +385,6 @@ class Checking:
                 spread = entries.spread if math.isfinite(entries.spread) else 1.0
                 of = entries.square, spread, entries.count, role.fan_in, role.fan_out
                 weights.append(Weight(role.layer, role.name, *of))
-        if self.promised is not None and misplaced(self.promised):
-            self.promised = None  # its library draws it so: no less a slip
         reading = recognise(weights, self.architecture, self.promised, self.promised_by)
         if self.promised_by == "class" and self.promised is not None:
             # Its user may draw it anew, which a config would say.

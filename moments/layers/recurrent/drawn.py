@@ -78,6 +78,7 @@ class Head(Protocol):
         inner: by name.
         features: that one draw gives.
         pairs, states: matrices over pairs of tokens in one draw, and numbers that its states hold.
+        effort: times as many draws as others have, where what all features share scatters most.
     """
 
     @property
@@ -97,6 +98,9 @@ class Head(Protocol):
 
     @property
     def states(self) -> int: ...
+
+    @property
+    def effort(self) -> int: ...
 
     def own(self, random: np.random.Generator, draws: int) -> dict[str, Array]:
         """Parameters that multiply no input, each with draws first; as many for a row as the
@@ -180,28 +184,26 @@ class DrawnHeads:
         draws: int | None = None,
     ) -> None:
         self.head, self.sequences, tokens = head, sequences, len(kernel)
-        root = root_of(kernel)
+        self.root, self.gains = root_of(kernel), gains
         if draws is None:
             rows = sum(one.drawn for one in head.sections.values())
             # states pass in one sweep over tokens, for the time of an eighth of their numbers
-            many = ENTRIES // (tokens * (head.pairs * tokens + head.states // 8 + 4 * rows))
-            draws = min(max(many, LEAST_DRAWS), MOST_DRAWS)
+            many = tokens * (head.pairs * tokens + head.states // 8 + 4 * rows)
+            draws = min(max(head.effort * ENTRIES // many, LEAST_DRAWS), MOST_DRAWS)
         self.draws = draws
-        self.entering = {
-            name: np.sqrt(gains[name]) * rows_of(draws, one.drawn, tokens, name) @ root
-            for name, one in head.sections.items()
-        }
-        random = np.random.default_rng(0)
-        self.own = head.own(random, draws)
-        for name, one in head.inner.items():
-            entries = random.standard_normal((draws, one.fan_in, one.fan_out))
-            self.own[name] = entries * np.sqrt(gains[name] / one.fan_in)
         size = max(1, AT_ONCE // (tokens * (head.pairs * tokens + head.states)))
         self.parts = [slice(k, k + size) for k in range(0, draws, size)]
 
     def _given(self, part: slice) -> tuple[dict[str, Array], dict[str, Array]]:
-        entering = {name: np.swapaxes(one[part], 1, 2) for name, one in self.entering.items()}
-        return entering, {name: one[part] for name, one in self.own.items()}
+        head, tokens = self.head, len(self.root)
+        entering = {}
+        for name, one in head.sections.items():
+            rows = rows_of(self.draws, one.drawn, tokens, name)[part]
+            entering[name] = np.swapaxes(np.sqrt(self.gains[name]) * rows @ self.root, 1, 2)
+        own = {name: one[part] for name, one in _own(head, self.draws).items()}
+        for name, inner in head.inner.items():
+            own[name] = own[name] * np.sqrt(self.gains[name] / inner.fan_in)
+        return entering, own
 
     def forward(self) -> Array:
         """(L, L) second moments per feature of what leaves."""
@@ -268,7 +270,7 @@ class DrawnHeads:
         weights = np.sqrt(weights / weights.mean(0))[..., None]
         rows = rows_of(self.draws, head.features, len(grad_out), "gradient")
         kernels = {name: np.zeros_like(grad_out) for name in head.sections}
-        squares = {name: 0.0 for name in self.own if name not in FIXED}
+        squares = {name: 0.0 for name in _own(head, self.draws) if name not in FIXED}
         for part in self.parts:
             entering, own = self._given(part)
             names, mine = list(entering), [name for name in own if name not in FIXED]
@@ -341,7 +343,15 @@ def root_of(kernel: Array) -> Array:
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
+def _own(head: Head, draws: int) -> dict[str, Array]:
+    """Parameters of so many draws, inner matrices with entries of variance 1."""
+    random = np.random.default_rng(0)
+    sizes = {name: (draws, one.fan_in, one.fan_out) for name, one in head.inner.items()}
+    return head.own(random, draws) | {k: random.standard_normal(n) for k, n in sizes.items()}
+
+
+@functools.lru_cache(maxsize=16)
 def rows_of(draws: int, features: int, tokens: int, name: str) -> Array:
     """(draws, features, L) standard normal, another stream for every name; orthonormal over tokens
     where there are rows enough."""

@@ -108,10 +108,10 @@ def _recurred(x: Array, logs: Array) -> Array:
 
 def _recurred_back(g: Array, logs: Array) -> Array:
     later = np.concatenate((logs[:, 1:], logs[:, :1]), 1)  # the last token's reaches nothing
-    return _recurred(g[:, ::-1], later[:, ::-1])[:, ::-1]
+    return recurred(g[:, ::-1], later[:, ::-1])[:, ::-1]
 
 
-recurred = primitive(
+recurred: Callable[..., Array] = primitive(
     _recurred,
     lambda r, x, logs: lambda g: _recurred_back(g, logs),
     lambda r, x, logs: lambda g: _recurred_back(g, logs) * (r - x),

@@ -76,6 +76,10 @@ class _Drawn:
     def states(self) -> int:
         return 0
 
+    @property
+    def effort(self) -> int:
+        return 1
+
 
 def behind_taps(x: Array, own: Arrays, name: str) -> Array:
     """A short convolution, with its bias where it has one."""
@@ -204,6 +208,10 @@ class MambaFeatures(_Drawn):
     @property
     def states(self) -> int:
         return 4 * self.features * self.block.state
+
+    @property
+    def effort(self) -> int:
+        return 3
 
     @property
     def sections(self) -> dict[str, Section]:
@@ -351,6 +359,10 @@ class DeltaHead(_Drawn):
     @property
     def pairs(self) -> int:
         return 4 * self._steps
+
+    @property
+    def effort(self) -> int:
+        return 6 if self.block.decay == "channel" else 1
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
         block = self.block

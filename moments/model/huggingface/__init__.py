@@ -91,7 +91,7 @@ _RELATIVES = {
     "bert": "deberta layoutlm",
     "gpt2": "gpt-sw3",
     "t5": "longt5",
-    "vit": "dinov2_with_registers vit_msn yolos",
+    "vit": "dinov2_with_registers yolos",
 }
 NEAREST = {kind: family for family, kinds in _RELATIVES.items() for kind in kinds.split()}
 """Model types that are not read -> the family here that is built most like them."""

@@ -57,7 +57,7 @@ def family(kind: Any) -> Family:
                 "declare the model with moments.Transformer"
             )
         reason = _why_not(kind) if isinstance(kind, str) else ""
-        if kind in REFUSED:
+        if isinstance(kind, str) and kind in REFUSED:
             refusal = DomainError if kind in PARTS else Undeclared
             raise refusal(f"model_type = {brief(kind)}: {reason}")
         raise domain_error("model_type", kind, f"one of {', '.join(sorted(READERS))}", reason)
@@ -113,7 +113,7 @@ def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind in READERS | REFUSED or not isinstance(text, Mapping):
         return entries
     own = text.get("model_type", f"{kind}_text")
-    if own not in READERS:
+    if not isinstance(own, str) or own not in READERS:
         return entries
     sides = [name for name in entries if name.endswith("_config") and name != "text_config"]
     warnings.warn(

@@ -43,7 +43,7 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
     read.refuse("position_embedding_type", "absolute", "another kind of positions")
     drawn = cut_normal(read.variance(), cut)
     weights = Weights.normal(drawn, output_divisor=2 * layers)
-    biased = _ATTENTION if read.flag("attention_bias") else ()
+    biased: tuple[str, ...] = _ATTENTION if read.flag("attention_bias") else ()
     biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias") else ()
     tied, dropout = read.flag("tie_word_embeddings"), read.number("attention_dropout")
     head = Head(
@@ -190,7 +190,7 @@ def _xlm_roberta_xl(read: Entries, seq_len: int | None) -> Transformer:
 _MODERNBERT = {"reference_compile": ..., "repad_logits_with_grad": ..., "layer_norm_eps": ...}
 _MODERNBERT |= {"sparse_prediction": ..., "sparse_pred_ignore_index": ...}
 _MODERNBERT |= {"classifier_pooling": ..., "deterministic_flash_attn": ...}
-_ALBERT = {"net_structure_type": 0, "gap_size": 0, "num_memory_blocks": 0}
+_ALBERT: dict[str, Any] = {"net_structure_type": 0, "gap_size": 0, "num_memory_blocks": 0}
 _ALBERT |= {"down_scale_factor": 1, "layers_to_keep": ...}
 _NOMIC = {"pad_vocab_size_multiple": ..., "rotary_scaling_factor": None}
 FAMILIES = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import domain_error
-from ..mixers import RECURRENT
+from ..mixers import RECURRENT, Absent
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
@@ -18,7 +18,10 @@ _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 
 
-_OF_ATTENTION = ("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "window")
+_OF_ATTENTION = (
+    *("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "temperature"),
+    "window",
+)
 """Fields that no layer reads where none has attention."""
 
 
@@ -50,7 +53,8 @@ def _decoder(
         "d_head": read.count("head_dim", d_model // heads) if "d_head" not in changes else None,
     } | changes
     mixers = changes.get("mixer")
-    if isinstance(mixers, tuple | list) and all(isinstance(one, RECURRENT) for one in mixers):
+    without = (*RECURRENT, Absent)
+    if isinstance(mixers, tuple | list) and all(isinstance(one, without) for one in mixers):
         fields = {name: one for name, one in fields.items() if name not in _OF_ATTENTION}
     return declared(
         read,

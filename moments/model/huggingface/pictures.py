@@ -1,4 +1,4 @@
-"""Encoders of pictures and of sound beside ViT, and the text towers that are trained with them.
+"""Encoders of pictures other than ViT and of sound, and text towers that are trained with them.
 
 Of a type that has no loss of its own here the declaration ends below the last norm: the gradient at
 the last layer's output is given to `predict`.
@@ -27,9 +27,10 @@ def _drop_path(read: Entries) -> None:
 
 
 def _deit(read: Entries, seq_len: int | None) -> Transformer:
-    """Class token, distillation token and positions start at zero; the first classifies."""
+    """Class token, DeiT's distillation token and positions start at zero; the first classifies."""
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
-    embedding = patches(read, variance, registers=1, positions="learned", dropout=dropout)
+    two = int(read.kind == "deit")
+    embedding = patches(read, variance, registers=two, positions="learned", dropout=dropout)
     return encoder(read, seq_len, embedding, variance, head=classifier(read, variance))
 
 
@@ -397,6 +398,7 @@ FAMILIES = {
     kind: Family(read, module, task, usual, slip=kind.startswith("clip"))
     for kind, read, module, task, usual in (
         ("deit", _deit, "DeiTForImageClassification", "images", POOLER),
+        ("vit_msn", _deit, "ViTMSNForImageClassification", "images", POOLER),
         ("beit", _beit, "BeitForImageClassification", "images", _BEIT),
         ("data2vec-vision", _beit, "Data2VecVisionForImageClassification", "images", _BEIT),
         ("ijepa", _ijepa, "IJepaForImageClassification", "images", POOLER),

@@ -10,15 +10,22 @@ from ...formulas.checks import check_count
 from . import READERS
 
 # What families call the same thing
-_SIDES = ("encoder", "decoder")
-LAYERS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers")
-LAYERS += tuple(f"{side}_layers" for side in _SIDES)
-WIDTHS: tuple[str, ...] = ("hidden_size", "n_embd", "dim", "d_model", "embedding_size", "input_embedding_size")
-WIDTHS += ("output_embedding_size",)
-HEADS: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-HEADS += tuple(f"{side}_attention_heads" for side in _SIDES)
-FFN_WIDTHS: tuple[str, ...] = ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "dff")
-FFN_WIDTHS += tuple(f"{side}_ffn_dim" for side in _SIDES)
+LAYERS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers"),
+)
+WIDTHS = (
+    *("hidden_size", "n_embd", "dim", "d_model"),
+    *("embedding_size", "input_embedding_size", "output_embedding_size"),
+)
+HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+)
+FFN_WIDTHS = (
+    *("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "dff"),
+    *("encoder_ffn_dim", "decoder_ffn_dim"),
+)
 _LENGTH = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 _HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
 # What a class's own defaults lack to be a model that is read

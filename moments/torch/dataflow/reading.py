@@ -512,6 +512,7 @@ class _Reading:
                 for stack in stacks
                 for n, units in enumerate(stack.layers, start=1)
                 for unit in units
+                if unit.summed
             },
             turned=layers_of(lambda u: u.attention is not None and u.attention.turned),
         )

@@ -62,7 +62,7 @@ class Feed:
 @dataclass
 class BranchUnit:
     """One residual branch, recognised; `late`: dropped behind its last norm, `whole`: its sum is
-    one of multiples."""
+    one of multiples, `summed`: what it gives the sum was read."""
 
     name: str
     sum: StreamSum
@@ -79,6 +79,7 @@ class BranchUnit:
     dropped: int | None = None
     late: bool = False
     whole: bool = True
+    summed: bool = True
     parallel: bool = False
     attention: AttentionUnit | None = None
     core: Core | None = None
@@ -336,6 +337,11 @@ class StreamReader:
     def _scales(self, one: StreamSum, blocks: list[BranchUnit]) -> None:
         """lambda and beta of a sum, by running it on one term alone."""
         tips = {(b.behind.end if b.behind else b.raw): b for b in blocks}
+        size = self.graph.tensor(one.value).numel()
+        if any(self.graph.tensor(value).numel() != size for value in tips):
+            for b in blocks:  # what was read of one is not what it gives: a router's logits
+                b.summed = False
+            return
         zeros = {v: torch.zeros_like(self.graph.tensor(v)) for v in (one.stream, *tips)}
         (base,) = self.graph.run(zeros, one.value)
         for value, block in [(one.stream, None), *tips.items()]:
