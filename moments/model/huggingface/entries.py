@@ -175,6 +175,15 @@ class Entries:
             raise domain_error(name, given, "a list of texts")
         return list(given)
 
+    def numbers(self, name: str, count: int, default: Any = ...) -> list[float]:
+        """An entry that is a list of so many numbers."""
+        given = self(name, default)
+        several = given if isinstance(given, list | tuple) else []
+        real = (int, float)
+        if len(several) != count or not all(type(one) in real and one == one for one in several):
+            raise domain_error(name, given, f"{count} numbers")
+        return [float(one) for one in several]
+
     def activation(self, name: str) -> str:
         """Our name of an activation function."""
         given = self(name)

@@ -33,7 +33,7 @@ _NAMES = {"mamba": _LINEAR, "attention": _FULL}
 def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
     """Granite's multipliers, Mamba-2 or attention in every layer, experts beside a dense block."""
     layers, shared = read.layers("num_hidden_layers"), read.count("shared_intermediate_size")
-    given = read("layer_types", None) or read("layers_block_type", [_LINEAR] * layers)
+    given = read.texts("layer_types") or read.texts("layers_block_type") or [_LINEAR] * layers
     kinds = [_NAMES.get(kind, kind) for kind in given]
     turned = read("position_embedding_type", None) == "rope"
     experts: dict[str, Any] = {"d_ff": shared}
@@ -56,10 +56,11 @@ def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
     read.expect("tie_word_embeddings", False, "the module has a matrix of its own for its logits")
     read.expect("mamba_hidden_act", "silu", "SiLU is assumed behind the convolution")
     named = {"M": _LINEAR, "*": _FULL, "-": "mlp", "E": "moe"}
-    pattern, given = read("hybrid_override_pattern", None), read("layer_types", None)
-    if given is None and pattern is not None and not read.has("layers_block_type"):
+    pattern, given = read("hybrid_override_pattern", ""), read.texts("layer_types")
+    given = given or read.texts("layers_block_type")
+    if pattern and not (read.has("layer_types") or read.has("layers_block_type")):
         given = [named.get(letter, letter) for letter in pattern]
-    kinds = [_NAMES.get(kind, kind) for kind in given or read("layers_block_type")]
+    kinds = [_NAMES.get(kind, kind) for kind in given]
     if not set(kinds) <= set(named.values()):
         raise domain_error("layers_block_type", kinds, f"of {', '.join(named.values())}")
     read.read.add("num_hidden_layers")  # the pattern's length, whatever it says
@@ -106,9 +107,9 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
     """Mamba-2 and attention of the same tokens in every layer, with multipliers everywhere."""
     read.refuse("projectors_bias", False, "biases of a mixer's matrices")
     width = None if read.null("mamba_d_ssm") else read.count("mamba_d_ssm")
-    several = read("ssm_multipliers", [1.0] * 5)
-    gate, down = read("mlp_multipliers", [1.0] * 2)
-    entering, reading = read.number("ssm_in_multiplier"), read.number("attention_in_multiplier")
+    several = read.numbers("ssm_multipliers", 5, [1.0] * 5)
+    gate, down = read.numbers("mlp_multipliers", 2, [1.0] * 2)
+    entering, reading = read.number("ssm_in_multiplier"), read.positive("attention_in_multiplier")
     mixer = mamba2_block(
         read,
         width,
@@ -127,12 +128,13 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
             f"of which the module's own has {gate * gate:.3g} of the squared gradient"
         )
     variance, epsilon = read.variance(), read.number("rms_norm_eps")
-    scale = read.number("lm_head_multiplier")
+    scale, square = read.number("lm_head_multiplier"), read.variance("attention_in_multiplier")
+    temperature = 1 / (read.positive("key_multiplier") * square)
     return _decoder(
         read,
         seq_len,
         biased=("attention_bias", "mlp_bias"),
-        temperature=1 / (read.positive("key_multiplier") * reading**2),
+        temperature=temperature,
         weights=Weights.normal(variance).replace(gate=variance * gate**2),
         branch_scale=[[1.0, down]] * read.layers("num_hidden_layers"),
         embedding={"scale": read.number("embedding_multiplier")},
@@ -195,10 +197,10 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
         gate="sigmoid",
         rank=width,
     )
-    mixers = _mixed(read, read("layer_types", None) or usual, {_LINEAR: block})
+    mixers = _mixed(read, read.texts("layer_types") or usual, {_LINEAR: block})
     latent = latent_attention(read, variance)
     dense = read("first_k_dense_replace", 1)
-    kinds = read("mlp_layer_types", None) or ["dense"] * dense + ["sparse"] * (layers - dense)
+    kinds = read.texts("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (layers - dense)
     chosen = [number for number, kind in enumerate(kinds) if kind == "sparse"]
     return _decoder(
         read,
@@ -221,6 +223,7 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
     if (given := read("use_bidirectional_attention", None)) == "all":
         read.leave_out("use_bidirectional_attention", given, "a causal mask is assumed")
     kinds = _kinds(read, 6)
+    _mixed(read, kinds, dict.fromkeys((_SLIDING,), True))  # none is of another kind
     kinds[-1] = _FULL  # as the module makes it
     wide, shared = read.count("global_head_dim", 512), read("num_global_key_value_heads", None)
     alike = read.flag("attention_k_eq_v")
@@ -231,7 +234,10 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         )
     else:
         shared = None
-    layers = {int(n): of for n, of in read("per_layer_config", {}).items()}
+    layers = {str(n): of for n, of in read("per_layer_config", {}).items()}
+    if not all(n.isdigit() and isinstance(of, dict) for n, of in layers.items()):
+        raise domain_error("per_layer_config", layers, "a JSON object for each of some layers")
+    layers = {int(n): of for n, of in layers.items()}
     own = {n: layers.get(n, {}) for n, kind in enumerate(kinds) if kind == _FULL}
     width, mixers, temperatures = read.count("head_dim"), [], []
     for number in range(len(kinds)):

@@ -37,7 +37,9 @@ def _mixed(read: Entries, kinds: Any, blocks: dict[str, Any]) -> tuple[Any, ...]
         DomainError: a kind that is none of them, or another number of layers.
     """
     layers = read.layers("num_hidden_layers")
-    if len(kinds) != layers or not set(kinds) <= {_FULL, *blocks}:
+    several = kinds if isinstance(kinds, list | tuple) else []
+    known = [one for one in several if isinstance(one, str) and one in (_FULL, *blocks)]
+    if len(known) != layers or len(several) != layers:
         allowed = f"{layers} of {', '.join(map(repr, (_FULL, *blocks)))}"
         raise domain_error("layer_types", kinds, allowed)
     made: dict[str, Any] = {}
@@ -48,7 +50,8 @@ def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
     """Gated short convolutions and attention by `layer_types`; two thirds of intermediate_size."""
     read.refuse("conv_bias", False, "biases of a short convolution's matrices")
     layers = read.layers("num_hidden_layers")
-    attends = read("full_attn_idxs", None) if not read.has("layer_types") else None
+    old = read.has("full_attn_idxs") and not read.has("layer_types")
+    attends = read("full_attn_idxs", []) if old else None
     usual = [_FULL if attends is None or n in attends else "conv" for n in range(layers)]
     width = read.count("intermediate_size")
     if read.flag("block_auto_adjust_ff_dim"):
@@ -126,7 +129,7 @@ def mamba2_block(read: Entries, width: int | None = None, **changes: Any) -> Mam
     given = read("mamba_d_head", None)
     if width % heads or given not in (None, "auto", width // heads):
         raise domain_error("mamba_n_heads", heads, f"{width} features over mamba_d_head")
-    low, high = read("time_step_limit", (0.0, math.inf))
+    low, high = read.numbers("time_step_limit", 2, (0.0, math.inf))
     fields: dict[str, Any] = {
         "groups": read.count("mamba_n_groups"),
         "kernel": read.count("mamba_d_conv"),
@@ -159,7 +162,7 @@ def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
     if inner != heads * width:
         allowed = f"expand * hidden_size = {inner} over head_dim = {width}"
         raise domain_error("num_heads", heads, allowed)
-    low, high = read("time_step_limit", (0.0, math.inf))
+    low, high = read.numbers("time_step_limit", 2, (0.0, math.inf))
     variance = read.variance()
     block = Mamba2(
         heads,
@@ -243,7 +246,7 @@ def _mamba(read: Entries, seq_len: int | None, **fields: Any) -> Transformer:
     read.refuse("time_step_init_scheme", "random", "steps of one weight for all features")
     read.expect("hidden_act", "silu", "SiLU is assumed behind the convolution")
     rank = step_rank(read, _MAMBA["rank"])
-    step_variance = read.number("time_step_scale") ** 2 / (3 * rank)
+    step_variance = read.variance("time_step_scale") / (3 * rank)
     fields |= {"step_variance": step_variance, "steps": step_range(read)}
     block = mamba_block(read, _MAMBA, **fields)
     depth = "num_hidden_layers", "hidden_size", "state_size"
