@@ -81,6 +81,8 @@ class Head(Protocol):
         effort: times as many draws as others have, where what all features share scatters most.
     """
 
+    def __hash__(self) -> int: ...
+
     @property
     def block(self) -> Any: ...
 

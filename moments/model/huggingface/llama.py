@@ -11,12 +11,10 @@ from ..mixers import RECURRENT, Absent
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
+from .entries import FULL as _FULL
+from .entries import SLIDING as _SLIDING
 from .entries import Entries
 from .family import Family, causal_head, declared
-
-_FULL = "full_attention"
-_SLIDING = "sliding_attention"
-
 
 _OF_ATTENTION = (
     *("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "temperature"),
@@ -107,7 +105,7 @@ def _qwen_windows(read: Entries, seq_len: int) -> Any:
     layers, first = read.layers("num_hidden_layers"), read("max_window_layers")
     used = read.flag("use_sliding_window")
     usual = [_SLIDING if used and number >= first else _FULL for number in range(layers)]
-    return read.windows(read("layer_types", usual), _SLIDING, "sliding_window", seq_len)
+    return read.windows(read.kinds(usual), _SLIDING, "sliding_window", seq_len)
 
 
 def _gemma(read: Entries, seq_len: int | None) -> Transformer:
@@ -149,7 +147,7 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
         head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
         logit_softcap=read.cap("attn_logit_softcapping"),
         temperature=math.sqrt(read.positive("query_pre_attn_scalar") / width),
-        window=read.windows(read("layer_types", usual), _SLIDING, "sliding_window", tokens),
+        window=read.windows(read.kinds(usual), _SLIDING, "sliding_window", tokens),
     )
 
 
@@ -234,6 +232,8 @@ def slowed(
 
         shares, usual = [kept(speed) for speed in speeds], 1.0
     else:
+        if plain.base <= 1:
+            raise domain_error("rope_theta", plain.base, "above 1")
 
         def pair(turns: float) -> float:
             return width * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(plain.base))
