@@ -137,14 +137,14 @@ def formulas(
     quiet: QuietOption = False,
 ) -> None:
     """Print a component's formulas with their sources, or list the components."""
-    from ..formulas.registry import STACKS, components, formula_page
     from ..formulas.registry import component as find
+    from ..formulas.registry import components, formula_page
 
     if markdown:
         print(formula_page(), end="")
         return
     if component is None:
-        titles = {name: find(name).title for name in (*components(), *STACKS)}
+        titles = {name: find(name).title for name in components()}
         width = max(map(len, titles)) + 2
         Answer(
             said=lambda: tuple(f"[bold]{name:<{width}}[/]{t}" for name, t in titles.items()),

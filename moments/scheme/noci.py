@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from ..errors import without_warnings
+from ..formulas.attention import UNIFORM_ATTENTION_GRADIENTS
 from ..formulas.checks import check_choice
 from ..formulas.law import Source
-from ..formulas.noci import UNIFORM_ATTENTION_GRADIENTS
 from ..formulas.references import NOCI
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
