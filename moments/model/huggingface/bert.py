@@ -7,7 +7,7 @@ import math
 from ...errors import domain_error
 from ..transformer import Transformer
 from .entries import Entries
-from .family import Family, declared, masked_head
+from .family import Reader, declared, masked_head
 
 
 def _bert(
@@ -134,25 +134,13 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     return model.replace(temperature=math.sqrt(1 + used))
 
 
-FAMILIES = {
-    "bert": Family(_bert, "BertForMaskedLM", "masked"),
-    "electra": Family(_electra, "ElectraForMaskedLM", "masked"),
-    "ernie": Family(
-        _bert, "ErnieForMaskedLM", "masked", {"use_task_id": False, "task_type_vocab_size": ...}
-    ),
-    "roberta": Family(_roberta, "RobertaForMaskedLM", "masked"),
-    "camembert": Family(_roberta, "CamembertForMaskedLM", "masked"),
-    "xlm-roberta": Family(_roberta, "XLMRobertaForMaskedLM", "masked"),
-    "distilbert": Family(
-        _distilbert,
-        "DistilBertForMaskedLM",
-        "masked",
-        {"qa_dropout": ..., "seq_classif_dropout": ..., "tie_weights_": True},
-    ),
-    "deberta-v2": Family(
-        _deberta,
-        "DebertaV2ForMaskedLM",
-        "masked",
-        {"legacy": ..., "conv_act": ..., "conv_groups": ...},
-    ),
+READERS: dict[str, Reader] = {
+    "bert": _bert,
+    "electra": _electra,
+    "ernie": _bert,
+    "roberta": _roberta,
+    "camembert": _roberta,
+    "xlm-roberta": _roberta,
+    "distilbert": _distilbert,
+    "deberta-v2": _deberta,
 }

@@ -12,7 +12,7 @@ from ..transformer import Transformer
 from ..weights import Weights
 from .bert import _bert, _narrow, _roberta
 from .entries import FULL, SLIDING, Entries
-from .family import Family, declared
+from .family import Reader, declared
 from .llama import _BOTH, _decoder
 from .relatives import _by_type, _of_kinds, _turned
 
@@ -187,29 +187,18 @@ def _xlm_roberta_xl(read: Entries, seq_len: int | None) -> Transformer:
     return model.replace(ffn_dropout=0.0)
 
 
-_MODERNBERT = {"reference_compile": ..., "repad_logits_with_grad": ..., "layer_norm_eps": ...}
-_MODERNBERT |= {"sparse_prediction": ..., "sparse_pred_ignore_index": ...}
-_MODERNBERT |= {"classifier_pooling": ..., "deterministic_flash_attn": ...}
-_ALBERT: dict[str, Any] = {"net_structure_type": 0, "gap_size": 0, "num_memory_blocks": 0}
-_ALBERT |= {"down_scale_factor": 1, "layers_to_keep": ...}
-_NOMIC = {"pad_vocab_size_multiple": ..., "rotary_scaling_factor": None}
-FAMILIES = {
-    "albert": Family(_albert, "AlbertForMaskedLM", "masked", _ALBERT),
-    "data2vec-text": Family(_roberta, "Data2VecTextForMaskedLM", "masked"),
-    "eurobert": Family(
-        _eurobert,
-        "EuroBertForMaskedLM",
-        "masked",
-        {"classifier_pooling": ..., "hidden_dropout": 0.0},
-    ),
-    "gte": Family(_gte, "GteForMaskedLM", "masked"),
-    "jina_embeddings_v3": Family(_rotated, "JinaEmbeddingsV3ForMaskedLM", "masked"),
-    "megatron-bert": Family(_megatron, "MegatronBertForMaskedLM", "masked"),
-    "modernbert": Family(_modernbert, "ModernBertForMaskedLM", "masked", _MODERNBERT),
-    "mpnet": Family(_mpnet, "MPNetForMaskedLM", "masked"),
-    "nomic_bert": Family(_nomic, "NomicBertForMaskedLM", "masked", _NOMIC),
-    "rembert": Family(_rembert, "RemBertForMaskedLM", "masked"),
-    "roberta-prelayernorm": Family(_prelayernorm, "RobertaPreLayerNormForMaskedLM", "masked"),
-    "roformer": Family(_roformer, "RoFormerForMaskedLM", "masked"),
-    "xlm-roberta-xl": Family(_xlm_roberta_xl, "XLMRobertaXLForMaskedLM", "masked"),
+READERS: dict[str, Reader] = {
+    "albert": _albert,
+    "data2vec-text": _roberta,
+    "eurobert": _eurobert,
+    "gte": _gte,
+    "jina_embeddings_v3": _rotated,
+    "megatron-bert": _megatron,
+    "modernbert": _modernbert,
+    "mpnet": _mpnet,
+    "nomic_bert": _nomic,
+    "rembert": _rembert,
+    "roberta-prelayernorm": _prelayernorm,
+    "roformer": _roformer,
+    "xlm-roberta-xl": _xlm_roberta_xl,
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..embedding import Embedding
@@ -13,6 +15,22 @@ from ..weights import Biases, Weights
 from .entries import USUAL, Entries
 
 Reader = Callable[[Entries, int | None], Transformer]
+
+TASKS = {
+    "ForCausalLM": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "translation",
+    "ForImageClassification": "images",
+}
+"""Ends of classes' names -> what these are trained on."""
+
+
+def _table(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return found
+
+
+_KNOWN, _DEFAULTS = _table("families.json"), _table("defaults.json")
 
 
 @dataclass(frozen=True)
@@ -34,9 +52,20 @@ class Family:
     read: Reader
     module: str
     task: str
-    usual: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    slip: bool = False
+    usual: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    slip: bool
+
+    @classmethod
+    def of(cls, kind: str, read: Reader) -> Family:
+        """What `families.json` and `defaults.json` say of a type."""
+        row = _KNOWN[kind]
+        module, like = row["module"], _KNOWN[row.get("like", kind)]
+        task = row.get("task") or next(TASKS[end] for end in TASKS if module.endswith(end))
+        ignored = like.get("ignored", [])
+        names = ignored.split() if isinstance(ignored, str) else " ".join(ignored).split()
+        usual = dict.fromkeys(names, ...) | like.get("usual", {})
+        return cls(read, module, task, usual, _DEFAULTS.get(kind, {}), row.get("slip", False))
 
     def declare(
         self, given: Mapping[str, Any], seq_len: int | None

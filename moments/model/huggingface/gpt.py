@@ -9,7 +9,7 @@ from ...errors import domain_error
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family, causal_head, declared
+from .family import Reader, causal_head, declared
 
 
 def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
@@ -128,20 +128,9 @@ def _bloom(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-_SILENT = (
-    "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
-    "skip_bias_add skip_bias_add_qkv unk_token_id"
-)
-FAMILIES = {
-    "gpt2": Family(
-        _gpt2, "GPT2LMHeadModel", "causal", {"reorder_and_upcast_attn": ..., "n_ctx": ...}
-    ),
-    "gpt_neo": Family(_gpt_neo, "GPTNeoForCausalLM", "causal"),
-    "opt": Family(_opt, "OPTForCausalLM", "causal", {"layerdrop": 0.0, "activation_dropout": 0.0}),
-    "bloom": Family(
-        _bloom,
-        "BloomForCausalLM",
-        "causal",
-        {"n_inner": None} | dict.fromkeys(_SILENT.split(), ...),
-    ),
+READERS: dict[str, Reader] = {
+    "gpt2": _gpt2,
+    "gpt_neo": _gpt_neo,
+    "opt": _opt,
+    "bloom": _bloom,
 }

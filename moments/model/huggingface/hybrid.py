@@ -12,7 +12,7 @@ from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import FULL, SLIDING, Entries
-from .family import Family, causal_head
+from .family import Reader, causal_head
 from .latent import latent_attention
 from .llama import _decoder, _granite
 from .moe import first_dense, routed, sigmoid_experts, softmax_experts
@@ -282,59 +282,13 @@ _KIMI = {
     "num_shared_experts": "n_shared_experts",
 }
 """Names of entries in released configs, and those of transformers' class."""
-_BALANCE = {"router_aux_loss_coef": ..., "num_logits_to_keep": ...}
-_KERNELS = {"use_mamba_kernels": ..., "use_mambapy": ..., "use_associative_scan": ...}
 
 
-def _none(*names: str) -> dict[str, Any]:
-    """Entries that no line of the module reads, or that say how it is computed."""
-    return dict.fromkeys(names, ...)
-
-
-_POSITIONS = _none("rope_theta", "rope_scaling", "rope_parameters")  # of layers without any
-FAMILIES = {
-    kind: Family(read, f"{module}ForCausalLM", "causal", _BALANCE | usual)
-    for kind, read, module, usual in (
-        (
-            "granitemoehybrid",
-            _granitemoehybrid,
-            "GraniteMoeHybrid",
-            _POSITIONS
-            | _none("mamba_chunk_size", "init_method")
-            | {"normalization_function": "rmsnorm"},
-        ),
-        (
-            "nemotron_h",
-            _nemotron_h,
-            "NemotronH",
-            _KERNELS
-            | _none("num_nextn_predict_layers", "mtp_layers_block_type")
-            | _none("mtp_hybrid_override_pattern", "chunk_size", "mamba_ssm_cache_dtype")
-            | _none("residual_in_fp32", "expand", "hidden_dropout", "moe_shared_expert_overlap")
-            | _none("sliding_window", "attention_bias", "time_step_limit", "attention_head_dim")
-            | _none("num_query_groups", "rms_norm_eps", "time_step_rank"),
-        ),
-        (
-            "falcon_h1",
-            _falcon_h1,
-            "FalconH1",
-            _none("mamba_chunk_size", "mlp_expansion_factor") | {"mamba_use_mlp": True},
-        ),
-        (
-            "gemma4_text",
-            _gemma4,
-            "Gemma4",
-            _none("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts")
-            | _none("top_k_experts", "moe_intermediate_size"),  # of what is refused
-        ),
-        ("jamba", _jamba, "Jamba", _KERNELS | _none("n_ctx") | {"mamba_inner_layernorms": True}),
-        (
-            "kimi_linear",
-            _kimi_linear,
-            "KimiLinear",
-            _POSITIONS
-            | _none("use_grouped_topk", "head_dim", "qk_head_dim", "num_nextn_predict_layers")
-            | {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "mla_use_nope": True},
-        ),
-    )
+READERS: dict[str, Reader] = {
+    "granitemoehybrid": _granitemoehybrid,
+    "nemotron_h": _nemotron_h,
+    "falcon_h1": _falcon_h1,
+    "gemma4_text": _gemma4,
+    "jamba": _jamba,
+    "kimi_linear": _kimi_linear,
 }

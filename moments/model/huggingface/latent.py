@@ -9,7 +9,7 @@ from ...errors import domain_error
 from ..mixers import LatentAttention
 from ..transformer import Transformer
 from .entries import FULL, SLIDING, Entries
-from .family import Family, causal_head
+from .family import Reader, causal_head
 from .llama import _decoder, _granite, _length, _longrope, yarn
 from .moe import first_dense, routed, sigmoid_experts, softmax_experts
 
@@ -203,17 +203,15 @@ def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
 
 
 _HEADS, _FFN = ("query", "key", "value", "output"), ("ffn_in", "ffn_out", "gate")
-_BALANCE = {"router_aux_loss_coef": ..., "hidden_act": ...}
-_MADE = {"head_dim": ..., "qk_head_dim": ...}  # by the config's class of other entries
-_UNUSED = {"rope_interleave": ..., "num_mtp_layers": ..., "num_nextn_predict_layers": ...}
-_UNUSED |= {"norm_topk_prob": ..., "topk_group": ..., "n_group": ...}  # by what else is said
-FAMILIES = {
-    "minicpm3": Family(_minicpm3, "MiniCPM3ForCausalLM", "causal", _MADE),
-    "youtu": Family(_youtu, "YoutuForCausalLM", "causal", _MADE | {"rope_interleave": ...}),
-    "apertus": Family(_apertus, "ApertusForCausalLM", "causal", {"mlp_bias": ...}),
-    "deepseek_v2": Family(_deepseek_v2, "DeepseekV2ForCausalLM", "causal", _MADE | _UNUSED),
-    "deepseek_v3": Family(_deepseek_v3, "DeepseekV3ForCausalLM", "causal", _MADE | _UNUSED),
-    "glm4_moe_lite": Family(_glm4_moe_lite, "Glm4MoeLiteForCausalLM", "causal", _MADE | _UNUSED),
-    "gpt_oss": Family(_gpt_oss, "GptOssForCausalLM", "causal", _BALANCE),
-    "granite_swa": Family(_granite_swa, "GraniteSWAForCausalLM", "causal"),
+
+
+READERS: dict[str, Reader] = {
+    "minicpm3": _minicpm3,
+    "youtu": _youtu,
+    "apertus": _apertus,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "gpt_oss": _gpt_oss,
+    "granite_swa": _granite_swa,
 }

@@ -12,7 +12,7 @@ from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import FULL, SLIDING, Entries
-from .family import Family, causal_head, declared
+from .family import Reader, causal_head, declared
 
 _OF_ATTENTION = (
     *("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "temperature"),
@@ -341,23 +341,17 @@ def _granite(
     )
 
 
-FAMILIES = {
-    "llama": Family(_llama, "LlamaForCausalLM", "causal"),
-    "mistral": Family(_mistral, "MistralForCausalLM", "causal"),
-    "qwen2": Family(_qwen2, "Qwen2ForCausalLM", "causal"),
-    "qwen3": Family(_qwen3, "Qwen3ForCausalLM", "causal"),
-    "gemma": Family(_gemma, "GemmaForCausalLM", "causal"),
-    "gemma2": Family(_gemma2, "Gemma2ForCausalLM", "causal"),
-    "phi3": Family(
-        _phi3,
-        "Phi3ForCausalLM",
-        "causal",
-        # embd_pdrop is read by no line of the module.
-        {"embd_pdrop": ..., "original_max_position_embeddings": ...},
-    ),
-    "starcoder2": Family(_starcoder2, "Starcoder2ForCausalLM", "causal"),
-    "stablelm": Family(_stablelm, "StableLmForCausalLM", "causal"),
-    "olmo": Family(_olmo, "OlmoForCausalLM", "causal"),
-    "cohere": Family(_cohere, "CohereForCausalLM", "causal"),
-    "granite": Family(_granite, "GraniteForCausalLM", "causal"),
+READERS: dict[str, Reader] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "phi3": _phi3,
+    "starcoder2": _starcoder2,
+    "stablelm": _stablelm,
+    "olmo": _olmo,
+    "cohere": _cohere,
+    "granite": _granite,
 }

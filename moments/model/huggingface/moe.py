@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ...errors import domain_error
@@ -10,7 +10,7 @@ from ..experts import Experts
 from ..mixers import LayerAttention
 from ..transformer import Transformer
 from .entries import FULL, SLIDING, Entries
-from .family import Family
+from .family import Reader
 from .llama import _decoder, _granite, _length
 
 
@@ -253,31 +253,16 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     return model.replace(d_ff=read.count("intermediate_size_mlp"))
 
 
-_BALANCE = {"router_aux_loss_coef": ...}  # beside output_router_logits alone
-_WINDOW = {"sliding_window": ..., "max_window_layers": ...}  # that may not be used
-_NEXT = {"num_mtp_layers": ..., "num_nextn_predict_layers": ...}  # not built
-_DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-_DEEPSEEK |= {"ep_size": ..., "aux_loss_alpha": ..., "seq_aux": ...}  # of training
-_MINIMAX = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"}
-_MINIMAX |= {"use_routing_bias": True, "shared_intermediate_size": 0}
-_MINIMAX |= {"use_mtp": ..., "num_mtp_modules": ..., "mtp_transformer_layers": ...}  # not built
-_LEAST = {"moe_norm_min": ...}  # the least sum of gates that one may divide by
-
-
-def _family(read: Any, module: str, usual: Mapping[str, Any] | None = None) -> Family:
-    return Family(read, f"{module}ForCausalLM", "causal", _BALANCE | dict(usual or {}))
-
-
-FAMILIES = {
-    "mixtral": _family(_mixtral, "Mixtral"),
-    "qwen2_moe": _family(_qwen2_moe, "Qwen2Moe", _WINDOW),
-    "qwen3_moe": _family(_qwen3_moe, "Qwen3Moe", _WINDOW),
-    "olmoe": _family(_olmoe, "Olmoe"),
-    "granitemoe": _family(_granitemoe, "GraniteMoe"),
-    "granitemoeshared": _family(_granitemoe, "GraniteMoeShared"),
-    "ernie4_5_moe": _family(_ernie4_5_moe, "Ernie4_5_Moe", _LEAST),
-    "glm4_moe": _family(_glm4_moe, "Glm4Moe", _NEXT | _DEEPSEEK),
-    "dots1": _family(_dots1, "Dots1", _DEEPSEEK),
-    "minimax_m2": _family(_minimax_m2, "MiniMaxM2", _MINIMAX),
-    "llama4_text": _family(_llama4_text, "Llama4"),
+READERS: dict[str, Reader] = {
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "granitemoe": _granitemoe,
+    "granitemoeshared": _granitemoe,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "glm4_moe": _glm4_moe,
+    "dots1": _dots1,
+    "minimax_m2": _minimax_m2,
+    "llama4_text": _llama4_text,
 }

@@ -6,7 +6,7 @@ from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
-from .family import Family, causal_head, declared
+from .family import Reader, causal_head, declared
 
 _FFN = ("ffn_in", "ffn_out")
 _ALL = ("query", "key", "value", "output", *_FFN)
@@ -107,19 +107,9 @@ def _falcon(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-FAMILIES = {
-    "gpt_neox": Family(_gpt_neox, "GPTNeoXForCausalLM", "causal"),
-    "gptj": Family(
-        _gptj,
-        "GPTJForCausalLM",
-        "causal",
-        {"rotary": True, "scale_attn_weights": True, "n_ctx": ...},
-    ),
-    "phi": Family(_phi, "PhiForCausalLM", "causal"),
-    "falcon": Family(
-        _falcon,
-        "FalconForCausalLM",
-        "causal",
-        {"apply_residual_connection_post_layernorm": False, "unk_token_id": ...},
-    ),
+READERS: dict[str, Reader] = {
+    "gpt_neox": _gpt_neox,
+    "gptj": _gptj,
+    "phi": _phi,
+    "falcon": _falcon,
 }

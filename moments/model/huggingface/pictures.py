@@ -16,8 +16,8 @@ from ..positions import RelativeBias, Rotary
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family
-from .vit import POOLER, classifier, encoder, patches
+from .family import Reader
+from .vit import classifier, encoder, patches
 
 
 def _drop_path(read: Entries) -> None:
@@ -362,70 +362,22 @@ def _wavlm(read: Entries, seq_len: int | None) -> Transformer:
     return _wav2vec2(read, seq_len).replace(relative_bias=bias)
 
 
-# --- families -------------------------------------------------------------------------------------
-
-_WHISPER = (
-    "scale_embedding use_weighted_layer_sum classifier_proj_size mask_time_prob mask_time_length "
-    "mask_time_min_masks mask_feature_prob mask_feature_length mask_feature_min_masks "
-    "median_filter_width forced_decoder_ids alignment_heads num_hidden_layers lang_ids"
-)
-# Of the convolutions, of masking, of losses and of other tasks
-_FRONT = (
-    "adapter_kernel_size adapter_stride classifier_proj_size codevector_dim contrastive_logits_"
-    "temperature conv_bias conv_kernel conv_pos_batch_norm conv_stride ctc_loss_reduction "
-    "ctc_zero_infinity diversity_loss_weight feat_extract_activation feat_extract_norm "
-    "feat_proj_dropout feat_proj_layer_norm feat_quantizer_dropout final_dropout "
-    "freeze_feat_extract_train mask_feature_length mask_feature_min_masks mask_feature_prob "
-    "mask_time_length mask_time_min_masks mask_time_prob no_mask_channel_overlap "
-    "no_mask_time_overlap num_adapter_layers num_codevector_groups num_codevectors_per_group "
-    "num_conv_pos_embedding_groups num_conv_pos_embeddings num_ctc_classes num_feat_extract_layers "
-    "num_negatives output_hidden_size proj_codevector_dim tdnn_dilation tdnn_dim tdnn_kernel "
-    "use_weighted_layer_sum vocab_size xvector_output_dim"
-)
-_SEGMENTATION = (
-    "pool_scales use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs "
-    "auxiliary_concat_input semantic_loss_ignore_index add_fpn out_indices out_features "
-    "_out_indices _out_features reshape_hidden_states apply_layernorm stage_names"
-)
-_BACKBONE = dict.fromkeys(_SEGMENTATION.split(), ...)
-_BEIT = _BACKBONE | {"use_mask_token": ..., "vocab_size": ...}
-_DECODER = (
-    "decoder_num_attention_heads decoder_hidden_size decoder_num_hidden_layers "
-    "decoder_intermediate_size norm_pix_loss"
-)
-_CLIP = {"projection_dim": ..., "dropout": ...}  # the second of earlier configs
-FAMILIES = {
-    kind: Family(read, module, task, usual, slip=kind.startswith("clip"))
-    for kind, read, module, task, usual in (
-        ("deit", _deit, "DeiTForImageClassification", "images", POOLER),
-        ("vit_msn", _deit, "ViTMSNForImageClassification", "images", POOLER),
-        ("beit", _beit, "BeitForImageClassification", "images", _BEIT),
-        ("data2vec-vision", _beit, "Data2VecVisionForImageClassification", "images", _BEIT),
-        ("ijepa", _ijepa, "IJepaForImageClassification", "images", POOLER),
-        ("vit_mae", _vit_mae, "ViTMAEModel", "images", dict.fromkeys(_DECODER.split(), ...)),
-        ("dinov2", _dinov2, "Dinov2Model", "images", _BACKBONE | {"use_mask_token": ...}),
-        ("dinov3_vit", _dinov3, "DINOv3ViTModel", "images", _BACKBONE),
-        ("audio-spectrogram-transformer", _spectrogram, "ASTForAudioClassification", "sound", {}),
-        ("clip_vision_model", _clip_vision, "CLIPVisionModel", "images", _CLIP),
-        (
-            "clip_text_model",
-            _clip_text,
-            "CLIPTextModel",
-            "text",
-            _CLIP | {"initializer_range": ...},
-        ),
-        ("siglip_vision_model", _siglip_vision, "SiglipVisionModel", "images", {}),
-        ("siglip_text_model", _siglip_text, "SiglipTextModel", "text", {"projection_size": ...}),
-    )
-}
-FAMILIES |= {
-    "whisper": Family(
-        _whisper,
-        "WhisperForConditionalGeneration",
-        "sound",
-        {"is_encoder_decoder": True} | dict.fromkeys(_WHISPER.split(), ...),
-    ),
-    "wav2vec2": Family(_wav2vec2, "Wav2Vec2Model", "sound", dict.fromkeys(_FRONT.split(), ...)),
-    "hubert": Family(_wav2vec2, "HubertModel", "sound", dict.fromkeys(_FRONT.split(), ...)),
-    "wavlm": Family(_wavlm, "WavLMModel", "sound", dict.fromkeys(_FRONT.split(), ...)),
+READERS: dict[str, Reader] = {
+    "deit": _deit,
+    "vit_msn": _deit,
+    "beit": _beit,
+    "data2vec-vision": _beit,
+    "ijepa": _ijepa,
+    "vit_mae": _vit_mae,
+    "dinov2": _dinov2,
+    "dinov3_vit": _dinov3,
+    "audio-spectrogram-transformer": _spectrogram,
+    "clip_vision_model": _clip_vision,
+    "clip_text_model": _clip_text,
+    "siglip_vision_model": _siglip_vision,
+    "siglip_text_model": _siglip_text,
+    "whisper": _whisper,
+    "wav2vec2": _wav2vec2,
+    "hubert": _wav2vec2,
+    "wavlm": _wavlm,
 }

@@ -22,7 +22,7 @@ from ..mixers import (
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import FULL, Entries
-from .family import Family, causal_head, declared
+from .family import Reader, causal_head, declared
 from .llama import _BOTH, _decoder, _length
 from .moe import _QWEN, _normalised, _stepped, routed, softmax_experts
 
@@ -296,27 +296,6 @@ def _recurrent_gemma(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-_IRRELEVANT = {
-    "chunk_size": ...,
-    "residual_in_fp32": ...,
-    "time_step_rank": ...,
-    "use_cache": ...,
-}
-"""Of Mamba-2: how it is computed, and an entry that nothing reads."""
-_COMPUTED: dict[str, Any] = {
-    "residual_in_fp32": ...,
-    "use_mambapy": ...,
-    "use_associative_scan": ...,
-}
-_COMPUTED |= dict.fromkeys(("intermediate_size", "d_inner", "d_model", "n_layer"), ...)
-_COMPUTED |= {
-    "fused_add_norm": ...,
-    "pad_vocab_size_multiple": ...,
-    "rms_norm": True,
-    "ssm_cfg": {},
-}
-
-
 def _minimax(read: Entries, seq_len: int | None) -> Transformer:
     """Lightning and full attention by turns, with experts.
 
@@ -367,27 +346,13 @@ def _minimax(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-FAMILIES: dict[str, Family] = {
-    "bamba": Family(
-        _bamba,
-        "BambaForCausalLM",
-        "causal",
-        {"mamba_chunk_size": ..., "num_logits_to_keep": ..., "z_loss_coefficient": 0.0},
-    ),
-    "lfm2": Family(_lfm2, "Lfm2ForCausalLM", "causal"),
-    "mamba": Family(_mamba, "MambaForCausalLM", "causal", _COMPUTED),
-    "falcon_mamba": Family(_falcon_mamba, "FalconMambaForCausalLM", "causal", _COMPUTED),
-    "mamba2": Family(_mamba2, "Mamba2ForCausalLM", "causal", _IRRELEVANT),
-    "minimax": Family(
-        _minimax, "MiniMaxForCausalLM", "causal", {"router_aux_loss_coef": ..., "block_size": ...}
-    ),
-    "recurrent_gemma": Family(
-        _recurrent_gemma,
-        "RecurrentGemmaForCausalLM",
-        "causal",
-        {"final_w_init_variance_scale": ..., "head_dim": ..., "embeddings_scale_by_sqrt_dim": True},
-    ),
-    "qwen3_next": Family(
-        _qwen3_next, "Qwen3NextForCausalLM", "causal", {"router_aux_loss_coef": ...}
-    ),
+READERS: dict[str, Reader] = {
+    "bamba": _bamba,
+    "lfm2": _lfm2,
+    "mamba": _mamba,
+    "falcon_mamba": _falcon_mamba,
+    "mamba2": _mamba2,
+    "minimax": _minimax,
+    "recurrent_gemma": _recurrent_gemma,
+    "qwen3_next": _qwen3_next,
 }

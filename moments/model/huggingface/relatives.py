@@ -18,7 +18,7 @@ from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import FULL, SLIDING, Entries
-from .family import Family, causal_head, declared
+from .family import Reader, causal_head, declared
 from .gpt import _gpt2
 from .llama import _BOTH, _decoder, _length, slowed, yarn
 from .parallel import _gptj
@@ -437,78 +437,32 @@ def _xglm(read: Entries, seq_len: int | None) -> Transformer:
 
 
 _MPT_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False}
-_BIGCODE = (
-    "attention_softmax_in_fp32 scale_attention_softmax_in_fp32 inference_runner "
-    "validate_runner_input pre_allocate_kv_cache max_sequence_length max_batch_size pad_key_length"
-)
-_MPT = {"learned_pos_emb": ..., "init_device": ..., "norm_type": ..., "no_bias": True}
-_MPT |= {"expansion_ratio": 4, "resid_pdrop": ..., "emb_pdrop": ..., "logit_scale": None}
-_MPT |= dict.fromkeys(("embedding_fraction", "verbose", "init_config", "tokenizer_name"), ...)
-_JAPANESE = {"layer_norm_type": ..., "use_parallel_residual": ...}
-_EARLIER = {
-    "biogpt": Family(_biogpt, "BioGptForCausalLM", "causal", {"layer_norm_eps": ...}),
-    "codegen": Family(
-        _gptj, "CodeGenForCausalLM", "causal", {"n_ctx": ..., "scale_attn_weights": True}
-    ),
-    "ctrl": Family(
-        _ctrl, "CTRLLMHeadModel", "causal", {"n_ctx": ..., "attn_pdrop": ..., "from_tf": ...}
-    ),
-    "gpt_bigcode": Family(
-        _gpt_bigcode,
-        "GPTBigCodeForCausalLM",
-        "causal",
-        # the class makes it of multi_query
-        dict.fromkeys(_BIGCODE.split(), ...) | {"num_key_value_heads": ...},
-    ),
-    "gpt_neox_japanese": Family(_neox_japanese, "GPTNeoXJapaneseForCausalLM", "causal", _JAPANESE),
-    "mpt": Family(_mpt, "MptForCausalLM", "causal", _MPT),
-    "openai-gpt": Family(
-        _openai_gpt,
-        "OpenAIGPTLMHeadModel",
-        "causal",
-        {"n_ctx": ..., "n_special": ..., "predict_special_tokens": ...},
-    ),
-    "persimmon": Family(_persimmon, "PersimmonForCausalLM", "causal"),
-    "xglm": Family(_xglm, "XGLMForCausalLM", "causal"),
+EARLIER: dict[str, Reader] = {
+    "biogpt": _biogpt,
+    "codegen": _gptj,
+    "ctrl": _ctrl,
+    "gpt_bigcode": _gpt_bigcode,
+    "gpt_neox_japanese": _neox_japanese,
+    "mpt": _mpt,
+    "openai-gpt": _openai_gpt,
+    "persimmon": _persimmon,
+    "xglm": _xglm,
 }
-
-
-_OLD: dict[str, dict[str, Any]] = {
-    # Of earlier configs, which the modules do not read
-    "cohere2": {
-        "layer_switch": ...,
-        "order_of_interleaved_layers": ...,
-        "position_embedding_type": ...,
-        "rotary_pct": 1.0,
-        "use_embedding_sharing": True,
-        "use_gated_activation": True,
-        "use_parallel_block": True,
-        "use_parallel_embedding": False,
-        "use_qk_norm": False,
-        "cache_implementation": ...,
-    },
-    "gemma3_text": {"cache_implementation": ..., "rope_scaling": None},
-    "smollm3": {"max_window_layers": ...},
-    "hunyuan_v1_dense": {"eod_token_id": ...},
-}
-FAMILIES = _EARLIER | {
-    kind: Family(read, module, "causal", _OLD.get(kind, {}))
-    for kind, read, module in (
-        ("arcee", _arcee, "ArceeForCausalLM"),
-        ("cohere2", _cohere2, "Cohere2ForCausalLM"),
-        ("ernie4_5", _ernie4_5, "Ernie4_5ForCausalLM"),
-        ("exaone4", _exaone4, "Exaone4ForCausalLM"),
-        ("gemma3_text", _gemma3, "Gemma3ForCausalLM"),
-        ("glm", _glm, "GlmForCausalLM"),
-        ("glm4", _glm4, "Glm4ForCausalLM"),
-        ("helium", _helium, "HeliumForCausalLM"),
-        ("hunyuan_v1_dense", _hunyuan, "HunYuanDenseV1ForCausalLM"),
-        ("ministral", _ministral, "MinistralForCausalLM"),
-        ("nanochat", _nanochat, "NanoChatForCausalLM"),
-        ("nemotron", _nemotron, "NemotronForCausalLM"),
-        ("olmo2", _olmo2, "Olmo2ForCausalLM"),
-        ("olmo3", _olmo3, "Olmo3ForCausalLM"),
-        ("seed_oss", _seed_oss, "SeedOssForCausalLM"),
-        ("smollm3", _smollm3, "SmolLM3ForCausalLM"),
-    )
+READERS: dict[str, Reader] = EARLIER | {
+    "arcee": _arcee,
+    "cohere2": _cohere2,
+    "ernie4_5": _ernie4_5,
+    "exaone4": _exaone4,
+    "gemma3_text": _gemma3,
+    "glm": _glm,
+    "glm4": _glm4,
+    "helium": _helium,
+    "hunyuan_v1_dense": _hunyuan,
+    "ministral": _ministral,
+    "nanochat": _nanochat,
+    "nemotron": _nemotron,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "seed_oss": _seed_oss,
+    "smollm3": _smollm3,
 }

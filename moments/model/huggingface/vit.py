@@ -10,7 +10,7 @@ from ..patches import PatchEmbedding
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family
+from .family import Reader
 
 
 def patches(read: Entries, variance: float, **fields: Any) -> PatchEmbedding:
@@ -86,6 +86,6 @@ def _vit(read: Entries, seq_len: int | None) -> Transformer:
     return encoder(read, seq_len, embedding, variance, head=classifier(read, variance))
 
 
-POOLER: dict[str, Any] = {"encoder_stride": ..., "pooler_output_size": ..., "pooler_act": ...}
-"""Of masked pictures and of a pooler, which the classifier does not read."""
-FAMILIES = {"vit": Family(_vit, "ViTForImageClassification", "images", POOLER)}
+READERS: dict[str, Reader] = {
+    "vit": _vit,
+}
