@@ -8,9 +8,10 @@ from typing import Any
 from ...errors import domain_error
 from ..mixers import LatentAttention
 from ..transformer import Transformer
+from ..weights import Biases
 from .entries import FULL, SLIDING, Entries
-from .family import Reader, causal_head
-from .llama import _decoder, _granite, _length, _longrope, yarn
+from .family import Reader
+from .llama import FFN, _decoder, _granite, _length, _longrope, head_width, sliding, yarn
 from .moe import first_dense, routed, sigmoid_experts, softmax_experts
 
 LATENT_EPSILON = 1e-6
@@ -81,8 +82,7 @@ _FACTOR = "the turned part of queries and keys keeps its size"
 
 def _minicpm3(read: Entries, seq_len: int | None) -> Transformer:
     """Branches, embedding and logits times constants of depth and width."""
-    length, width = _length(read, seq_len), read.count("qk_rope_head_dim")
-    turned = _longrope(read, width, length)
+    turned = _longrope(read, read.count("qk_rope_head_dim"), _length(read, seq_len))
     if turned.get("temperature", 1.0) != 1.0:
         read.leave_out("attention_factor", turned["temperature"] ** -0.5, _FACTOR)
     depth, d_model = read.layers("num_hidden_layers"), read.count("hidden_size")
@@ -95,9 +95,7 @@ def _minicpm3(read: Entries, seq_len: int | None) -> Transformer:
         temperature=1.0,
         branch_scale=scale,
         embedding={"scale": read.number("scale_emb")},
-        head=causal_head(
-            read, read.variance(), read.number("rms_norm_eps"), output_scale=base / d_model
-        ),
+        head={"output_scale": base / d_model},
     )
 
 
@@ -110,7 +108,6 @@ def _youtu(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         variance=variance,
-        head=causal_head(read, variance, read.number("rms_norm_eps")),
         embedding={"token_variance": table},
     )
 
@@ -119,20 +116,19 @@ def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
     """Granite's multipliers, windows, a rotary base per layer (0: no positions), and sinks at 0."""
     layers, rotary = read.layers("num_hidden_layers"), read.rotary()
     bases = read.several("layer_rope_theta", 0.0, layers) or [rotary.base] * layers
-    usual = [SLIDING if number % 4 else FULL for number in range(layers)]
-    kinds = read.kinds(usual)
+    kinds = read.kinds([SLIDING if number % 4 else FULL for number in range(layers)])
     return _granite(
         read,
         seq_len,
         attention_sink=0.0,
         rotary=[rotary.replace(base=float(base)) if base else None for base in bases],
-        window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
+        window=sliding(read, seq_len, kinds),
     )
 
 
 def _apertus(read: Entries, seq_len: int | None) -> Transformer:
     """No gate; queries and keys normalised. The parameters of xIELU stay out of the table."""
-    rotary, factor = yarn(read, read.count("hidden_size") // read.count("num_attention_heads"))
+    rotary, factor = yarn(read, head_width(read))
     fields: dict[str, Any] = {"rotary": rotary, "temperature": factor**-2}
     return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm", **fields)
 
@@ -196,8 +192,8 @@ def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
         rotary=rotary,
         temperature=factor**-2,
         attention_sink=variance,
-        window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
-        biases=read.biases((*_HEADS, *_FFN) if read.flag("attention_bias") else _FFN),
+        window=sliding(read, seq_len, kinds),
+        biases=Biases() if read.flag("attention_bias") else read.biases(FFN),
         ffn=routed(read, experts),
     )
 

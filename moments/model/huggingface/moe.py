@@ -11,7 +11,7 @@ from ..mixers import LayerAttention
 from ..transformer import Transformer
 from .entries import FULL, SLIDING, Entries
 from .family import Reader
-from .llama import _decoder, _granite, _length
+from .llama import INWARD, _decoder, _granite, _length, sliding, unclipped
 
 
 def routed(
@@ -103,7 +103,7 @@ def _mixtral(read: Entries, seq_len: int | None) -> Transformer:
 
 def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
     """A shared expert behind a sigmoid; windows in every second of the first layers, if any."""
-    tokens, first = _length(read, seq_len), read("max_window_layers")
+    first = read("max_window_layers")
     used, layers = read.flag("use_sliding_window"), read.layers("num_hidden_layers")
     usual = [FULL if n % 2 or n >= first or not used else SLIDING for n in range(layers)]
     kinds = read.kinds(usual)
@@ -118,8 +118,8 @@ def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(
         read,
         seq_len,
-        window=read.windows(kinds, SLIDING, "sliding_window", tokens) if used else None,
-        biases=read.biases(("query", "key", "value") if read.flag("qkv_bias") else ()),
+        window=sliding(read, seq_len, kinds) if used else None,
+        biases=read.biases(INWARD if read.flag("qkv_bias") else ()),
         ffn=routed(read, experts, _stepped(read)),
     )
 
@@ -142,9 +142,7 @@ def _qwen3_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _olmoe(read: Entries, seq_len: int | None) -> Transformer:
-    clip = read("clip_qkv", None)
-    if clip is not None:
-        read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
+    unclipped(read)
     experts = softmax_experts(read, *_QWEN, normalised=_normalised(read))
     return _decoder(read, seq_len, qk_norm="rmsnorm-all", ffn=routed(read, experts))
 
@@ -177,7 +175,7 @@ def _ernie4_5_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 def _glm4_moe(read: Entries, seq_len: int | None) -> Transformer:
     """Rotary positions on half of a head's features; no bias on attention's output."""
-    biased = ("query", "key", "value") if read.flag("attention_bias") else ()
+    biased = INWARD if read.flag("attention_bias") else ()
     return _decoder(
         read,
         seq_len,
@@ -188,14 +186,12 @@ def _glm4_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _dots1(read: Entries, seq_len: int | None) -> Transformer:
-    tokens, first = _length(read, seq_len), read("max_window_layers")
-    layers = range(read.layers("num_hidden_layers"))
-    usual = [SLIDING if number >= first else FULL for number in layers]
-    kinds = read.kinds(usual)
+    first, layers = read("max_window_layers"), range(read.layers("num_hidden_layers"))
+    kinds = read.kinds([SLIDING if number >= first else FULL for number in layers])
     return _decoder(
         read,
         seq_len,
-        window=read.windows(kinds, SLIDING, "sliding_window", tokens),
+        window=sliding(read, seq_len, kinds),
         qk_norm="rmsnorm",
         ffn=routed(read, sigmoid_experts(read), first_dense(read)),
     )

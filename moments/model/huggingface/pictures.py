@@ -20,12 +20,6 @@ from .family import Reader
 from .vit import classifier, encoder, patches
 
 
-def _drop_path(read: Entries) -> None:
-    rate = read.number("drop_path_rate")
-    if rate:
-        read.leave_out("drop_path_rate", rate, "no branch is dropped whole")
-
-
 def _deit(read: Entries, seq_len: int | None) -> Transformer:
     """Class token, DeiT's distillation token and positions start at zero; the first classifies."""
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
@@ -40,7 +34,7 @@ def _beit(read: Entries, seq_len: int | None) -> Transformer:
     for name in ("use_relative_position_bias", "use_shared_relative_position_bias"):
         if read.flag(name):
             read.leave_out(name, True, "biases of logits start at zero, and have no gradients here")
-    _drop_path(read)
+    read.without("drop_path_rate", "no branch is dropped whole")
     absolute = read.flag("use_absolute_position_embeddings")
     embedding = patches(
         read, variance, positions="learned" if absolute else "none", dropout=dropout
@@ -75,9 +69,7 @@ def _vit_mae(read: Entries, seq_len: int | None) -> Transformer:
     Drawn as its class says; the one of transformers 5 skips that rule, so that a fresh module has
     no positions, and a class token at zero.
     """
-    ratio = read.number("mask_ratio")
-    if ratio:
-        read.leave_out("mask_ratio", ratio, "the encoder reads all patches, and has no decoder")
+    read.without("mask_ratio", "the encoder reads all patches, and has no decoder")
     variance, width = read.variance(), read.count("hidden_size")
     fan_in = read.count("num_channels") * read.count("patch_size") ** 2
     embedding = patches(read, 2 / (fan_in + width), class_variance=variance, positions="sinusoidal")
@@ -86,7 +78,7 @@ def _vit_mae(read: Entries, seq_len: int | None) -> Transformer:
 
 def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
     """A gain on every branch."""
-    _drop_path(read)
+    read.without("drop_path_rate", "no branch is dropped whole")
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
     embedding = patches(
         read, variance, position_variance=variance, class_variance=variance, dropout=dropout
@@ -113,7 +105,7 @@ def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
 def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
     """Registers behind the class token; the places of patches turn queries and keys, and no table
     is added."""
-    _drop_path(read)
+    read.without("drop_path_rate", "no branch is dropped whole")
     for name in ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"):
         if (value := read(name, None)) is not None:
             read.leave_out(name, value, "places are those of evaluation")
@@ -264,8 +256,7 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
     default."""
     variance, dropout = read.variance("init_std"), read.number("dropout")
     for name in ("encoder_layerdrop", "decoder_layerdrop"):
-        if rate := read.number(name):
-            read.leave_out(name, rate, "no layer is dropped")
+        read.without(name, "no layer is dropped")
     if read.flag("apply_spec_augment", False):
         read.leave_out("apply_spec_augment", True, "no stretch of the spectrogram is masked")
     shared: dict[str, Any] = {
@@ -320,12 +311,10 @@ def _wav2vec2(read: Entries, seq_len: int | None) -> Transformer:
     `predict`: of variance 1 where layers are Post-LN, as a norm precedes layer 1."""
     front = "what enters layer 1 is given to predict, as variance and correlation or as kernel"
     read.leave_out("conv_dim", read("conv_dim"), front)
-    if rate := read.number("layerdrop"):
-        read.leave_out("layerdrop", rate, "no layer is dropped")
+    read.without("layerdrop", "no layer is dropped")
     if read.flag("apply_spec_augment"):
         for name in ("mask_time_prob", "mask_feature_prob"):
-            if rate := read.number(name):
-                read.leave_out(name, rate, "nothing that enters is masked")
+            read.without(name, "nothing that enters is masked")
     read.refuse("add_adapter", False, "a stack of convolutions behind the last layer")
     read.refuse("adapter_attn_dim", None, "a third block in every layer")
     return Transformer(

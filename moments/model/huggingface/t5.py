@@ -14,7 +14,7 @@ from ..positions import RelativeBias
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import ACTIVATIONS, Entries
-from .family import Reader, declared
+from .family import Reader, declared, tied_or
 from .relatives import spread_base
 
 
@@ -110,7 +110,7 @@ _EPSILON = 1e-5  # LayerNorm's own default, which the code does not change
 
 
 def stack(
-    read: Entries, side: str, *, norm: str, head: Head, seq_len: int, **fields: Any
+    read: Entries, side: str, *, norm: str, head: Head, length: int, **fields: Any
 ) -> Transformer:
     """The "encoder" or the "decoder" of a config that has entries of its own for either.
 
@@ -120,20 +120,15 @@ def stack(
         head: of the stack; whether a norm is before it is `norm`'s to say.
         fields: of `declared`.
     """
-    layerdrop = read.number(f"{side}_layerdrop")
-    if layerdrop:
-        read.leave_out(f"{side}_layerdrop", layerdrop, "no whole layer is dropped")
+    read.without(f"{side}_layerdrop", "no whole layer is dropped")
     return declared(
         read,
-        _EPSILON,
-        variance=read.variance("init_std"),
-        shape=(f"{side}_layers", "d_model", f"{side}_attention_heads"),
-        seq_len=seq_len,
+        None,
+        names={"layers": f"{side}_layers", "heads": f"{side}_attention_heads"},
+        length=length,
+        epsilon=_EPSILON,
         d_ff=read(f"{side}_ffn_dim"),
         norm=norm,
-        activation=read.activation("activation_function"),
-        dropout=read.number("dropout"),
-        attention_dropout=read.number("attention_dropout"),
         activation_dropout=read.number("activation_dropout"),
         head=head.replace(norm=norm == "pre"),
         **fields,
@@ -160,7 +155,6 @@ def _bart(
     ):
         read.expect(entry, usual, "it is left out")
     variance, d_model = read.variance("init_std"), read.count("d_model")
-    tied = read.flag("tie_word_embeddings")
     shared = read.flag("share_encoder_decoder_embeddings", True)
     vocab_size = read.count("vocab_size")
     target = read.count("decoder_vocab_size", vocab_size)
@@ -178,13 +172,13 @@ def _bart(
     }
     fields: dict[str, Any] = {
         "norm": norm,
-        "seq_len": read.length("max_position_embeddings", seq_len),
+        "length": read.length("max_position_embeddings", seq_len),
         "embedding": embedding,
     }
     encoder = stack(read, "encoder", head=Head(loss=None), **fields)
     fields["embedding"] = embedding if shared else embedding | {"vocab_size": target}
     # Inputs are the targets shifted by one, so that every token has its own target.
-    head = Head(tied=tied, weight_variance=None if tied else variance, loss="causal")
+    head = Head(**tied_or(read, variance), loss="causal")
     return stack(read, "decoder", head=head, causal=True, encoder=encoder, **fields)
 
 
