@@ -92,6 +92,9 @@ class Family:
 # --- what most families have in common ------------------------------------------------------------
 
 
+_PLAIN: Mapping[str, Any] = {}
+
+
 def declared(
     read: Entries,
     seq_len: int | None,
@@ -101,8 +104,8 @@ def declared(
     length: int | None = None,
     variance: float | None = None,
     epsilon: float | None = None,
-    embedding: Mapping[str, Any] | None = None,
-    head: Head | Mapping[str, Any] | None = None,
+    embedding: Any = _PLAIN,
+    head: Head | Mapping[str, Any] | None = _PLAIN,
     **fields: Any,
 ) -> Transformer:
     """What the entries say by their family's `NAMES`: matrices and tables of one variance, norms of
@@ -112,8 +115,8 @@ def declared(
         names: of "layers", "width" and "heads", where they are others.
         table: whether positions have one, so that a text can be no longer.
         length, variance, epsilon: where no entry says them.
-        embedding: fields of the tables.
-        head: one of the family's own; fields of one that predicts the next token; None: such a one.
+        embedding: the family's own, or fields of plain tables.
+        head: the family's own, fields of one that predicts the next token, or None: there is none.
         fields: what else the family has, or has otherwise.
     """
     variance = read.variance() if variance is None else variance
@@ -136,15 +139,17 @@ def declared(
             usual[field] = of(name)
     if length is None:
         length = read.length(read.called("length"), seq_len, table=table)
-    tables = {"vocab_size": read("vocab_size"), "token_variance": variance}
-    if (name := read.known("embedding_dropout")) is not None:
-        tables["dropout"] = read.number(name)
-    usual["embedding"] = Embedding(**(tables | dict(embedding or {})))
-    if not isinstance(head, Head):
+    if isinstance(embedding, Mapping):
+        tables = {"vocab_size": read("vocab_size"), "token_variance": variance}
+        if (name := read.known("embedding_dropout")) is not None:
+            tables["dropout"] = read.number(name)
+        embedding = Embedding(**(tables | dict(embedding)))
+    if isinstance(head, Mapping):
         usual["causal"] = True
-        head = Head(**tied_or(read, variance), loss="causal", **(head or {}))
-    layers, d_model, heads = (read(name) for name in shape.values())
-    usual |= {"norm_epsilon": epsilon, "head": head}
+        head = Head(**tied_or(read, variance), loss="causal", **head)
+    layers = read.layers(shape["layers"])
+    d_model, heads = read(shape["width"]), read(shape["heads"])
+    usual |= {"norm_epsilon": epsilon, "embedding": embedding, "head": head}
     return Transformer(layers, d_model, heads, length, **(usual | fields))
 
 

@@ -16,7 +16,7 @@ from ..positions import RelativeBias, Rotary
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Reader
+from .family import Reader, declared, tied_or
 from .vit import classifier, encoder, patches
 
 
@@ -216,20 +216,8 @@ def _tower(
 
 def _text(read: Entries, seq_len: int | None, variance: float, **fields: Any) -> Transformer:
     """A Pre-LN stack of tokens and learned positions, drawn alike."""
-    embedding = Embedding(read("vocab_size"), variance, variance)
-    return Transformer(
-        read.layers("num_hidden_layers"),
-        read("hidden_size"),
-        read("num_attention_heads"),
-        read.length("max_position_embeddings", seq_len),
-        d_ff=read("intermediate_size"),
-        activation=read.activation("hidden_act"),
-        attention_dropout=read.number("attention_dropout"),
-        norm_epsilon=read.number("layer_norm_eps"),
-        norm_affine=True,
-        embedding=embedding,
-        **fields,
-    )
+    positions = {"position_variance": variance}
+    return declared(read, seq_len, variance=variance, embedding=positions, head=None, **fields)
 
 
 def _clip_text(read: Entries, seq_len: int | None) -> Transformer:
@@ -291,7 +279,6 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
     text = Embedding(
         read("vocab_size"), variance, variance, dropout=dropout, padding_id=read.padding()
     )
-    tied = read.flag("tie_word_embeddings")
     return Transformer(
         read.layers("decoder_layers"),
         width,
@@ -301,7 +288,7 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
         causal=True,
         encoder=encoder,
         embedding=text,
-        head=Head(tied=tied, weight_variance=None if tied else variance, loss="causal"),
+        head=Head(**tied_or(read, variance), loss="causal"),
         **shared,
     )
 
@@ -317,21 +304,14 @@ def _wav2vec2(read: Entries, seq_len: int | None) -> Transformer:
             read.without(name, "nothing that enters is masked")
     read.refuse("add_adapter", False, "a stack of convolutions behind the last layer")
     read.refuse("adapter_attn_dim", None, "a third block in every layer")
-    return Transformer(
-        read.layers("num_hidden_layers"),
-        read("hidden_size"),
-        read("num_attention_heads"),
-        1500 if seq_len is None else seq_len,
-        d_ff=read("intermediate_size"),
+    return declared(
+        read,
+        seq_len,
+        length=1500 if seq_len is None else seq_len,
         norm="pre" if read.flag("do_stable_layer_norm") else "post",
-        activation=read.activation("hidden_act"),
-        dropout=read.number("hidden_dropout"),
-        attention_dropout=read.number("attention_dropout"),
         activation_dropout=read.number("activation_dropout"),
-        weights=Weights.normal(read.variance()),
-        biases=Biases(),
-        norm_epsilon=read.number("layer_norm_eps"),
-        norm_affine=True,
+        embedding=None,
+        head=None,
     )
 
 
