@@ -14,7 +14,7 @@ from .bert import _bert, _narrow, _roberta
 from .entries import FULL, SLIDING, Entries
 from .family import Family, declared
 from .llama import _BOTH, _decoder
-from .relatives import _by_type, _of_kinds, _turned
+from .relatives import _by_type, _of_kinds
 
 _ATTENTION = ("query", "key", "value", "output")
 
@@ -92,7 +92,7 @@ def _eurobert(read: Entries, seq_len: int | None) -> Transformer:
         bias=read.flag("mlp_bias"),
         loss="masked",
     )
-    model = _decoder(read, seq_len, biased=_BOTH, head=head, **_turned(read))
+    model = _decoder(read, seq_len, biased=_BOTH, head=head)
     return model.replace(causal=False)
 
 

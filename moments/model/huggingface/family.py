@@ -113,7 +113,7 @@ def causal_head(
         variance: of the matrix where it is its own.
         epsilon: of the final norm; None: there is none.
     """
-    tied = read.flag("tie_word_embeddings")
+    tied = read.flag("tie_word_embeddings", False)
     return Head(
         tied=tied,
         weight_variance=None if tied else variance,

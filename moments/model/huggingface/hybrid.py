@@ -312,7 +312,8 @@ FAMILIES = {
             | _none("mtp_hybrid_override_pattern", "chunk_size", "mamba_ssm_cache_dtype")
             | _none("residual_in_fp32", "expand", "hidden_dropout", "moe_shared_expert_overlap")
             | _none("sliding_window", "attention_bias", "time_step_limit", "attention_head_dim")
-            | _none("num_query_groups", "rms_norm_eps", "time_step_rank"),
+            | _none("num_query_groups", "rms_norm_eps", "norm_eps", "time_step_rank")
+            | _none("rope_theta", "partial_rotary_factor"),  # no layer has positions
         ),
         (
             "falcon_h1",

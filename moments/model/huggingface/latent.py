@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ...errors import domain_error
@@ -10,8 +11,8 @@ from ..mixers import LatentAttention
 from ..transformer import Transformer
 from .entries import FULL, SLIDING, Entries
 from .family import Family, causal_head
-from .llama import _decoder, _granite, _length, _longrope, yarn
-from .moe import first_dense, routed, sigmoid_experts, softmax_experts
+from .llama import _BOTH, _decoder, _granite, _length, _longrope, yarn
+from .moe import DEEPSEEK, first_dense, routed, sigmoid_experts, softmax_experts
 
 LATENT_EPSILON = 1e-6
 """Of the norms of latents, which transformers constructs without the config's own."""
@@ -115,7 +116,9 @@ def _youtu(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
+def _granite_swa(
+    read: Entries, seq_len: int | None, biased: tuple[str, ...] = _BOTH, **changes: Any
+) -> Transformer:
     """Granite's multipliers, windows, a rotary base per layer (0: no positions), and sinks at 0."""
     layers, rotary = read.layers("num_hidden_layers"), read.rotary()
     bases = read.several("layer_rope_theta", 0.0, layers) or [rotary.base] * layers
@@ -124,24 +127,27 @@ def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
     return _granite(
         read,
         seq_len,
+        biased,
         attention_sink=0.0,
         rotary=[rotary.replace(base=float(base)) if base else None for base in bases],
         window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
+        **changes,
     )
 
 
 def _apertus(read: Entries, seq_len: int | None) -> Transformer:
     """No gate; queries and keys normalised. The parameters of xIELU stay out of the table."""
-    rotary, factor = yarn(read, read.count("hidden_size") // read.count("num_attention_heads"))
-    fields: dict[str, Any] = {"rotary": rotary, "temperature": factor**-2}
-    return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm", **fields)
+    return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm")
 
 
 # --- with experts ---------------------------------------------------------------------------------
 
 
-def _deepseek_v3(read: Entries, seq_len: int | None) -> Transformer:
-    experts = routed(read, sigmoid_experts(read), first_dense(read))
+def _deepseek_v3(
+    read: Entries, seq_len: int | None, sparse: Iterable[int] | None = None
+) -> Transformer:
+    sparse = first_dense(read) if sparse is None else sparse
+    experts = routed(read, sigmoid_experts(read), sparse)
     return _latent_decoder(read, seq_len, ffn=experts)
 
 
@@ -179,8 +185,7 @@ def _glm4_moe_lite(read: Entries, seq_len: int | None) -> Transformer:
 
 def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
     """Sinks, windows in every second layer; what experts multiply by counts from 1, clamped."""
-    width, layers = read.count("head_dim"), read.layers("num_hidden_layers")
-    rotary, factor = yarn(read, width)
+    layers = read.layers("num_hidden_layers")
     kinds = read.kinds([FULL if number % 2 else SLIDING for number in range(layers)])
     alpha = read.number("swiglu_alpha")
     if alpha != 1.702:
@@ -193,8 +198,6 @@ def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         activation="quick_gelu",
-        rotary=rotary,
-        temperature=factor**-2,
         attention_sink=variance,
         window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
         biases=read.biases((*_HEADS, *_FFN) if read.flag("attention_bias") else _FFN),
@@ -204,6 +207,7 @@ def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
 
 _HEADS, _FFN = ("query", "key", "value", "output"), ("ffn_in", "ffn_out", "gate")
 _BALANCE = {"router_aux_loss_coef": ..., "hidden_act": ...}
+_BALANCE |= {"experts_per_token": ..., "initial_context_length": ...}  # said by other entries too
 _MADE = {"head_dim": ..., "qk_head_dim": ...}  # by the config's class of other entries
 _UNUSED = {"rope_interleave": ..., "num_mtp_layers": ..., "num_nextn_predict_layers": ...}
 _UNUSED |= {"norm_topk_prob": ..., "topk_group": ..., "n_group": ...}  # by what else is said
@@ -211,8 +215,15 @@ FAMILIES = {
     "minicpm3": Family(_minicpm3, "MiniCPM3ForCausalLM", "causal", _MADE),
     "youtu": Family(_youtu, "YoutuForCausalLM", "causal", _MADE | {"rope_interleave": ...}),
     "apertus": Family(_apertus, "ApertusForCausalLM", "causal", {"mlp_bias": ...}),
-    "deepseek_v2": Family(_deepseek_v2, "DeepseekV2ForCausalLM", "causal", _MADE | _UNUSED),
-    "deepseek_v3": Family(_deepseek_v3, "DeepseekV3ForCausalLM", "causal", _MADE | _UNUSED),
+    "deepseek_v2": Family(
+        _deepseek_v2,
+        "DeepseekV2ForCausalLM",
+        "causal",
+        _MADE | DEEPSEEK | {"scoring_func": "softmax"} | _UNUSED,
+    ),
+    "deepseek_v3": Family(
+        _deepseek_v3, "DeepseekV3ForCausalLM", "causal", _MADE | DEEPSEEK | _UNUSED
+    ),
     "glm4_moe_lite": Family(_glm4_moe_lite, "Glm4MoeLiteForCausalLM", "causal", _MADE | _UNUSED),
     "gpt_oss": Family(_gpt_oss, "GptOssForCausalLM", "causal", _BALANCE),
     "granite_swa": Family(_granite_swa, "GraniteSWAForCausalLM", "causal"),

@@ -44,10 +44,14 @@ def _decoder(
         else read.number("attention_dropout"),
         "dropout": 0.0,
         "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
-        "rotary": read.rotary() if "rotary" not in changes else None,
         "kv_heads": read("num_key_value_heads", heads) if "kv_heads" not in changes else None,
         "d_head": read.count("head_dim", d_model // heads) if "d_head" not in changes else None,
-    } | changes
+    }
+    if "rotary" not in changes:
+        positions, temperature = positions_of(read), changes.get("temperature", 1.0)
+        fields |= positions
+        changes["temperature"] = temperature * positions["temperature"]
+    fields |= changes
     mixers = changes.get("mixer")
     without = (*RECURRENT, Absent)
     if isinstance(mixers, tuple | list) and all(isinstance(one, without) for one in mixers):
@@ -87,10 +91,10 @@ def _mistral(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(read, seq_len, biased=(), window=window)
 
 
-def _qwen2(read: Entries, seq_len: int | None) -> Transformer:
+def _qwen2(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     """Query, key and value have biases, the output projection has none."""
-    window = _qwen_windows(read, _length(read, seq_len))
-    return _decoder(read, seq_len, window=window, biases=read.biases(("query", "key", "value")))
+    window, biases = _qwen_windows(read, _length(read, seq_len)), ("query", "key", "value")
+    return _decoder(read, seq_len, window=window, biases=read.biases(biases), **changes)
 
 
 def _qwen3(read: Entries, seq_len: int | None) -> Transformer:
@@ -128,7 +132,7 @@ def _gemma(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
+def _gemma2(read: Entries, seq_len: int | None, norm: str = "sandwich") -> Transformer:
     """Norms before and after every block, windows in every second layer, capped logits."""
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
     layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
@@ -140,7 +144,7 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         activation=read.activation("hidden_activation"),
-        norm="sandwich",
+        norm=norm,
         embedding={"scale": math.sqrt(read.count("hidden_size"))},
         head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
         logit_softcap=read.cap("attn_logit_softcapping"),
@@ -187,6 +191,16 @@ def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
 
 SCALED = ("linear", "llama3", "yarn")
 """Kinds of positions for longer texts, which slow pairs down by their frequency alone."""
+
+
+def positions_of(read: Entries) -> dict[str, Any]:
+    """Positions, scaled where the config says so, and the temperature that their factor gives on
+    the share of the features that they turn."""
+    width = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+    given, plain = read.rope() or read.usual("rope_parameters"), read.rotary(scaled=SCALED)
+    rotary, factor = slowed(read, given, plain, round(plain.fraction * width))
+    size = plain.fraction * factor**4 + 1 - plain.fraction
+    return {"rotary": rotary, "temperature": size**-0.5}
 
 
 def yarn(read: Entries, width: int) -> tuple[Rotary, float]:
@@ -347,7 +361,13 @@ FAMILIES = {
     "qwen2": Family(_qwen2, "Qwen2ForCausalLM", "causal"),
     "qwen3": Family(_qwen3, "Qwen3ForCausalLM", "causal"),
     "gemma": Family(_gemma, "GemmaForCausalLM", "causal"),
-    "gemma2": Family(_gemma2, "Gemma2ForCausalLM", "causal"),
+    "gemma2": Family(
+        # hidden_activation and sliding_window say what the module reads
+        _gemma2,
+        "Gemma2ForCausalLM",
+        "causal",
+        {"hidden_act": ..., "sliding_window_size": ...},
+    ),
     "phi3": Family(
         _phi3,
         "Phi3ForCausalLM",

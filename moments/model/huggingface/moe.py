@@ -11,7 +11,7 @@ from ..mixers import LayerAttention
 from ..transformer import Transformer
 from .entries import FULL, SLIDING, Entries
 from .family import Family
-from .llama import _decoder, _granite, _length
+from .llama import _decoder, _granite, _length, positions_of
 
 
 def routed(
@@ -53,7 +53,7 @@ def softmax_experts(
 
 
 def _normalised(read: Entries) -> str:
-    return "chosen" if read.flag("norm_topk_prob") else "all"
+    return "chosen" if read.flag("norm_topk_prob", True) else "all"
 
 
 def sigmoid_experts(read: Entries, name: str = "n_routed_experts") -> Experts:
@@ -87,7 +87,7 @@ def first_dense(read: Entries) -> Iterable[int]:
 
 def _stepped(read: Entries) -> list[int]:
     """Every decoder_sparse_step-th layer, unless it is one of mlp_only_layers."""
-    step, dense = read.count("decoder_sparse_step"), read.several("mlp_only_layers", 0)
+    step, dense = read.count("decoder_sparse_step", 1), read.several("mlp_only_layers", 0)
     layers = range(read.layers("num_hidden_layers"))
     return [number for number in layers if number not in dense and not (number + 1) % step]
 
@@ -125,7 +125,7 @@ def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _qwen3_moe(read: Entries, seq_len: int | None) -> Transformer:
-    used = read.flag("use_sliding_window")
+    used = read.flag("use_sliding_window", False)
     window = read.window("sliding_window", _length(read, seq_len)) if used else None
     experts = softmax_experts(
         read,
@@ -182,7 +182,7 @@ def _glm4_moe(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         biases=read.biases(biased),
-        qk_norm="rmsnorm" if read.flag("use_qk_norm") else None,
+        qk_norm="rmsnorm" if read.flag("use_qk_norm", False) else None,
         ffn=routed(read, sigmoid_experts(read), first_dense(read)),
     )
 
@@ -230,7 +230,7 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     turned = read.several("no_rope_layers", 0, layers) or [
         int((n + 1) % every != 0) for n in range(layers)
     ]
-    rotary, normed = read.rotary(), LayerAttention(qk_norm="rmsnorm", qk_gains=False)
+    rotary, normed = positions_of(read)["rotary"], LayerAttention(qk_norm="rmsnorm", qk_gains=False)
     used = read.flag("use_qk_norm")
     step = read.count("interleave_moe_layer_step")
     chosen = read.several("moe_layers", 0) or range(step - 1, layers, step)
@@ -256,12 +256,14 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
 _BALANCE = {"router_aux_loss_coef": ...}  # beside output_router_logits alone
 _WINDOW = {"sliding_window": ..., "max_window_layers": ...}  # that may not be used
 _NEXT = {"num_mtp_layers": ..., "num_nextn_predict_layers": ...}  # not built
-_DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-_DEEPSEEK |= {"ep_size": ..., "aux_loss_alpha": ..., "seq_aux": ...}  # of training
+DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+DEEPSEEK |= {"ep_size": ..., "aux_loss_alpha": ..., "seq_aux": ...}  # of training
 _MINIMAX = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"}
 _MINIMAX |= {"use_routing_bias": True, "shared_intermediate_size": 0}
+_MINIMAX |= {"attn_type_list": ...}  # all layers attend
 _MINIMAX |= {"use_mtp": ..., "num_mtp_modules": ..., "mtp_transformer_layers": ...}  # not built
-_LEAST = {"moe_norm_min": ...}  # the least sum of gates that one may divide by
+_ERNIE = {"moe_norm_min": ...}  # the least sum of gates that one may divide by
+_ERNIE |= {"use_rmsnorm": True, "moe_capacity": ..., "moe_use_aux_free": ...} | _NEXT
 
 
 def _family(read: Any, module: str, usual: Mapping[str, Any] | None = None) -> Family:
@@ -275,9 +277,9 @@ FAMILIES = {
     "olmoe": _family(_olmoe, "Olmoe"),
     "granitemoe": _family(_granitemoe, "GraniteMoe"),
     "granitemoeshared": _family(_granitemoe, "GraniteMoeShared"),
-    "ernie4_5_moe": _family(_ernie4_5_moe, "Ernie4_5_Moe", _LEAST),
-    "glm4_moe": _family(_glm4_moe, "Glm4Moe", _NEXT | _DEEPSEEK),
-    "dots1": _family(_dots1, "Dots1", _DEEPSEEK),
+    "ernie4_5_moe": _family(_ernie4_5_moe, "Ernie4_5_Moe", _ERNIE),
+    "glm4_moe": _family(_glm4_moe, "Glm4Moe", _NEXT | DEEPSEEK),
+    "dots1": _family(_dots1, "Dots1", DEEPSEEK),
     "minimax_m2": _family(_minimax_m2, "MiniMaxM2", _MINIMAX),
-    "llama4_text": _family(_llama4_text, "Llama4"),
+    "llama4_text": _family(_llama4_text, "Llama4", {"for_llm_compressor": ...}),
 }

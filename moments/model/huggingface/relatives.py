@@ -20,7 +20,7 @@ from ..weights import Weights
 from .entries import FULL, SLIDING, Entries
 from .family import Family, causal_head, declared
 from .gpt import _gpt2
-from .llama import _BOTH, _decoder, _length, slowed, yarn
+from .llama import _BOTH, _decoder, _length, positions_of, slowed
 from .parallel import _gptj
 
 _INWARD = ("query", "key", "value")
@@ -29,12 +29,6 @@ _ALL = ("query", "key", "value", "output", "ffn_in", "ffn_out", "gate")
 
 def _head_width(read: Entries) -> int:
     return read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
-
-
-def _turned(read: Entries) -> dict[str, Any]:
-    """Positions, scaled where the config says so, and the temperature that their factor gives."""
-    rotary, factor = yarn(read, _head_width(read))
-    return {"rotary": rotary, "temperature": factor**-2}
 
 
 def _kinds(read: Entries, full_every: int | None, pattern: str | None = None) -> list[str]:
@@ -86,21 +80,19 @@ def _of_kinds(found: dict[str, tuple[Any, Any]], kinds: Sequence[str]) -> dict[s
 
 def _arcee(read: Entries, seq_len: int | None) -> Transformer:
     """No gate, ReLU squared."""
-    return _decoder(read, seq_len, biased=_BOTH, gated=False, **_turned(read))
+    return _decoder(read, seq_len, biased=_BOTH, gated=False)
 
 
 def _ernie4_5(read: Entries, seq_len: int | None) -> Transformer:
     biased = _ALL if read.flag("use_bias") else ()
-    return _decoder(
-        read, seq_len, biases=read.biases(biased), attention_dropout=0.0, **_turned(read)
-    )
+    return _decoder(read, seq_len, biases=read.biases(biased), attention_dropout=0.0)
 
 
 def _ministral(read: Entries, seq_len: int | None) -> Transformer:
     layers = read.layers("num_hidden_layers")
     kinds = read.kinds([FULL if read.null("sliding_window") else SLIDING] * layers)
     window = _windows(read, kinds, seq_len)
-    return _decoder(read, seq_len, biased=(), window=window, **_turned(read))
+    return _decoder(read, seq_len, biased=(), window=window)
 
 
 def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
@@ -109,13 +101,15 @@ def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
     biased += ("output",) if read.flag("attention_out_bias") else ()
     biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias", False) else ()
     dropout = read.number("residual_dropout")
-    return _decoder(read, seq_len, biases=read.biases(biased), dropout=dropout, **_turned(read))
+    return _decoder(read, seq_len, biases=read.biases(biased), dropout=dropout)
 
 
-def _glm(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
+def _glm(
+    read: Entries, seq_len: int | None, biased: bool | None = None, **changes: Any
+) -> Transformer:
     """Half of every head's features turned; no bias on the output."""
-    biased = _INWARD if read.flag("attention_bias") else ()
-    return _decoder(read, seq_len, biases=read.biases(biased), **changes)
+    biased = read.flag("attention_bias") if biased is None else biased
+    return _decoder(read, seq_len, biases=read.biases(_INWARD if biased else ()), **changes)
 
 
 def _glm4(read: Entries, seq_len: int | None) -> Transformer:
@@ -127,10 +121,10 @@ def _helium(read: Entries, seq_len: int | None) -> Transformer:
     """No bias on the output."""
     biased: tuple[str, ...] = _INWARD if read.flag("attention_bias") else ()
     biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias", False) else ()
-    return _decoder(read, seq_len, biases=read.biases(biased), **_turned(read))
+    return _decoder(read, seq_len, biases=read.biases(biased))
 
 
-def _hunyuan(read: Entries, seq_len: int | None) -> Transformer:
+def _hunyuan(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     """Queries and keys normalised; a fixed factor stretches the positions' base."""
     given, width = read.rope(), _head_width(read)
     rotary = read.rotary(scaled=("dynamic",))
@@ -138,7 +132,7 @@ def _hunyuan(read: Entries, seq_len: int | None) -> Transformer:
         stretch = float(given["alpha"]) ** (width / (width - 2))
         rotary = rotary.replace(base=rotary.base * stretch)
     read.expect("use_qk_norm", True, "queries and keys are normalised")
-    return _decoder(read, seq_len, rotary=rotary, qk_norm="rmsnorm")
+    return _decoder(read, seq_len, rotary=rotary, qk_norm="rmsnorm", **changes)
 
 
 def _nemotron(read: Entries, seq_len: int | None) -> Transformer:
@@ -178,8 +172,7 @@ def _olmo2(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     clip = read("clip_qkv", None)
     if clip is not None:
         read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
-    turned = changes if "rotary" in changes else _turned(read)
-    return _decoder(read, seq_len, norm="output", qk_norm="rmsnorm-all", **({**turned, **changes}))
+    return _decoder(read, seq_len, norm="output", qk_norm="rmsnorm-all", **changes)
 
 
 def _olmo3(read: Entries, seq_len: int | None) -> Transformer:
@@ -189,17 +182,19 @@ def _olmo3(read: Entries, seq_len: int | None) -> Transformer:
     return _olmo2(read, seq_len, window=window, **_of_kinds(found, kinds))
 
 
-def _exaone4(read: Entries, seq_len: int | None) -> Transformer:
+def _exaone4(
+    read: Entries, seq_len: int | None, norm: str = "output", **changes: Any
+) -> Transformer:
     """Norms at outputs; where some layers have windows, only they have positions."""
     free = read.null("sliding_window")
     pattern = None if free else "sliding_window_pattern"
     kinds = _kinds(read, None if free else 4, pattern)
     read.read.add("sliding_window_pattern")
-    turned = _turned(read)
-    rotary = [turned["rotary"] if free or kind == SLIDING else None for kind in kinds]
+    positions = positions_of(read)
+    rotary = [positions["rotary"] if free or kind == SLIDING else None for kind in kinds]
     window = _windows(read, kinds, seq_len)
-    fields: dict[str, Any] = turned | {"rotary": rotary, "window": window}
-    return _decoder(read, seq_len, biased=(), norm="output", qk_norm="rmsnorm", **fields)
+    fields: dict[str, Any] = positions | {"rotary": rotary, "window": window} | changes
+    return _decoder(read, seq_len, biased=(), norm=norm, qk_norm="rmsnorm", **fields)
 
 
 def _smollm3(read: Entries, seq_len: int | None) -> Transformer:
@@ -209,7 +204,7 @@ def _smollm3(read: Entries, seq_len: int | None) -> Transformer:
     flags = read.several("no_rope_layers", 0, layers) or usual
     used = read.flag("use_sliding_window")
     kinds = read.kinds([FULL if flag or not used else SLIDING for flag in flags])
-    turned = _turned(read)
+    turned = positions_of(read)
     rotary = [turned["rotary"] if flag else None for flag in flags]
     fields: dict[str, Any] = turned | {"rotary": rotary, "window": _windows(read, kinds, seq_len)}
     return _decoder(read, seq_len, biased=_BOTH, **fields)
@@ -483,7 +478,7 @@ _OLD: dict[str, dict[str, Any]] = {
         "use_embedding_sharing": True,
         "use_gated_activation": True,
         "use_parallel_block": True,
-        "use_parallel_embedding": False,
+        "use_parallel_embedding": ...,
         "use_qk_norm": False,
         "cache_implementation": ...,
     },
