@@ -10,6 +10,7 @@ defaults.json    what entries that are left out mean, from the config classes th
 bert, gpt, parallel, llama, t5, vit: one group of families each
 relatives, encoders: dense types, of which a module is read by what it computes
 latent, moe, recurrent, hybrid: families whose blocks `moments.torch` does not know in a module
+newer            types that are one of these with another block or pattern
 pictures         what they read enters through patches or convolutions
 """
 
@@ -25,6 +26,7 @@ from . import (
     latent,
     llama,
     moe,
+    newer,
     parallel,
     pictures,
     recurrent,
@@ -37,7 +39,7 @@ from .family import Family
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures)
+_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures, newer)
 
 
 def _of(*modules: ModuleType) -> dict[str, Family]:
@@ -62,6 +64,8 @@ _BEYOND = {
     "queries, keys and values that are clipped": "dbrx",
     "experts drawn at random among near ties": "phimoe",
     "experts that drop tokens": "switch_transformers",
+    "experts that give back their input": "longcat_flash",
+    "norms before the blocks of some layers and behind those of others": "olmo_hybrid",
     "a block whose weights several layers share": "zamba",
     "a stack that pools its tokens": "funnel",
     "several streams side by side": "gemma3n",

@@ -14,7 +14,7 @@ from .bert import _bert, _narrow, _roberta
 from .entries import FULL, SLIDING, Entries
 from .family import Reader, declared, tied_or
 from .llama import _BOTH, INWARD, _biased, _decoder, _length, head_width
-from .relatives import _by_type, _of_kinds, _turned
+from .relatives import _by_type, _of_kinds
 
 
 def cut_normal(variance: float, cut: float) -> float:
@@ -78,7 +78,7 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
 def _eurobert(read: Entries, seq_len: int | None) -> Transformer:
     """Llama without a causal mask; its logits have a bias where the feed-forward blocks have."""
     head = Head(**tied_or(read, read.variance()), bias=read.flag("mlp_bias"), loss="masked")
-    model = _decoder(read, seq_len, biased=_BOTH, head=head, **_turned(read))
+    model = _decoder(read, seq_len, biased=_BOTH, head=head)
     return model.replace(causal=False)
 
 

@@ -146,7 +146,7 @@ def declared(
         embedding = Embedding(**(tables | dict(embedding)))
     if isinstance(head, Mapping):
         usual["causal"] = True
-        head = Head(**tied_or(read, variance), loss="causal", **head)
+        head = Head(**tied_or(read, variance, False), loss="causal", **head)
     layers = read.layers(shape["layers"])
     d_model, heads = read(shape["width"]), read(shape["heads"])
     usual |= {"norm_epsilon": epsilon, "embedding": embedding, "head": head}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ...errors import domain_error
@@ -11,7 +12,7 @@ from ..transformer import Transformer
 from ..weights import Biases
 from .entries import FULL, SLIDING, Entries
 from .family import Reader
-from .llama import FFN, _decoder, _granite, _length, _longrope, head_width, sliding, yarn
+from .llama import _BOTH, FFN, _decoder, _granite, _length, _longrope, sliding, yarn
 from .moe import first_dense, routed, sigmoid_experts, softmax_experts
 
 LATENT_EPSILON = 1e-6
@@ -112,7 +113,9 @@ def _youtu(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
+def _granite_swa(
+    read: Entries, seq_len: int | None, biased: tuple[str, ...] = _BOTH, **changes: Any
+) -> Transformer:
     """Granite's multipliers, windows, a rotary base per layer (0: no positions), and sinks at 0."""
     layers, rotary = read.layers("num_hidden_layers"), read.rotary()
     bases = read.several("layer_rope_theta", 0.0, layers) or [rotary.base] * layers
@@ -120,24 +123,27 @@ def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
     return _granite(
         read,
         seq_len,
+        biased,
         attention_sink=0.0,
         rotary=[rotary.replace(base=float(base)) if base else None for base in bases],
         window=sliding(read, seq_len, kinds),
+        **changes,
     )
 
 
 def _apertus(read: Entries, seq_len: int | None) -> Transformer:
     """No gate; queries and keys normalised. The parameters of xIELU stay out of the table."""
-    rotary, factor = yarn(read, head_width(read))
-    fields: dict[str, Any] = {"rotary": rotary, "temperature": factor**-2}
-    return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm", **fields)
+    return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm")
 
 
 # --- with experts ---------------------------------------------------------------------------------
 
 
-def _deepseek_v3(read: Entries, seq_len: int | None) -> Transformer:
-    experts = routed(read, sigmoid_experts(read), first_dense(read))
+def _deepseek_v3(
+    read: Entries, seq_len: int | None, sparse: Iterable[int] | None = None
+) -> Transformer:
+    sparse = first_dense(read) if sparse is None else sparse
+    experts = routed(read, sigmoid_experts(read), sparse)
     return _latent_decoder(read, seq_len, ffn=experts)
 
 
@@ -175,8 +181,7 @@ def _glm4_moe_lite(read: Entries, seq_len: int | None) -> Transformer:
 
 def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
     """Sinks, windows in every second layer; what experts multiply by counts from 1, clamped."""
-    width, layers = read.count("head_dim"), read.layers("num_hidden_layers")
-    rotary, factor = yarn(read, width)
+    layers = read.layers("num_hidden_layers")
     kinds = read.kinds([FULL if number % 2 else SLIDING for number in range(layers)])
     alpha = read.number("swiglu_alpha")
     if alpha != 1.702:
@@ -189,16 +194,11 @@ def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         activation="quick_gelu",
-        rotary=rotary,
-        temperature=factor**-2,
         attention_sink=variance,
         window=sliding(read, seq_len, kinds),
         biases=Biases() if read.flag("attention_bias") else read.biases(FFN),
         ffn=routed(read, experts),
     )
-
-
-_HEADS, _FFN = ("query", "key", "value", "output"), ("ffn_in", "ffn_out", "gate")
 
 
 READERS: dict[str, Reader] = {

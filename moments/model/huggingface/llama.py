@@ -35,11 +35,14 @@ def _decoder(
     heads = read.count("num_attention_heads")
     usual: dict[str, Callable[[], Any]] = {
         "biases": lambda: read.biases(_biased(read, biased)),
-        "rotary": read.rotary,
         "kv_heads": lambda: read("num_key_value_heads", heads),
         "d_head": lambda: head_width(read),
     }
     fields: dict[str, Any] = {"normalization": "rmsnorm", "gated": True, "dropout": 0.0}
+    if "rotary" not in changes:
+        positions, temperature = positions_of(read), changes.get("temperature", 1.0)
+        fields |= positions
+        changes["temperature"] = temperature * positions["temperature"]
     fields |= {name: of() for name, of in usual.items() if name not in changes} | changes
     mixers = changes.get("mixer")
     without = (*RECURRENT, Absent)
@@ -84,10 +87,10 @@ def _mistral(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(read, seq_len, biased=(), window=window)
 
 
-def _qwen2(read: Entries, seq_len: int | None) -> Transformer:
+def _qwen2(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     """Query, key and value have biases, the output projection has none."""
     window = _qwen_windows(read, seq_len)
-    return _decoder(read, seq_len, window=window, biases=read.biases(INWARD))
+    return _decoder(read, seq_len, window=window, biases=read.biases(INWARD), **changes)
 
 
 def _qwen3(read: Entries, seq_len: int | None) -> Transformer:
@@ -129,14 +132,14 @@ def _gemma(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
+def _gemma2(read: Entries, seq_len: int | None, norm: str = "sandwich") -> Transformer:
     """Norms before and after every block, windows in every second layer, capped logits."""
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
     layers = range(read.layers("num_hidden_layers"))
     return _decoder(
         read,
         seq_len,
-        norm="sandwich",
+        norm=norm,
         embedding={"scale": math.sqrt(read.count("hidden_size"))},
         head={"logit_softcap": read.cap("final_logit_softcapping")},
         logit_softcap=read.cap("attn_logit_softcapping"),
@@ -183,6 +186,15 @@ def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
 
 SCALED = ("linear", "llama3", "yarn")
 """Kinds of positions for longer texts, which slow pairs down by their frequency alone."""
+
+
+def positions_of(read: Entries) -> dict[str, Any]:
+    """Positions, scaled where the config says so, and the temperature that their factor gives on
+    the share of the features that they turn."""
+    given, plain = read.rope() or read.usual("rope_parameters"), read.rotary(scaled=SCALED)
+    rotary, factor = slowed(read, given, plain, round(plain.fraction * head_width(read)))
+    size = plain.fraction * factor**4 + 1 - plain.fraction
+    return {"rotary": rotary, "temperature": size**-0.5}
 
 
 def yarn(read: Entries, width: int) -> tuple[Rotary, float]:

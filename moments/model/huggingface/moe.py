@@ -11,7 +11,7 @@ from ..mixers import LayerAttention
 from ..transformer import Transformer
 from .entries import FULL, SLIDING, Entries
 from .family import Reader
-from .llama import INWARD, _decoder, _granite, _length, sliding, unclipped
+from .llama import INWARD, _decoder, _granite, _length, positions_of, sliding, unclipped
 
 
 def routed(
@@ -53,7 +53,7 @@ def softmax_experts(
 
 
 def _normalised(read: Entries) -> str:
-    return "chosen" if read.flag("norm_topk_prob") else "all"
+    return "chosen" if read.flag("norm_topk_prob", True) else "all"
 
 
 def sigmoid_experts(read: Entries, name: str = "n_routed_experts") -> Experts:
@@ -87,7 +87,7 @@ def first_dense(read: Entries) -> Iterable[int]:
 
 def _stepped(read: Entries) -> list[int]:
     """Every decoder_sparse_step-th layer, unless it is one of mlp_only_layers."""
-    step, dense = read.count("decoder_sparse_step"), read.several("mlp_only_layers", 0)
+    step, dense = read.count("decoder_sparse_step", 1), read.several("mlp_only_layers", 0)
     layers = range(read.layers("num_hidden_layers"))
     return [number for number in layers if number not in dense and not (number + 1) % step]
 
@@ -125,7 +125,7 @@ def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _qwen3_moe(read: Entries, seq_len: int | None) -> Transformer:
-    used = read.flag("use_sliding_window")
+    used = read.flag("use_sliding_window", False)
     window = read.window("sliding_window", _length(read, seq_len)) if used else None
     experts = softmax_experts(
         read,
@@ -180,7 +180,7 @@ def _glm4_moe(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         biases=read.biases(biased),
-        qk_norm="rmsnorm" if read.flag("use_qk_norm") else None,
+        qk_norm="rmsnorm" if read.flag("use_qk_norm", False) else None,
         ffn=routed(read, sigmoid_experts(read), first_dense(read)),
     )
 
@@ -226,7 +226,7 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     turned = read.several("no_rope_layers", 0, layers) or [
         int((n + 1) % every != 0) for n in range(layers)
     ]
-    rotary, normed = read.rotary(), LayerAttention(qk_norm="rmsnorm", qk_gains=False)
+    rotary, normed = positions_of(read)["rotary"], LayerAttention(qk_norm="rmsnorm", qk_gains=False)
     used = read.flag("use_qk_norm")
     step = read.count("interleave_moe_layer_step")
     chosen = read.several("moe_layers", 0) or range(step - 1, layers, step)

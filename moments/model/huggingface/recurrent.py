@@ -35,14 +35,14 @@ def _mixed(read: Entries, usual: Sequence[str], blocks: Mapping[str, Any]) -> tu
     return tuple(map(blocks.get, read.kinds(usual, (FULL, *blocks))))
 
 
-def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
+def _lfm2(read: Entries, seq_len: int | None, ffn: Any = None) -> Transformer:
     """Gated short convolutions and attention by `layer_types`; two thirds of intermediate_size."""
     read.refuse("conv_bias", False, "biases of a short convolution's matrices")
     layers = read.layers("num_hidden_layers")
     attends = read.several("full_attn_idxs", 0) if read.has("full_attn_idxs") else range(layers)
     usual = [FULL if n in attends else "conv" for n in range(layers)]
     width = read.count("intermediate_size")
-    if read.flag("block_auto_adjust_ff_dim"):
+    if read.flag("block_auto_adjust_ff_dim", False):
         multiple = read.count("block_multiple_of")
         width = int(read.number("block_ffn_dim_multiplier") * int(2 * width / 3))
         width = multiple * -(-width // multiple)
@@ -57,11 +57,12 @@ def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
         attention_dropout=0.0,
         qk_norm="rmsnorm",
         mixer=mixers,
+        ffn=ffn,
     )
 
 
 def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
-    """Three gated delta nets to one layer of gated attention, with experts."""
+    """Three gated delta nets to one layer of gated attention, mostly with experts."""
     read.refuse("attention_bias", False, "biases together with gates of attention's output")
     layers, variance = read.layers("num_hidden_layers"), read.variance()
     every = read.count("full_attention_interval", 4)
@@ -77,7 +78,7 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
         norm_epsilon=read.number("rms_norm_eps"),
     )
     experts = None
-    if int(read("num_experts")) > 0:
+    if int(read("num_experts", 0)) > 0:
         mixture = softmax_experts(
             read,
             *_QWEN,
@@ -92,6 +93,7 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         biases=None,
+        d_ff=read("intermediate_size", None),  # where some layer is dense
         qk_norm="rmsnorm",
         attention_gate="elementwise",
         mixer=mixers,
@@ -297,6 +299,13 @@ def _minimax(read: Entries, seq_len: int | None) -> Transformer:
     A block's sum keeps what its norm made of the stream. So layers are Post-LN behind a norm of the
     embedding, the last one's second norm being the final one; the stream is what those norms leave.
     """
+    kinds = read.several("attn_type_list", 0)  # the authors' names, with factors of both
+    older = {"layer_types": [FULL if one else _LINEAR for one in kinds]} if kinds else {}
+    for side in ("alpha", "beta"):
+        for old, new in (("full_attention", "full_attn"), ("linear_attention", "linear_attn")):
+            older[f"{new}_{side}_factor"] = read(f"layernorm_{old}_{side}", None)
+        older[f"mlp_{side}_factor"] = read(f"layernorm_mlp_{side}", None)
+    read = read.replaced(**{name: one for name, one in older.items() if one is not None})
     layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
     width, variance = read.count("hidden_size"), read.variance()
     d_head = read.count("head_dim", width // heads)

@@ -20,14 +20,18 @@ from ..weights import Biases, Weights
 from .entries import FULL, SLIDING, Entries
 from .family import Reader, declared
 from .gpt import _gpt2
-from .llama import _BOTH, FFN, INWARD, _decoder, head_width, sliding, slowed, unclipped, yarn
+from .llama import (
+    _BOTH,
+    FFN,
+    INWARD,
+    _decoder,
+    head_width,
+    positions_of,
+    sliding,
+    slowed,
+    unclipped,
+)
 from .parallel import _gptj
-
-
-def _turned(read: Entries) -> dict[str, Any]:
-    """Positions, scaled where the config says so, and the temperature that their factor gives."""
-    rotary, factor = yarn(read, head_width(read))
-    return {"rotary": rotary, "temperature": factor**-2}
 
 
 def _kinds(read: Entries, full_every: int | None, pattern: str | None = None) -> list[str]:
@@ -75,19 +79,19 @@ def _of_kinds(found: dict[str, tuple[Any, Any]], kinds: Sequence[str]) -> dict[s
 
 def _arcee(read: Entries, seq_len: int | None) -> Transformer:
     """No gate, ReLU squared."""
-    return _decoder(read, seq_len, biased=_BOTH, gated=False, **_turned(read))
+    return _decoder(read, seq_len, biased=_BOTH, gated=False)
 
 
 def _ernie4_5(read: Entries, seq_len: int | None) -> Transformer:
     biases = Biases() if read.flag("use_bias") else None
-    return _decoder(read, seq_len, biases=biases, attention_dropout=0.0, **_turned(read))
+    return _decoder(read, seq_len, biases=biases, attention_dropout=0.0)
 
 
 def _ministral(read: Entries, seq_len: int | None) -> Transformer:
     layers = read.layers("num_hidden_layers")
     kinds = read.kinds([FULL if read.null("sliding_window") else SLIDING] * layers)
     window = sliding(read, seq_len, kinds)
-    return _decoder(read, seq_len, biased=(), window=window, **_turned(read))
+    return _decoder(read, seq_len, biased=(), window=window)
 
 
 def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
@@ -96,13 +100,15 @@ def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
     biased += ("output",) if read.flag("attention_out_bias") else ()
     biased += FFN if read.flag("mlp_bias", False) else ()
     dropout = read.number("residual_dropout")
-    return _decoder(read, seq_len, biases=read.biases(biased), dropout=dropout, **_turned(read))
+    return _decoder(read, seq_len, biases=read.biases(biased), dropout=dropout)
 
 
-def _glm(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
+def _glm(
+    read: Entries, seq_len: int | None, biased: bool | None = None, **changes: Any
+) -> Transformer:
     """Half of every head's features turned; no bias on the output."""
-    biased = INWARD if read.flag("attention_bias") else ()
-    return _decoder(read, seq_len, biases=read.biases(biased), **changes)
+    biased = read.flag("attention_bias") if biased is None else biased
+    return _decoder(read, seq_len, biases=read.biases(INWARD if biased else ()), **changes)
 
 
 def _glm4(read: Entries, seq_len: int | None) -> Transformer:
@@ -114,10 +120,10 @@ def _helium(read: Entries, seq_len: int | None) -> Transformer:
     """No bias on the output."""
     biased: tuple[str, ...] = INWARD if read.flag("attention_bias") else ()
     biased += FFN if read.flag("mlp_bias", False) else ()
-    return _decoder(read, seq_len, biases=read.biases(biased), **_turned(read))
+    return _decoder(read, seq_len, biases=read.biases(biased))
 
 
-def _hunyuan(read: Entries, seq_len: int | None) -> Transformer:
+def _hunyuan(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     """Queries and keys normalised; a fixed factor stretches the positions' base."""
     given, width = read.rope(), head_width(read)
     rotary = read.rotary(scaled=("dynamic",))
@@ -125,7 +131,7 @@ def _hunyuan(read: Entries, seq_len: int | None) -> Transformer:
         stretch = float(given["alpha"]) ** (width / (width - 2))
         rotary = rotary.replace(base=rotary.base * stretch)
     read.expect("use_qk_norm", True, "queries and keys are normalised")
-    return _decoder(read, seq_len, rotary=rotary, qk_norm="rmsnorm")
+    return _decoder(read, seq_len, rotary=rotary, qk_norm="rmsnorm", **changes)
 
 
 def _nemotron(read: Entries, seq_len: int | None) -> Transformer:
@@ -160,8 +166,7 @@ def _nanochat(read: Entries, seq_len: int | None) -> Transformer:
 def _olmo2(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     """Norms at every block's output alone, and of all heads' queries and keys together."""
     unclipped(read)
-    turned = changes if "rotary" in changes else _turned(read)
-    return _decoder(read, seq_len, norm="output", qk_norm="rmsnorm-all", **({**turned, **changes}))
+    return _decoder(read, seq_len, norm="output", qk_norm="rmsnorm-all", **changes)
 
 
 def _olmo3(read: Entries, seq_len: int | None) -> Transformer:
@@ -171,16 +176,19 @@ def _olmo3(read: Entries, seq_len: int | None) -> Transformer:
     return _olmo2(read, seq_len, window=window, **_of_kinds(found, kinds))
 
 
-def _exaone4(read: Entries, seq_len: int | None) -> Transformer:
+def _exaone4(
+    read: Entries, seq_len: int | None, norm: str = "output", **changes: Any
+) -> Transformer:
     """Norms at outputs; where some layers have windows, only they have positions."""
     free = read.null("sliding_window")
     pattern = None if free else "sliding_window_pattern"
     kinds = _kinds(read, None if free else 4, pattern)
     read.read.add("sliding_window_pattern")
-    turned = _turned(read)
-    rotary = [turned["rotary"] if free or kind == SLIDING else None for kind in kinds]
-    fields: dict[str, Any] = turned | {"rotary": rotary, "window": sliding(read, seq_len, kinds)}
-    return _decoder(read, seq_len, biased=(), norm="output", qk_norm="rmsnorm", **fields)
+    positions = positions_of(read)
+    rotary = [positions["rotary"] if free or kind == SLIDING else None for kind in kinds]
+    window = sliding(read, seq_len, kinds)
+    fields: dict[str, Any] = positions | {"rotary": rotary, "window": window} | changes
+    return _decoder(read, seq_len, biased=(), norm=norm, qk_norm="rmsnorm", **fields)
 
 
 def _smollm3(read: Entries, seq_len: int | None) -> Transformer:
@@ -190,7 +198,7 @@ def _smollm3(read: Entries, seq_len: int | None) -> Transformer:
     flags = read.several("no_rope_layers", 0, layers) or usual
     used = read.flag("use_sliding_window")
     kinds = read.kinds([FULL if flag or not used else SLIDING for flag in flags])
-    turned = _turned(read)
+    turned = positions_of(read)
     rotary = [turned["rotary"] if flag else None for flag in flags]
     fields: dict[str, Any] = turned | {"rotary": rotary, "window": sliding(read, seq_len, kinds)}
     return _decoder(read, seq_len, biased=_BOTH, **fields)
