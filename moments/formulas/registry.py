@@ -1,6 +1,6 @@
 """Every component by name, so that a user can ask for a formula and a test can walk them all.
 
-And the formula reference as Markdown, generated from the laws so that it cannot drift from them.
+And pages of the formula reference, generated from the laws so that they cannot drift from them.
 """
 
 from __future__ import annotations
@@ -132,23 +132,7 @@ def found_again(name: str, *functions: Any) -> ComponentLaws:
     return component(name)
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-_INTRODUCTION = """# Formulas
-
-Every formula of the package, generated from the laws themselves by `moments formulas --markdown`.
-*Exact* means exact under Gaussian inputs; *asymptotic* names the quantity that must be large in its
-note; *fitted* is an approximation its authors fitted. Pairs of tokens have variances
-$\\sigma_x^2$ and $\\sigma_{x'}^2$ and correlation $r$.
-"""
-
-
-def formula_page() -> str:
-    """Markdown of every component's laws, with sources, domains and notes, and of all symbols."""
-    parts = [_INTRODUCTION]
-    parts += [component_page(component(name)) for name in components()]
-    parts += ["## Symbols\n", symbols_page()]
-    return "\n".join(parts)
+# --- the pages ------------------------------------------------------------------------------------
 
 
 def component_page(record: ComponentLaws, level: int = 2) -> str:
