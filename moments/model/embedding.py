@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from ..errors import DomainError, domain_error
-from ..formulas.checks import (
-    NONNEGATIVE,
-    POSITIVE,
-    PROBABILITY,
-    check_choice,
-    check_count,
-    check_flag,
-    check_number,
+from .fields import (
+    Flag,
+    Natural,
+    Nonnegative,
+    Positive,
+    PositiveVariance,
+    Probability,
+    Several,
+    Stored,
+    one_of,
 )
-from .fields import Stored, settle
 
 POSITIONS = ("learned", "sinusoidal", "none")
 _SINUSOIDAL_SQUARE = 0.5  # mean square of a sine and a cosine of one angle
@@ -52,33 +53,24 @@ class Embedding(Stored):
 
     _part: ClassVar[str] = "embedding"
 
-    vocab_size: int
-    token_variance: float
-    position_variance: float = 0.0
-    segment_variance: float = 0.0
-    norm: bool = False
-    dropout: float = 0.0
-    norm_epsilon: float = 0.0
-    scale: float = field(default=1.0, kw_only=True)
-    positions: str = field(default="learned", kw_only=True)
-    position_base: float = field(default=10000.0, kw_only=True)
-    padding_id: int | None = field(default=None, kw_only=True)
-    factor_dim: int | None = field(default=None, kw_only=True)
-    factor_variance: float | None = field(default=None, kw_only=True)
-    factor_bias: bool = field(default=False, kw_only=True)
+    vocab_size: Several
+    token_variance: Positive
+    position_variance: Nonnegative = 0.0
+    segment_variance: Nonnegative = 0.0
+    norm: Flag = False
+    dropout: Probability = 0.0
+    norm_epsilon: Nonnegative = 0.0
+    scale: Positive = field(default=1.0, kw_only=True)
+    positions: Annotated[str, one_of(*POSITIONS)] = field(default="learned", kw_only=True)
+    position_base: Positive = field(default=10000.0, kw_only=True)
+    padding_id: Natural | None = field(default=None, kw_only=True)
+    factor_dim: Several | None = field(default=None, kw_only=True)
+    factor_variance: PositiveVariance | None = field(default=None, kw_only=True)
+    factor_bias: Flag = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        settle(self, ["vocab_size"], check_count, least=2)
-        settle(self, ["token_variance", "scale", "position_base"], check_number, POSITIVE)
-        names = ("position_variance", "segment_variance", "norm_epsilon")
-        settle(self, names, check_number, NONNEGATIVE)
-        settle(self, ["norm", "factor_bias"], check_flag)
-        settle(self, ["factor_dim"], check_count, least=2)
-        settle(self, ["factor_variance"], check_number, POSITIVE, "pass a variance")
+        super().__post_init__()
         self._check_factor()
-        settle(self, ["dropout"], check_number, PROBABILITY)
-        settle(self, ["padding_id"], check_count, least=0)
-        check_choice("positions", self.positions, POSITIONS)
         if self.positions != "learned" and self.position_variance:
             raise domain_error(
                 "position_variance", self.position_variance, "0 unless positions are learned"

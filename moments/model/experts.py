@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from ..errors import DomainError, domain_error
-from ..formulas.checks import NONNEGATIVE, POSITIVE, check_choice, check_count, check_number
+from ..formulas.checks import check_count
 from .block import Block
-from .fields import settle
+from .fields import Count, Natural, Nonnegative, Positive, Variance, one_of
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -54,32 +55,24 @@ class Experts(Block):
     kind: ClassVar[str] = "experts"
     places: ClassVar[tuple[str, ...]] = ("ffn",)
 
-    experts: int
-    chosen: int
-    d_ff: int | None = None
-    rule: str = "softmax"
-    normalised: str = "chosen"
-    scale: float = 1.0
-    groups: int = 1
-    kept_groups: int = 1
-    group_best: int = 2
-    router_variance: float | None = None
-    router_bias_variance: float | None = None
-    shared: int = 0
-    shared_gate_variance: float | None = None
-    shift: float = 0.0
-    clamp: float | None = None
+    experts: Annotated[int, partial(check_count, most=MOST_EXPERTS)]
+    chosen: Count
+    d_ff: Count | None = None
+    rule: Annotated[str, one_of(*RULES)] = "softmax"
+    normalised: Annotated[str, one_of(*NORMALISED)] = "chosen"
+    scale: Positive = 1.0
+    groups: Count = 1
+    kept_groups: Count = 1
+    group_best: Count = 2
+    router_variance: Variance | None = None
+    router_bias_variance: Variance | None = None
+    shared: Natural = 0
+    shared_gate_variance: Variance | None = None
+    shift: Nonnegative = 0.0
+    clamp: Positive | None = None
 
     def __post_init__(self) -> None:
-        settle(self, ["experts"], check_count, most=MOST_EXPERTS)
-        settle(self, ("chosen", "groups", "kept_groups", "group_best", "d_ff"), check_count)
-        settle(self, ["shared"], check_count, least=0)
-        variances = ("router_variance", "router_bias_variance", "shared_gate_variance")
-        settle(self, variances, check_number, NONNEGATIVE, "pass a variance")
-        settle(self, ("scale", "clamp"), check_number, POSITIVE)
-        settle(self, ["shift"], check_number, NONNEGATIVE)
-        check_choice("rule", self.rule, RULES)
-        check_choice("normalised", self.normalised, NORMALISED)
+        super().__post_init__()
         if self.chosen > self.experts:
             raise domain_error("chosen", self.chosen, f"at most experts = {self.experts}")
         if (self.rule, self.normalised) in (("softmax", "none"), ("sigmoid", "all")):

@@ -3,12 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self, get_args, get_type_hints
 
 from ..errors import DomainError, domain_error
 from ..files import plain
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    REAL,
+    Interval,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+)
+
+Check = Callable[[str, Any], Any]
+
+Count = Annotated[int, check_count]
+Natural = Annotated[int, partial(check_count, least=0)]
+Several = Annotated[int, partial(check_count, least=2)]
+Flag = Annotated[bool, check_flag]
+Real = Annotated[float, partial(check_number, interval=REAL)]
+Positive = Annotated[float, partial(check_number, interval=POSITIVE)]
+Nonnegative = Annotated[float, partial(check_number, interval=NONNEGATIVE)]
+Share = Annotated[float, partial(check_number, interval=Interval(0.0, 1.0, open_lower=True))]
+Probability = Annotated[float, partial(check_number, interval=PROBABILITY)]
+Variance = Annotated[float, partial(check_number, interval=NONNEGATIVE, remedy="pass a variance")]
+PositiveVariance = Annotated[
+    float, partial(check_number, interval=POSITIVE, remedy="pass a variance")
+]
+
+
+def one_of(*allowed: Any) -> Check:
+    """The check of a field that has one of so many values."""
+
+    def check(name: str, value: Any) -> Any:
+        check_choice(name, value, allowed)
+        return value
+
+    return check
+
+
+@functools.cache
+def _checks(declaration: type[Any]) -> tuple[tuple[str, Check, bool], ...]:
+    """Of the fields whose annotations carry a check: their names, it, and whether they may be left
+    out, None by default."""
+    try:
+        hints = get_type_hints(declaration, include_extras=True)
+    except NameError:  # names that a user's block imports for a type checker alone
+        return ()
+    return tuple(
+        (f.name, part.__metadata__[0], f.default is None)
+        for f in fields(declaration)
+        for part in (hints[f.name], *get_args(hints[f.name]))
+        if hasattr(part, "__metadata__")
+    )
 
 
 def set_field(declaration: Any, name: str, value: Any) -> None:
@@ -49,6 +104,13 @@ class Stored:
     """A part of a declaration, `_part` in errors: changed by copy, stored as a JSON object."""
 
     _part: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Fields as the plain values that their annotations' checks make of them."""
+        for name, check, optional in _checks(type(self)):
+            value = getattr(self, name)
+            if value is not None or not optional:
+                set_field(self, name, check(name, value))
 
     def replace(self, **changes: Any) -> Self:
         """A changed copy."""

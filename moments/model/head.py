@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 from ..errors import DomainError, domain_error
 from ..formulas.activation import activation_laws
 from ..formulas.checks import (
-    NONNEGATIVE,
     POSITIVE,
-    PROBABILITY,
-    Interval,
-    check_choice,
-    check_count,
-    check_flag,
     check_number,
 )
-from .fields import Stored, settle
+from .fields import (
+    Flag,
+    Positive,
+    PositiveVariance,
+    Probability,
+    Several,
+    Share,
+    Stored,
+    Variance,
+    one_of,
+)
 
+Gain = Annotated[
+    float, partial(check_number, interval=POSITIVE, remedy="a gain multiplies amplitudes")
+]
 LOSSES = ("causal", "masked", "classification", None)
 POOLS = ("first", "mean", "patches", "before")
 
@@ -63,41 +71,30 @@ class Head(Stored):
 
     _part: ClassVar[str] = "head"
 
-    vocab_size: int | None = None
-    tied: bool = True
-    weight_variance: float | None = None
-    norm: bool = True
-    dropout: float = 0.0
+    vocab_size: Several | None = None
+    tied: Flag = True
+    weight_variance: Variance | None = None
+    norm: Flag = True
+    dropout: Probability = 0.0
     transform: str | None = None
-    transform_variance: float | None = None
-    transform_bias_variance: float | None = None
-    transform_norm: bool = True
-    output_scale: float = 1.0
-    bias: bool = False
-    logit_softcap: float | None = None
-    loss: str | None = "causal"
-    classes: int | None = None
-    pool: str = "first"
-    pool_norm: bool = False
-    target_share: float = 0.15
-    label_smoothing: float = 0.0
-    norm_gain: float = 1.0
-    factor_dim: int | None = None
-    factor_variance: float | None = None
+    transform_variance: Variance | None = None
+    transform_bias_variance: Variance | None = None
+    transform_norm: Flag = True
+    output_scale: Positive = 1.0
+    bias: Flag = False
+    logit_softcap: Positive | None = None
+    loss: Annotated[str, one_of(*LOSSES)] | None = "causal"
+    classes: Several | None = None
+    pool: Annotated[str, one_of(*POOLS)] = "first"
+    pool_norm: Flag = False
+    target_share: Share = 0.15
+    label_smoothing: Probability = 0.0
+    norm_gain: Gain = 1.0
+    factor_dim: Several | None = None
+    factor_variance: PositiveVariance | None = None
 
     def __post_init__(self) -> None:
-        settle(self, ("tied", "norm", "bias", "transform_norm", "pool_norm"), check_flag)
-        check_choice("loss", self.loss, LOSSES)
-        check_choice("pool", self.pool, POOLS)
-        settle(self, ("vocab_size", "classes"), check_count, least=2)
-        variances = ("weight_variance", "transform_variance", "transform_bias_variance")
-        settle(self, variances, check_number, NONNEGATIVE, "pass a variance")
-        settle(self, ["factor_dim"], check_count, least=2)
-        settle(self, ["factor_variance"], check_number, POSITIVE, "pass a variance")
-        settle(self, ("output_scale", "logit_softcap"), check_number, POSITIVE)
-        settle(self, ["norm_gain"], check_number, POSITIVE, "a gain multiplies amplitudes")
-        settle(self, ("dropout", "label_smoothing"), check_number, PROBABILITY)
-        settle(self, ["target_share"], check_number, Interval(0.0, 1.0, open_lower=True))
+        super().__post_init__()
         if self.transform is not None:
             activation_laws(self.transform)
         self._check_together()

@@ -8,21 +8,27 @@ docs/theory/recurrences.md and latent_attention.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from ..errors import DomainError, domain_error
 from ..formulas.checks import (
-    NONNEGATIVE,
     POSITIVE,
     REAL,
-    check_choice,
-    check_count,
-    check_flag,
     check_number,
 )
 from .block import Block, block_from_dict
-from .fields import set_field, settle
+from .fields import (
+    Count,
+    Flag,
+    Natural,
+    Nonnegative,
+    Positive,
+    Real,
+    Variance,
+    one_of,
+    set_field,
+)
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -40,32 +46,35 @@ class _Mixer(Block):
     places: ClassVar[tuple[str, ...]] = ("mixer",)
     by_token: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if getattr(self, "tap_variance", 0.0) is None:
+            # torch's convolutions: U(-1/sqrt(kernel), 1/sqrt(kernel))
+            set_field(self, "tap_variance", 1 / (3 * self.kernel))  # type: ignore[attr-defined]
+
+    def variances(self, model: Transformer) -> dict[str, float]:
+        ends = len("_variance")
+        names = [f.name for f in fields(self) if f.name.endswith("_variance")]
+        return {f"mixer_{n[:-ends]}": getattr(self, n) for n in names if n != "tap_variance"}
+
     def check(self, model: Transformer) -> None:
         if not model.causal:
             allowed = f"True where a {self.kind} stands in attention's place"
             raise domain_error("causal", model.causal, allowed, "it sees no later token")
 
 
-def _settle_kernel(block: Any) -> None:
-    """The fields of a short convolution."""
-    settle(block, ("kernel",), check_count)
-    if block.tap_variance is None:
-        # torch's convolutions: U(-1/sqrt(kernel), 1/sqrt(kernel))
-        set_field(block, "tap_variance", 1 / (3 * block.kernel))
-    settle(block, ("tap_variance",), check_number, NONNEGATIVE)
-    given = getattr(block, "tap_distribution", "normal")
-    check_choice("tap_distribution", given, ("uniform", "normal"))
-
-
-def _check_range(block: Block, name: str, positive: bool = True) -> None:
-    """A pair of bounds, in order."""
-    value = getattr(block, name)
+def _range(name: str, value: Any) -> tuple[float, float]:
+    """A pair of positive bounds, in order."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise domain_error(name, value, "a pair: the least and the most")
-    low, high = (check_number(name, one, POSITIVE if positive else REAL) for one in value)
+    low, high = (check_number(name, one, POSITIVE) for one in value)
     if low > high:
         raise domain_error(name, value, "a pair: the least and the most")
-    set_field(block, name, (low, high))
+    return low, high
+
+
+Range = Annotated[tuple[float, float], _range]
+Taps = Annotated[str, one_of("uniform", "normal")]
 
 
 @dataclass(frozen=True)
@@ -116,13 +125,9 @@ class ShortConvolution(_Mixer):
 
     kind: ClassVar[str] = "short_convolution"
 
-    kernel: int = 3
-    tap_variance: float | None = None
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        _settle_kernel(self)
-        settle(self, ("bias",), check_flag)
+    kernel: Count = 3
+    tap_variance: Nonnegative | None = None
+    bias: Flag = False
 
     def shapes(self, model: Transformer) -> Shapes:
         square = model.d_model, model.d_model
@@ -153,32 +158,25 @@ class LinearAttention(_Mixer):
 
     kind: ClassVar[str] = "linear_attention"
 
-    heads: int
-    d_key: int
-    d_value: int
+    heads: Count
+    d_key: Count
+    d_value: Count
     decays: tuple[float, ...] | None = None
-    feature_map: str = "identity"
-    scale: float | None = None
-    norm: str | None = None
-    norm_epsilon: float = 1e-6
-    gate: str | None = None
-    gate_variance: float = 0.0
-    decay_gate: str | None = None
-    decay_variance: float = 0.0
-    decay_bias: float = 0.0
-    decay_power: float = 16.0
+    feature_map: Annotated[str, one_of("identity", "silu")] = "identity"
+    scale: Positive | None = None
+    norm: Annotated[str, one_of(None, "head", "all")] | None = None
+    norm_epsilon: Nonnegative = 1e-6
+    gate: Annotated[str, one_of(None, "silu", "sigmoid")] | None = None
+    gate_variance: Nonnegative = 0.0
+    decay_gate: Annotated[str, one_of(None, "channel", "head")] | None = None
+    decay_variance: Nonnegative = 0.0
+    decay_bias: Real = 0.0
+    decay_power: Positive = 16.0
 
     def __post_init__(self) -> None:
-        settle(self, ("heads", "d_key", "d_value"), check_count)
+        super().__post_init__()
         if self.scale is None:
             set_field(self, "scale", 1 / math.sqrt(self.d_key))
-        settle(self, ("scale", "decay_power"), check_number, POSITIVE)
-        settle(self, ("norm_epsilon", "gate_variance", "decay_variance"), check_number, NONNEGATIVE)
-        settle(self, ("decay_bias",), check_number, REAL)
-        check_choice("feature_map", self.feature_map, ("identity", "silu"))
-        check_choice("norm", self.norm, (None, "head", "all"))
-        check_choice("gate", self.gate, (None, "silu", "sigmoid"))
-        check_choice("decay_gate", self.decay_gate, (None, "channel", "head"))
         if self.decays is not None:
             values = tuple(check_number("decays", one, POSITIVE) for one in self.decays)
             if len(values) != self.heads or max(values) > 1:
@@ -250,41 +248,34 @@ class Mamba2(_Mixer):
 
     kind: ClassVar[str] = "mamba2"
 
-    heads: int
-    d_head: int
-    state: int
-    gate_variance: float
-    step_variance: float
-    groups: int = 1
-    kernel: int = 4
-    tap_variance: float | None = None
-    tap_distribution: str = "uniform"
-    tap_bias: bool = True
+    heads: Count
+    d_head: Count
+    state: Count
+    gate_variance: Nonnegative
+    step_variance: Nonnegative
+    groups: Count = 1
+    kernel: Count = 4
+    tap_variance: Nonnegative | None = None
+    tap_distribution: Taps = "uniform"
+    tap_bias: Flag = True
     rates: tuple[float, ...] | None = None
-    steps: tuple[float, float] = (1e-3, 1e-1)
-    skip: float = 1.0
-    norm: bool = True
-    norm_before_gate: bool = False
-    norm_epsilon: float = 1e-5
-    least_step: float = 0.0
-    most_step: float | None = None
+    steps: Range = (1e-3, 1e-1)
+    skip: Real = 1.0
+    norm: Flag = True
+    norm_before_gate: Flag = False
+    norm_epsilon: Nonnegative = 1e-5
+    least_step: Nonnegative = 0.0
+    most_step: Positive | None = None
     multipliers: tuple[float, ...] = (1.0,) * 5
 
     def __post_init__(self) -> None:
-        settle(self, ("heads", "d_head", "state", "groups"), check_count)
-        _settle_kernel(self)
-        names = "gate_variance", "step_variance", "norm_epsilon", "least_step"
-        settle(self, names, check_number, NONNEGATIVE)
-        settle(self, ("most_step",), check_number, POSITIVE)
+        super().__post_init__()
         if not isinstance(self.multipliers, list | tuple) or len(self.multipliers) != 5:
             raise domain_error(
                 "multipliers", self.multipliers, "five numbers: of z, x, B, C, steps"
             )
         several = tuple(check_number("multipliers", one, REAL) for one in self.multipliers)
         set_field(self, "multipliers", several)
-        settle(self, ("skip",), check_number, REAL)
-        settle(self, ("tap_bias", "norm", "norm_before_gate"), check_flag)
-        _check_range(self, "steps")
         if self.rates is not None:
             values = tuple(check_number("rates", one, POSITIVE) for one in self.rates)
             if len(values) not in (2, self.heads):
@@ -299,9 +290,6 @@ class Mamba2(_Mixer):
         result = {"query": (d, shared), "key": (d, shared), "value": (d, width)}
         own = {"mixer_gate": (d, width), "mixer_step": (d, self.heads)}
         return result | {"output": (width, d)} | own
-
-    def variances(self, model: Transformer) -> dict[str, float]:
-        return {"mixer_gate": self.gate_variance, "mixer_step": self.step_variance}
 
     @property
     def factors(self) -> dict[str, float]:
@@ -340,31 +328,24 @@ class Mamba(_Mixer):
     kind: ClassVar[str] = "mamba"
     norm: ClassVar[bool] = False
 
-    width: int
-    state: int
-    step_rank: int
-    gate_variance: float
-    step_variance: float
-    step_down_variance: float
-    kernel: int = 4
-    tap_variance: float | None = None
-    tap_distribution: str = "uniform"
-    tap_bias: bool = True
+    width: Count
+    state: Count
+    step_rank: Count
+    gate_variance: Nonnegative
+    step_variance: Nonnegative
+    step_down_variance: Nonnegative
+    kernel: Count = 4
+    tap_variance: Nonnegative | None = None
+    tap_distribution: Taps = "uniform"
+    tap_bias: Flag = True
     rates: tuple[float, ...] | None = None
-    steps: tuple[float, float] = (1e-3, 1e-1)
-    skip: float = 1.0
-    inner_norm: str | None = None
-    norm_epsilon: float = 1e-6
+    steps: Range = (1e-3, 1e-1)
+    skip: Real = 1.0
+    inner_norm: Annotated[str, one_of(None, "affine", "plain")] | None = None
+    norm_epsilon: Nonnegative = 1e-6
 
     def __post_init__(self) -> None:
-        settle(self, ("width", "state", "step_rank"), check_count)
-        _settle_kernel(self)
-        names = "gate_variance", "step_variance", "step_down_variance", "norm_epsilon"
-        settle(self, names, check_number, NONNEGATIVE)
-        settle(self, ("skip",), check_number, REAL)
-        settle(self, ("tap_bias",), check_flag)
-        check_choice("inner_norm", self.inner_norm, (None, "affine", "plain"))
-        _check_range(self, "steps")
+        super().__post_init__()
         if self.rates is not None:
             values = tuple(check_number("rates", one, POSITIVE) for one in self.rates)
             if len(values) != self.state:
@@ -377,10 +358,6 @@ class Mamba(_Mixer):
         steps["mixer_step"] = (self.step_rank, self.width)
         result = {"value": wide, "mixer_gate": wide, "key": inner, "query": inner}
         return result | steps | {"output": (self.width, model.d_model)}
-
-    def variances(self, model: Transformer) -> dict[str, float]:
-        names = "gate", "step", "step_down"
-        return {f"mixer_{name}": getattr(self, f"{name}_variance") for name in names}
 
 
 @dataclass(frozen=True)
@@ -407,23 +384,18 @@ class RGLRU(_Mixer):
     tap_distribution: ClassVar[str] = "normal"
     tap_bias: ClassVar[bool] = True
 
-    width: int
-    blocks: int
-    gate_variance: float
-    input_variance: float
-    step_variance: float
-    kernel: int = 4
-    tap_variance: float | None = None
-    decays: tuple[float, float] = (0.9, 0.999)
-    gate: str = "gelu_tanh"
+    width: Count
+    blocks: Count
+    gate_variance: Nonnegative
+    input_variance: Nonnegative
+    step_variance: Nonnegative
+    kernel: Count = 4
+    tap_variance: Nonnegative | None = None
+    decays: Range = (0.9, 0.999)
+    gate: Annotated[str, one_of("gelu_tanh", "silu", "sigmoid", "identity")] = "gelu_tanh"
 
     def __post_init__(self) -> None:
-        settle(self, ("width", "blocks"), check_count)
-        _settle_kernel(self)
-        names = "gate_variance", "input_variance", "step_variance"
-        settle(self, names, check_number, NONNEGATIVE)
-        check_choice("gate", self.gate, ("gelu_tanh", "silu", "sigmoid", "identity"))
-        _check_range(self, "decays")
+        super().__post_init__()
         if self.decays[1] >= 1:
             raise domain_error("decays", self.decays, "a pair of numbers in (0, 1)")
         if self.width % self.blocks:
@@ -433,10 +405,6 @@ class RGLRU(_Mixer):
         wide, block = (model.d_model, self.width), (self.width // self.blocks, self.width)
         result = {"value": wide, "mixer_gate": wide, "mixer_input": block, "mixer_step": block}
         return result | {"output": (self.width, model.d_model)}
-
-    def variances(self, model: Transformer) -> dict[str, float]:
-        names = "gate", "input", "step"
-        return {f"mixer_{name}": getattr(self, f"{name}_variance") for name in names}
 
 
 @dataclass(frozen=True)
@@ -452,16 +420,11 @@ class LayerAttention(Block):
     kind: ClassVar[str] = "attention"
     places: ClassVar[tuple[str, ...]] = ("mixer",)
 
-    d_head: int | None = None
-    kv_heads: int | None = None
-    qk_norm: str | None = None
-    qk_gains: bool = True
-    value_norm: bool = False
-
-    def __post_init__(self) -> None:
-        settle(self, ("d_head", "kv_heads"), check_count)
-        settle(self, ("qk_gains", "value_norm"), check_flag)
-        check_choice("qk_norm", self.qk_norm, QK_NORMS)
+    d_head: Count | None = None
+    kv_heads: Count | None = None
+    qk_norm: Annotated[str, one_of(*QK_NORMS)] | None = None
+    qk_gains: Flag = True
+    value_norm: Flag = False
 
     def check(self, model: Transformer) -> None:
         if self.value_norm and (self.qk_norm or model.qk_norm) != "rmsnorm":
@@ -498,16 +461,16 @@ class ParallelMixer(Block):
     by_token: ClassVar[bool] = True
 
     mixer: Block
-    attention_scale: float = 1.0
-    mixer_scale: float = 1.0
+    attention_scale: Real = 1.0
+    mixer_scale: Real = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.mixer, dict):
             set_field(self, "mixer", block_from_dict("mixer", self.mixer))
         if not isinstance(self.mixer, RECURRENT):
             kinds = ", ".join(one.kind for one in RECURRENT)
             raise domain_error("mixer", self.mixer, f"one of {kinds}")
-        settle(self, ("attention_scale", "mixer_scale"), check_number, REAL)
 
     def check(self, model: Transformer) -> None:
         self.mixer.check(model)
@@ -559,34 +522,26 @@ class GatedDeltaNet(_Mixer):
     kind: ClassVar[str] = "gated_delta_net"
     norm: ClassVar[bool] = True
 
-    key_heads: int
-    value_heads: int
-    d_key: int
-    d_value: int
-    gate_variance: float
-    step_variance: float
-    rate_variance: float
-    kernel: int = 4
-    tap_variance: float | None = None
-    tap_distribution: str = "normal"
-    rates: tuple[float, float] = (0.01, 16.0)
-    steps: tuple[float, float] = (1.3132616875182228, 1.3132616875182228)
-    twice: bool = False
-    norm_epsilon: float = 1e-6
-    decay: str = "head"
-    gate: str = "silu"
-    rank: int | None = None
+    key_heads: Count
+    value_heads: Count
+    d_key: Count
+    d_value: Count
+    gate_variance: Nonnegative
+    step_variance: Nonnegative
+    rate_variance: Nonnegative
+    kernel: Count = 4
+    tap_variance: Nonnegative | None = None
+    tap_distribution: Taps = "normal"
+    rates: Range = (0.01, 16.0)
+    steps: Range = (1.3132616875182228, 1.3132616875182228)
+    twice: Flag = False
+    norm_epsilon: Nonnegative = 1e-6
+    decay: Annotated[str, one_of("head", "channel")] = "head"
+    gate: Annotated[str, one_of("silu", "sigmoid")] = "silu"
+    rank: Count | None = None
 
     def __post_init__(self) -> None:
-        settle(self, ("key_heads", "value_heads", "d_key", "d_value", "rank"), check_count)
-        check_choice("decay", self.decay, ("head", "channel"))
-        check_choice("gate", self.gate, ("silu", "sigmoid"))
-        _settle_kernel(self)
-        names = "gate_variance", "step_variance", "rate_variance", "norm_epsilon"
-        settle(self, names, check_number, NONNEGATIVE)
-        settle(self, ("twice",), check_flag)
-        _check_range(self, "rates")
-        _check_range(self, "steps")
+        super().__post_init__()
         if self.value_heads % self.key_heads:
             allowed = f"a divisor of the {self.value_heads} heads of values"
             raise domain_error("key_heads", self.key_heads, allowed)
@@ -603,7 +558,7 @@ class GatedDeltaNet(_Mixer):
         return result | {"mixer_rate": (d, self.value_heads)}
 
     def variances(self, model: Transformer) -> dict[str, float]:
-        result = {f"mixer_{k}": getattr(self, f"{k}_variance") for k in ("gate", "step", "rate")}
+        result = super().variances(model)
         if self.rank is not None:
             result |= {f"{name}_down": result[name] for name in ("mixer_gate", "mixer_step")}
         return result
@@ -640,29 +595,21 @@ class LatentAttention(Block):
     kind: ClassVar[str] = "latent attention"
     places: ClassVar[tuple[str, ...]] = ("mixer",)
 
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    kv_down: float
-    query_rank: int | None = None
-    query_down: float | None = None
-    query_factor: float = 1.0
-    kv_factor: float = 1.0
-    norm_epsilon: float = 1e-6
+    kv_rank: Count
+    nope_dim: Count
+    rope_dim: Natural
+    value_dim: Count
+    kv_down: Variance
+    query_rank: Count | None = None
+    query_down: Variance | None = None
+    query_factor: Positive = 1.0
+    kv_factor: Positive = 1.0
+    norm_epsilon: Nonnegative = 1e-6
 
     def __post_init__(self) -> None:
-        settle(self, ("kv_rank", "nope_dim", "value_dim"), check_count)
-        settle(self, ["rope_dim"], check_count, least=0)
-        settle(self, ["kv_down"], check_number, NONNEGATIVE, "pass a variance")
-        settle(self, ("query_factor", "kv_factor"), check_number, POSITIVE)
-        settle(self, ["norm_epsilon"], check_number, NONNEGATIVE)
-        if self.query_rank is not None:
-            settle(self, ["query_rank"], check_count)
-        if self.query_down is not None:
-            settle(self, ["query_down"], check_number, NONNEGATIVE, "pass a variance")
-            if self.query_rank is None:
-                raise domain_error("query_down", self.query_down, "None without a query_rank")
+        super().__post_init__()
+        if self.query_down is not None and self.query_rank is None:
+            raise domain_error("query_down", self.query_down, "None without a query_rank")
 
     def check(self, model: Transformer) -> None:
         """Raise where the model has what latent attention knows nothing of."""

@@ -5,22 +5,39 @@ A spectrogram is an image of one channel."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from ..errors import DomainError, domain_error
 from ..formulas.activation import activation_laws
 from ..formulas.checks import (
-    NONNEGATIVE,
-    POSITIVE,
-    PROBABILITY,
-    check_choice,
     check_count,
-    check_flag,
-    check_number,
 )
-from .fields import Stored, set_field, settle
+from .fields import (
+    Count,
+    Flag,
+    Natural,
+    Nonnegative,
+    Positive,
+    Probability,
+    Stored,
+    one_of,
+    set_field,
+)
 
 POSITIONS = ("learned", "sinusoidal", "none")
+
+
+def _check_sides(name: str, value: Any) -> int | tuple[int, int]:
+    """One number, or a pair that is not twice the same."""
+    if not isinstance(value, list | tuple):
+        return check_count(name, value)
+    if len(value) != 2:
+        raise domain_error(name, value, "one number, or height and width")
+    first, second = (check_count(name, one) for one in value)
+    return first if first == second else (first, second)
+
+
+Sides = Annotated[int | tuple[int, int], _check_sides]
 
 
 @dataclass(frozen=True)
@@ -60,42 +77,33 @@ class PatchEmbedding(Stored):
 
     _part: ClassVar[str] = "embedding"
 
-    image_size: int | tuple[int, int]
-    patch_size: int
-    patch_variance: float
-    position_variance: float = 0.0
-    channels: int = 3
-    class_token: bool = True
-    class_variance: float = 0.0
-    bias_variance: float | None = None
-    norm: bool = False
-    dropout: float = 0.0
-    norm_epsilon: float = 0.0
-    stride: int | tuple[int, int] | None = field(default=None, kw_only=True)
-    registers: int = field(default=0, kw_only=True)
-    register_variance: float = field(default=0.0, kw_only=True)
-    positions: str | None = field(default=None, kw_only=True)
+    image_size: Sides
+    patch_size: Count
+    patch_variance: Positive
+    position_variance: Nonnegative = 0.0
+    channels: Count = 3
+    class_token: Flag = True
+    class_variance: Nonnegative = 0.0
+    bias_variance: Nonnegative | None = None
+    norm: Flag = False
+    dropout: Probability = 0.0
+    norm_epsilon: Nonnegative = 0.0
+    stride: Sides | None = field(default=None, kw_only=True)
+    registers: Natural = field(default=0, kw_only=True)
+    register_variance: Nonnegative = field(default=0.0, kw_only=True)
+    positions: Annotated[str, one_of(None, *POSITIONS)] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        settle(self, ("patch_size", "channels"), check_count)
-        settle(self, ("image_size", "stride"), _check_sides)
-        settle(self, ["registers"], check_count, least=0)
+        super().__post_init__()
         if self.stride is None and any(side % self.patch_size for side in self.sides):
             allowed = f"a divisor of image_size = {self.image_size}"
             raise domain_error("patch_size", self.patch_size, allowed)
         if self.patch_size > min(self.sides):
             raise domain_error("patch_size", self.patch_size, f"at most {min(self.sides)}")
-        settle(self, ["patch_variance"], check_number, POSITIVE)
-        variances = ("position", "class", "register", "bias")
-        names = (*(f"{name}_variance" for name in variances), "norm_epsilon")
-        settle(self, names, check_number, NONNEGATIVE)
-        settle(self, ("class_token", "norm"), check_flag)
-        settle(self, ["dropout"], check_number, PROBABILITY)
         if self.class_variance and not self.class_token:
             raise domain_error("class_variance", self.class_variance, "0 without a class token")
         if self.register_variance and not self.registers:
             raise domain_error("register_variance", self.register_variance, "0 without registers")
-        check_choice("positions", self.positions, (None, *POSITIONS))
         if self.position_variance and self.positions not in (None, "learned"):
             allowed = "0 unless positions are learned"
             raise domain_error("position_variance", self.position_variance, allowed)
@@ -189,21 +197,18 @@ class SoundEmbedding(Stored):
     channels: ClassVar[int] = 1
     norm: ClassVar[bool] = False
 
-    bins: int
-    frames: int
-    variance: float
+    bins: Count
+    frames: Count
+    variance: Positive
     kernels: tuple[int, ...] = (3, 3)
     strides: tuple[int, ...] = (1, 2)
     activation: str = "gelu"
-    bias_variance: float | None = None
-    positions: str = "sinusoidal"
-    dropout: float = 0.0
+    bias_variance: Nonnegative | None = None
+    positions: Annotated[str, one_of("sinusoidal", "none")] = "sinusoidal"
+    dropout: Probability = 0.0
 
     def __post_init__(self) -> None:
-        settle(self, ("bins", "frames"), check_count)
-        settle(self, ["variance"], check_number, POSITIVE)
-        settle(self, ["bias_variance"], check_number, NONNEGATIVE)
-        settle(self, ["dropout"], check_number, PROBABILITY)
+        super().__post_init__()
         for name in ("kernels", "strides"):
             given: Any = getattr(self, name)
             if not isinstance(given, list | tuple) or not given:
@@ -212,7 +217,6 @@ class SoundEmbedding(Stored):
         if len(self.kernels) != len(self.strides):
             raise DomainError("kernels and strides must be as many: one per convolution")
         activation_laws(self.activation)
-        check_choice("positions", self.positions, ("sinusoidal", "none"))
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -241,13 +245,3 @@ class SoundEmbedding(Stored):
 
 def _both(value: int | tuple[int, int]) -> tuple[int, int]:
     return value if isinstance(value, tuple) else (value, value)
-
-
-def _check_sides(name: str, value: Any) -> int | tuple[int, int]:
-    """One number, or a pair that is not twice the same."""
-    if not isinstance(value, list | tuple):
-        return check_count(name, value)
-    if len(value) != 2:
-        raise domain_error(name, value, "one number, or height and width")
-    first, second = (check_count(name, one) for one in value)
-    return first if first == second else (first, second)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import domain_error
 from ..formulas.checks import (
-    NONNEGATIVE,
     POSITIVE,
-    Interval,
     check_count,
     check_in,
-    check_number,
 )
-from .fields import Stored, set_field, settle
+from .fields import Nonnegative, Positive, Share, Stored, set_field
 
 Array = NDArray[np.float64]
 Offsets = NDArray[np.intp]
@@ -48,14 +46,13 @@ class Rotary(Stored):
 
     _part: ClassVar[str] = "rotary"
 
-    fraction: float = 1.0
-    base: float = 10000.0
+    fraction: Share = 1.0
+    base: Positive = 10000.0
     speeds: tuple[float, ...] | None = None
     grid: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        settle(self, ["fraction"], check_number, Interval(0.0, 1.0, open_lower=True))
-        settle(self, ["base"], check_number, POSITIVE)
+        super().__post_init__()
         if self.speeds is not None:
             given = check_in("speeds", self.speeds, POSITIVE)
             if given.ndim != 1:
@@ -155,14 +152,14 @@ class RelativeBias(Stored):
 
     _part: ClassVar[str] = "relative bias"
 
-    variance: float
-    buckets: int = 32
+    variance: Nonnegative
+    buckets: Annotated[int, partial(check_count, least=4)] = 32
     max_distance: int = 128
 
     def __post_init__(self) -> None:
-        settle(self, ["variance"], check_number, NONNEGATIVE)
-        settle(self, ["buckets"], check_count, least=4)
-        settle(self, ["max_distance"], check_count, least=self.buckets + 1)
+        super().__post_init__()
+        distance = check_count("max_distance", self.max_distance, least=self.buckets + 1)
+        set_field(self, "max_distance", distance)
 
     def bucket(self, offset: Any, causal: bool) -> Offsets:
         """Bucket of key position minus query position.
