@@ -177,6 +177,12 @@ def _bart(
     }
     encoder = stack(read, "encoder", head=Head(loss=None), **fields)
     fields["embedding"] = embedding if shared else embedding | {"vocab_size": target}
+    if read.kind == "blenderbot-small":
+        fields["embedding"] = fields["embedding"] | {"position_variance": 0.0}
+        read.notes.append(
+            f"the decoder adds positions of variance {variance:.3g} to tokens that are normalised "
+            "before, not after: they are left out of what enters its layer 1"
+        )
     # Inputs are the targets shifted by one, so that every token has its own target.
     head = Head(**tied_or(read, variance), loss="causal")
     return stack(read, "decoder", head=head, causal=True, encoder=encoder, **fields)
