@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import io
 import json
 import os
@@ -62,11 +64,6 @@ app = typer.Typer(
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
-
-
-def examples(*lines: str) -> str:
-    """The end of a command's help: command lines, without the leading "moments"."""
-    return "\n\n".join(["Examples:", *(f"    moments {line}" for line in lines)])
 
 
 class TheoryName(StrEnum):
@@ -218,6 +215,52 @@ class Answer:
                 out.print(each)
         if not self.passed:
             raise typer.Exit(1)
+
+
+def command(
+    panel: str | None,
+    *examples: str,
+    name: str | None = None,
+    json: bool = True,
+    csv: bool = True,
+    plot: bool = True,
+) -> Callable[[Callable[..., Answer | None]], Callable[..., Answer | None]]:
+    """Register a command that gives an `Answer`, with --json, --csv, --plot and --quiet.
+
+    Args:
+        panel: of the help; None: it is not listed.
+        examples: command lines, without the leading "moments".
+        name: where it is not the function's.
+        json, csv, plot: whether it has that option.
+    """
+    shown: dict[str, Any] = {"as_json": (JsonOption, False)} if json else {}
+    shown |= {"csv": (CsvOption, None)} if csv else {}
+    shown |= {"plot": (PlotOption, None)} if plot else {}
+    more = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=of)
+        for n, (of, default) in (shown | {"quiet": (QuietOption, False)}).items()
+    ]
+
+    def registered(function: Callable[..., Answer | None]) -> Callable[..., Answer | None]:
+        signature = inspect.signature(function, eval_str=True)
+        signature = signature.replace(parameters=[*signature.parameters.values(), *more])
+
+        @functools.wraps(function)
+        def run(quiet: bool, **given: Any) -> None:
+            chosen = {name: given.pop(name) for name in shown}
+            answer = function(**given)
+            if answer is not None:
+                answer.show(**chosen)
+
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        lines = ["Examples:", *(f"    moments {line}" for line in examples)]
+        app.command(name, rich_help_panel=panel, hidden=panel is None, epilog="\n\n".join(lines))(
+            run
+        )
+        return function
+
+    return registered
 
 
 def _records(frame: Any) -> list[dict[str, Any]]:

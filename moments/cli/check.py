@@ -27,16 +27,14 @@ from .base import (
     ModelArgument,
     OneScheme,
     PlotOption,
-    QuietOption,
     SchemeOption,
     SeqLenOption,
     TheoryName,
     TheoryOption,
-    app,
+    command,
     complete_scheme,
     declared,
     escaped,
-    examples,
     named,
     no_preset,
     scheme_options,
@@ -58,15 +56,13 @@ WholeOption = Annotated[
 # --- audit ----------------------------------------------------------------------------------------
 
 
-@app.command(
-    rich_help_panel=CHECK,
-    epilog=examples(
-        "audit checkpoint/",
-        "audit checkpoint/ --scheme dslm",
-        "audit train.py:build --scheme scaled-init",
-        "audit model.safetensors --plan plan.json --csv tensors.csv",
-        "audit bert-tiny --seed 3",
-    ),
+@command(
+    CHECK,
+    "audit checkpoint/",
+    "audit checkpoint/ --scheme dslm",
+    "audit train.py:build --scheme scaled-init",
+    "audit model.safetensors --plan plan.json --csv tensors.csv",
+    "audit bert-tiny --seed 3",
 )
 def audit(
     module: Annotated[
@@ -87,11 +83,7 @@ def audit(
     option: SchemeOption = None,
     seed: Annotated[int, typer.Option(help="Of a fresh module's weights.")] = 0,
     whole: WholeOption = False,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Check a module's weights, gains and residual multipliers against a scheme or plan.
 
     It is `moments check` without a loss and a prediction. Without scheme and plan, against the
@@ -112,7 +104,7 @@ def audit(
     target, batch = _module(module, layers, seed)
     with running(module):
         report = run(target, wanted, batch=batch, options=options or None)
-    _answer(report, whole).show(as_json, csv, plot)
+    return _answer(report, whole)
 
 
 def _answer(report: Report, whole: bool, precision: str | None = None) -> Answer:
@@ -156,15 +148,13 @@ def _planned(plan: Path) -> Transformer:
 # --- check ----------------------------------------------------------------------------------------
 
 
-@app.command(
-    rich_help_panel=CHECK,
-    epilog=examples(
-        "check train.py:build",
-        "check config.json --seq-len 256",
-        "check checkpoint/ --scheme dslm --html health.html",
-        "check bert-base --json --quiet",
-        "check config.json --measured variance@24=20",
-    ),
+@command(
+    CHECK,
+    "check train.py:build",
+    "check config.json --seq-len 256",
+    "check checkpoint/ --scheme dslm --html health.html",
+    "check bert-base --json --quiet",
+    "check config.json --measured variance@24=20",
 )
 def check(
     subject: Annotated[
@@ -208,11 +198,7 @@ def check(
         ),
     ] = None,
     whole: WholeOption = False,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
     A config is judged by its predictions alone. Exit status 1 where there are findings, 2 where it
@@ -228,7 +214,7 @@ def check(
     if html is not None:
         with replacing(html) as partial:
             Path(partial).write_text(report.to_html(), encoding="utf-8")
-    _answer(report, whole, precision).show(as_json, csv, plot)
+    return _answer(report, whole, precision)
 
 
 def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
@@ -338,14 +324,15 @@ def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
 SEQ_LEN = 128
 
 
-@app.command(
-    rich_help_panel=CHECK,
-    epilog=examples(
-        "compare bert-base",
-        "compare config.json --seq-len 64 --seeds 8 --plot mine.pdf",
-        "compare gpt2 --layers 4 --theory published --json",
-        "compare bert-tiny --max-error 0.05 --quiet",
-    ),
+@command(
+    CHECK,
+    "compare bert-base",
+    "compare config.json --seq-len 64 --seeds 8 --plot mine.pdf",
+    "compare gpt2 --layers 4 --theory published --json",
+    "compare bert-tiny --max-error 0.05 --quiet",
+    json=False,
+    csv=False,
+    plot=False,
 )
 def compare(
     model: ModelArgument = None,
@@ -374,7 +361,6 @@ def compare(
     picture: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
     whole: WholeOption = False,
     csv: CsvOption = None,
-    quiet: QuietOption = False,
 ) -> None:
     """Predict a model, measure the real module on real input, and put both side by side.
 

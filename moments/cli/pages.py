@@ -13,15 +13,12 @@ from .base import (
     Answer,
     InputCorrelation,
     InputVariance,
-    JsonOption,
     LayersOption,
     ModelArgument,
-    QuietOption,
     SeqLenOption,
     SomeSchemes,
-    app,
+    command,
     declared,
-    examples,
     named,
     shortened,
     steps,
@@ -33,14 +30,14 @@ if TYPE_CHECKING:
     from ..model.transformer import Transformer
 
 
-@app.command(
-    rich_help_panel=PREDICT,
-    epilog=examples(
-        "report bert-base -o bert.html",
-        "report config.json --seq-len 256 -o mine.html",
-        "report gpt2 --scheme dslm --scheme admin -o two.html",
-        "report gpt2 --no-schemes -o quick.html",
-    ),
+@command(
+    PREDICT,
+    "report bert-base -o bert.html",
+    "report config.json --seq-len 256 -o mine.html",
+    "report gpt2 --scheme dslm --scheme admin -o two.html",
+    "report gpt2 --no-schemes -o quick.html",
+    csv=False,
+    plot=False,
 )
 def report(
     model: ModelArgument = None,
@@ -54,9 +51,7 @@ def report(
     correlation: InputCorrelation = None,
     scheme: SomeSchemes = None,
     schemes: Annotated[bool, typer.Option(help="Compare with published schemes.")] = True,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Write one self-contained page about a model: growth, gradients, schemes, what to cite.
 
     The page needs no network, follows the reader's light or dark setting, and prints.
@@ -81,7 +76,7 @@ def report(
         )
     found.save(output)
     verdict = growth(found.prediction)
-    Answer(
+    return Answer(
         said=lambda: f"{verdict}\npage: {output}",
         data=lambda: {
             "format": 1,
@@ -91,12 +86,17 @@ def report(
             "warnings": list(found.prediction.warnings),
             "schemes": [] if found.schemes is None else list(found.schemes.predictions),
         },
-    ).show(as_json)
+    )
 
 
-@app.command(
-    rich_help_panel=PREDICT,
-    epilog=examples("explore", "explore bert-base", "explore config.json --port 8000 --no-browser"),
+@command(
+    PREDICT,
+    "explore",
+    "explore bert-base",
+    "explore config.json --port 8000 --no-browser",
+    json=False,
+    csv=False,
+    plot=False,
 )
 def explore(
     model: ModelArgument = None,
@@ -107,7 +107,6 @@ def explore(
         typer.Option(help="Of this machine; 8866, or the next that is free.", min=1, max=65535),
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
-    quiet: QuietOption = False,
 ) -> None:
     """Turn depth, width, scales, placement and scheme by hand, on a page of this machine.
 

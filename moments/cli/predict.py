@@ -17,23 +17,18 @@ from .base import (
     INITIALISE,
     PREDICT,
     Answer,
-    CsvOption,
     InputCorrelation,
     InputVariance,
-    JsonOption,
     LayersOption,
     ModelArgument,
     OneScheme,
-    PlotOption,
-    QuietOption,
     SchemeOption,
     SeqLenOption,
     TheoryName,
     TheoryOption,
-    app,
+    command,
     declared,
     err,
-    examples,
     named,
     noise,
     note,
@@ -49,15 +44,13 @@ if TYPE_CHECKING:
     from ..model.transformer import Transformer
 
 
-@app.command(
-    rich_help_panel=PREDICT,
-    epilog=examples(
-        "predict bert-base",
-        "predict config.json --seq-len 256 --plot growth.svg",
-        "predict gpt2 --layers 48 --scheme dslm --json > deep.json",
-        "predict --layers 24 --d-model 512 --heads 8 --seq-len 128 --norm post --correlation 0.2",
-        "predict bert-base --theory published --csv points.csv",
-    ),
+@command(
+    PREDICT,
+    "predict bert-base",
+    "predict config.json --seq-len 256 --plot growth.svg",
+    "predict gpt2 --layers 48 --scheme dslm --json > deep.json",
+    "predict --layers 24 --d-model 512 --heads 8 --seq-len 128 --norm post --correlation 0.2",
+    "predict bert-base --theory published --csv points.csv",
 )
 def predict(
     model: ModelArgument = None,
@@ -81,12 +74,8 @@ def predict(
     scheme: OneScheme = None,
     option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
     whole: Annotated[bool, typer.Option("--all", help="Print every layer, not five.")] = False,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Predict every layer's variance, token correlation and gradient moments.
 
     Of a config that no declaration covers, those of every submodule of its module.
@@ -111,11 +100,10 @@ def predict(
     try:
         described, known = declared(model, options)
     except Undeclared as refusal:
-        moved = (variance, correlation, grad_variance, grad_correlation, scheme, option, plot)
+        moved = (variance, correlation, grad_variance, grad_correlation, scheme, option)
         if model is None or told(**options) or any(m is not None for m in moved):
             raise
-        _by_operations(model, refusal).show(as_json, csv)
-        return
+        return _by_operations(model, refusal)
     if theory == "refined":
         described = shortened(described, seq_len)
     given = told(
@@ -136,7 +124,7 @@ def predict(
         inputs |= {"pixels": pictures(described, variance, correlation)} | noise(described)
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
-    Answer(
+    return Answer(
         said=lambda: (
             (prediction_table(prediction),)
             if whole
@@ -145,7 +133,7 @@ def predict(
         data=prediction.to_json,
         frame=prediction.to_frame,
         figure=lambda: prediction.plot(named(model)),
-    ).show(as_json, csv, plot)
+    )
 
 
 def _by_operations(model: str, refusal: Undeclared) -> Answer:
@@ -155,18 +143,20 @@ def _by_operations(model: str, refusal: Undeclared) -> Answer:
 
     note(f"{refusal}: its operations are followed instead")
     result = predicted(read_config(model))
-    return Answer(said=result.table, data=result.to_json, frame=result.to_frame)
+
+    def figure() -> Any:
+        raise refusal
+
+    return Answer(said=result.table, data=result.to_json, frame=result.to_frame, figure=figure)
 
 
-@app.command(
-    rich_help_panel=INITIALISE,
-    epilog=examples(
-        "solve bert-base --objective dslm --json > plan.json",
-        "solve bert-base --layers 96 --objective block_variance --target 1",
-        "solve bert-base --objective gradient_ratio --target 0.8 --free branch_scale",
-        "solve bert-base --objective largest_depth --bound final_correlation=0.9",
-        "solve bert-base --objective block_variance --plot plan.svg",
-    ),
+@command(
+    INITIALISE,
+    "solve bert-base --objective dslm --json > plan.json",
+    "solve bert-base --layers 96 --objective block_variance --target 1",
+    "solve bert-base --objective gradient_ratio --target 0.8 --free branch_scale",
+    "solve bert-base --objective largest_depth --bound final_correlation=0.9",
+    "solve bert-base --objective block_variance --plot plan.svg",
 )
 def solve(
     model: ModelArgument = None,
@@ -200,11 +190,7 @@ def solve(
     correlation: InputCorrelation = None,
     option: SchemeOption = None,
     tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Solve for weight variances and scales; exit 1 where the target is infeasible.
 
     Objectives, each with its --target: block_variance, of every block's output; stream_variance,
@@ -231,13 +217,13 @@ def solve(
         progress=True,
         **inputs,
     )
-    Answer(
+    return Answer(
         said=lambda: str(plan),
         data=plan.to_json,
         frame=plan.to_frame,
         figure=lambda: plan.plot(named(model)),
         passed=plan.feasible,
-    ).show(as_json, csv, plot)
+    )
 
 
 def _named(text: str, option: str) -> tuple[str, float]:
@@ -249,13 +235,12 @@ def _named(text: str, option: str) -> tuple[str, float]:
         raise domain_error(option, text, allowed) from None
 
 
-@app.command(
-    rich_help_panel=PREDICT,
-    epilog=examples(
-        "explain bert-base --layer 7",
-        "explain config.json --layer 1 --latex",
-        "explain bert-base --layer 12 --csv steps.csv",
-    ),
+@command(
+    PREDICT,
+    "explain bert-base --layer 7",
+    "explain config.json --layer 1 --latex",
+    "explain bert-base --layer 12 --csv steps.csv",
+    plot=False,
 )
 def explain(
     model: ModelArgument = None,
@@ -266,30 +251,25 @@ def explain(
     correlation: InputCorrelation = None,
     theory: TheoryOption = TheoryName.refined,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """One layer law by law: the formulas, the numbers in them, and where each comes from."""
     from ..prediction.explanation import explain as run
 
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
     explanation = run(described, layer, theory=theory.value, **inputs)
-    Answer(
+    return Answer(
         said=lambda: print(explanation.latex()) if latex else str(explanation),
         data=explanation.to_frame,
         frame=explanation.to_frame,
-    ).show(as_json, csv)
+    )
 
 
-@app.command(
-    "first-step",
-    rich_help_panel=PREDICT,
-    epilog=examples(
-        "first-step gpt2 --seq-len 64 --lr 1e-4",
-        "first-step gpt2 --layers 4 --seq-len 32 --bound 0.3 --by-group",
-        "first-step config.json --optimizer muon --lr 2e-3 --plot step.png",
-    ),
+@command(
+    PREDICT,
+    "first-step gpt2 --seq-len 64 --lr 1e-4",
+    "first-step gpt2 --layers 4 --seq-len 32 --bound 0.3 --by-group",
+    "first-step config.json --optimizer muon --lr 2e-3 --plot step.png",
+    name="first-step",
 )
 def first_step(
     model: ModelArgument = None,
@@ -312,11 +292,7 @@ def first_step(
     by_group: Annotated[
         bool, typer.Option(help="Without --lr: also the rate of every group alone.")
     ] = False,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Which learning rates to search, and the first step: loss, the stream's change, every step.
 
     Without --lr the rates come first: where to search, where training becomes unstable, and the
@@ -354,12 +330,12 @@ def first_step(
     else:
         step = prediction.after(optimizer, learning_rate, **options)
     known_rates = {} if rates is None else {"rates": rates.to_dict()}
-    Answer(
+    return Answer(
         said=lambda: (*(() if rates is None else (rates.table(), "")), first_step_table(step)),
         data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
         figure=lambda: (step if rates is None else rates).plot(named(model)),
-    ).show(as_json, csv, plot)
+    )
 
 
 # --- grids ----------------------------------------------------------------------------------------
@@ -368,17 +344,15 @@ MOST_VALUES = 100_000
 """Of one progression; more are a slip of the pen."""
 
 
-@app.command(
-    rich_help_panel=PREDICT,
-    epilog=examples(
-        "sweep gpt2 --axis layers=6,12,24,48 --axis weights.query=log:1e-4:1e-2:9 --plot map.png",
-        "sweep --d-model 256 --heads 4 --seq-len 64 --axis layers=range:4:64:4 "
-        "--axis scheme=none,deepnorm --plot schemes.svg",
-        "sweep bert-base --seq-len 64 --axis correlation=lin:0:0.9:10 "
-        "--axis branch_scale=log:0.05:1:12 --quantity correlation --jobs 4 --csv grid.csv",
-        "sweep bert-base --axis layers=range:1:96 --axis theory=refined,published "
-        "--path grid.jsonl --json > grid.json",
-    ),
+@command(
+    PREDICT,
+    "sweep gpt2 --axis layers=6,12,24,48 --axis weights.query=log:1e-4:1e-2:9 --plot map.png",
+    "sweep --d-model 256 --heads 4 --seq-len 64 --axis layers=range:4:64:4 "
+    "--axis scheme=none,deepnorm --plot schemes.svg",
+    "sweep bert-base --seq-len 64 --axis correlation=lin:0:0.9:10 "
+    "--axis branch_scale=log:0.05:1:12 --quantity correlation --jobs 4 --csv grid.csv",
+    "sweep bert-base --axis layers=range:1:96 --axis theory=refined,published "
+    "--path grid.jsonl --json > grid.json",
 )
 def sweep(
     model: ModelArgument = None,
@@ -417,11 +391,7 @@ def sweep(
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Predict a grid of configurations: any field of the model, its schemes, and its input.
 
     An axis is a field (layers, dropout, norm), a part's field (weights.query, embedding.scale,
@@ -477,12 +447,12 @@ def sweep(
             "rows": found.to_frame(by_layer=profile),
         }
 
-    Answer(
+    return Answer(
         said=lambda: str(found),
         data=data,
         frame=lambda: found.to_frame(by_layer=profile),
         figure=lambda: found.plot(x, y, quantity, by=by, name=named(model)),
-    ).show(as_json, csv, plot)
+    )
 
 
 def _processes(jobs: int) -> concurrent.futures.Executor:

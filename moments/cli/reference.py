@@ -14,24 +14,19 @@ from .base import (
     INITIALISE,
     REFERENCE,
     Answer,
-    CsvOption,
     InputCorrelation,
     InputVariance,
-    JsonOption,
     LayersOption,
     ModelArgument,
     OneScheme,
-    PlotOption,
-    QuietOption,
     SchemeOption,
     SeqLenOption,
     SomeSchemes,
     TheoryName,
     TheoryOption,
-    app,
+    command,
     declared,
     escaped,
-    examples,
     named,
     scheme_options,
     steps,
@@ -42,13 +37,11 @@ if TYPE_CHECKING:
     from ..scheme import Scheme
 
 
-@app.command(
-    rich_help_panel=INITIALISE,
-    epilog=examples(
-        "schemes",
-        "schemes bert-base --plot schemes.svg",
-        "schemes config.json --layers 96 --scheme dslm --scheme deepnorm --json > schemes.json",
-    ),
+@command(
+    INITIALISE,
+    "schemes",
+    "schemes bert-base --plot schemes.svg",
+    "schemes config.json --layers 96 --scheme dslm --scheme deepnorm --json > schemes.json",
 )
 def schemes(
     model: ModelArgument = None,
@@ -58,11 +51,7 @@ def schemes(
     option: SchemeOption = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """List the published schemes, or show what each does to a model's growth and gradients."""
     from ..scheme import schemes as every
     from ..scheme.registry import scheme as known
@@ -70,8 +59,6 @@ def schemes(
 
     chosen = [known(name) for name in scheme] if scheme else list(every())
     if model is None:
-        if plot is not None:
-            raise DomainError("--plot draws what schemes do to a model: name a MODEL")
         rows = [
             {
                 "name": one.name,
@@ -82,13 +69,12 @@ def schemes(
             }
             for one in chosen
         ]
-        listed = Answer(
+        return Answer(
             said=lambda: map(_scheme_lines, chosen),
             data=lambda: rows,
             frame=lambda: as_frame(rows),
+            figure=_no_model,
         )
-        listed.show(as_json, csv)
-        return
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
     with steps("applying schemes", len(chosen)) as advance:
         found = compare_schemes(
@@ -101,12 +87,16 @@ def schemes(
     if not found.predictions:
         reasons = "; ".join(dict.fromkeys(found.left_out.values()))
         raise DomainError(f"no scheme could be applied: {reasons}")
-    Answer(
+    return Answer(
         said=lambda: str(found),
         data=lambda: {"format": 1, "schemes": found.to_frame(), "left_out": dict(found.left_out)},
         frame=found.to_frame,
         figure=lambda: found.plot(named(model)),
-    ).show(as_json, csv, plot)
+    )
+
+
+def _no_model() -> Any:
+    raise DomainError("--plot draws what schemes do to a model: name a MODEL")
 
 
 def _scheme_lines(scheme: Scheme) -> str:
@@ -117,22 +107,20 @@ def _scheme_lines(scheme: Scheme) -> str:
     ) + (f"\n  options: {escaped(options)}" if options else "")
 
 
-@app.command(
-    rich_help_panel=REFERENCE,
-    epilog=examples(
-        "formulas",
-        "formulas relu",
-        "formulas layernorm --theory published --latex",
-        "formulas softmax --json",
-    ),
+@command(
+    REFERENCE,
+    "formulas",
+    "formulas relu",
+    "formulas layernorm --theory published --latex",
+    "formulas softmax --json",
+    csv=False,
+    plot=False,
 )
 def formulas(
     component: Annotated[str | None, typer.Argument(help="A component's name.")] = None,
     theory: TheoryOption = TheoryName.refined,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Print a component's formulas with their sources, or list the components."""
     from ..formulas.registry import component as find
     from ..formulas.registry import components
@@ -140,11 +128,10 @@ def formulas(
     if component is None:
         titles = {name: find(name).title for name in components()}
         width = max(map(len, titles)) + 2
-        Answer(
+        return Answer(
             said=lambda: tuple(f"[bold]{name:<{width}}[/]{t}" for name, t in titles.items()),
             data=lambda: titles,
-        ).show(as_json)
-        return
+        )
     record = find(component)
     laws = record.under(theory.value)
 
@@ -156,9 +143,7 @@ def formulas(
             if law.note:
                 yield f"[dim]note: {escaped(law.note)}[/]"
 
-    Answer(said=said, data=lambda: {name: _law_entry(law) for name, law in laws.items()}).show(
-        as_json
-    )
+    return Answer(said, lambda: {name: _law_entry(law) for name, law in laws.items()})
 
 
 def _law_entry(law: Any) -> dict[str, Any]:
@@ -173,14 +158,14 @@ def _law_entry(law: Any) -> dict[str, Any]:
     }
 
 
-@app.command(
-    hidden=True,
-    epilog=examples(
-        "model gpt2",
-        "model gpt2 --layers 48 --scheme dslm --json > deep.json",
-        "predict deep.json",
-        "model mine.toml",
-    ),
+@command(
+    None,
+    "model gpt2",
+    "model gpt2 --layers 48 --scheme dslm --json > deep.json",
+    "predict deep.json",
+    "model mine.toml",
+    csv=False,
+    plot=False,
 )
 def model(
     model: ModelArgument = None,
@@ -188,9 +173,7 @@ def model(
     seq_len: SeqLenOption = None,
     scheme: OneScheme = None,
     option: SchemeOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Show what a MODEL argument declares; as JSON, a model file that every command reads.
 
     A model file may also be written by hand, as TOML: fields of moments.Transformer, with `preset`
@@ -199,17 +182,15 @@ def model(
     described, _ = declared(model, {"layers": layers, "seq_len": seq_len})
     if scheme is not None:
         described = described.with_scheme(scheme, **scheme_options(option))
-    Answer(said=lambda: str(described), data=described.to_dict).show(as_json)
+    return Answer(said=lambda: str(described), data=described.to_dict)
 
 
-@app.command(
-    hidden=True,
-    epilog=examples(
-        "validate --subset quick",
-        "validate --theory refined --plot errors.svg --csv errors.csv",
-        "validate --subset 'post-causal-*' --max-error 0.3",
-        "validate --subset quick --run --data mine.json",
-    ),
+@command(
+    None,
+    "validate --subset quick",
+    "validate --theory refined --plot errors.svg --csv errors.csv",
+    "validate --subset 'post-causal-*' --max-error 0.3",
+    "validate --subset quick --run --data mine.json",
 )
 def validate(
     subset: Annotated[
@@ -241,11 +222,7 @@ def validate(
             "|log| beyond two standard errors, or has no value."
         ),
     ] = None,
-    as_json: JsonOption = False,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    quiet: QuietOption = False,
-) -> None:
+) -> Answer:
     """Hold the theories against simulations of a fixed grid of whole models."""
     from ..formulas.law import THEORIES
     from ..validation.errors import by_class, errors
@@ -271,10 +248,10 @@ def validate(
         frame = errors(theories, configurations, held, lambda c: advance(1))
 
     refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
-    Answer(
+    return Answer(
         said=lambda: class_tables(frame),
         data=lambda: {"format": 1, "runs": frame, "classes": by_class(frame)},
         frame=lambda: frame,
         figure=lambda: plot_errors(frame),
         passed=max_error is None or bool((refined <= max_error).all()),
-    ).show(as_json, csv, plot)
+    )
