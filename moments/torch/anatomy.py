@@ -8,7 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import DomainError, MomentsError, optional
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import DomainError, MomentsError
 from ..model.huggingface import FAMILIES
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
@@ -18,12 +22,6 @@ from .dataflow import ModuleReading, read
 from .expert_roles import with_experts
 from .hook_points import HookPoint, WeightPart
 from .roles import is_gain
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils._pytree import tree_leaves
-
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
 """Where to watch a module, and what its parameters are."""

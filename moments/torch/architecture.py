@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import DomainError, MomentsError, optional, without_warnings
+from torch import nn
+
+from ..errors import DomainError, MomentsError, without_warnings
 from ..model.head import Head
 from ..model.huggingface import READERS
 from ..model.huggingface.config import from_huggingface
@@ -16,9 +18,6 @@ from .dataflow.reading import SEQ_LEN, ModuleReading
 from .departures import Departure, check_sizes, departures, refuse, shared_by
 from .expectation import model_of
 from .running import own_module
-
-with optional("torch", "torch"):
-    from torch import nn
 
 _ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 

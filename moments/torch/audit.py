@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import optional
+from torch import nn
+
 from ..show.findings import Report, ranked
 from .advice import advise
 from .anatomy import as_drawn
@@ -14,9 +15,6 @@ from .findings import measure_roles
 from .scales import FOLDED
 from .tensors import AuditedModule, checked_rows
 from .weight_findings import Against, WeightFindings
-
-with optional("torch", "torch"):
-    from torch import nn
 
 _FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
 

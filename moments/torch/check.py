@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from ..errors import DomainError, MomentsError, listed, optional, without_warnings
+from ..errors import DomainError, MomentsError, listed, without_warnings
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
@@ -67,11 +69,6 @@ from .tensors import AuditedModule, checked_rows
 from .text import mask_tokens
 from .unread import NotRead, not_read, random_outcome
 from .weight_findings import PRE_OR_POST, Against, WeightFindings
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-
 
 TOKENS, OWN, SEQUENCES = 32, 1, 2
 """Tokens that are read of a batch, and how many sequences of its own and of a user's."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
-from ..errors import ValidityWarning, optional
+from ..errors import ValidityWarning
 from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
@@ -29,9 +30,6 @@ from .hook_points import ENCODER, HookPoint, Sums
 from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, tensors_of
 from .running import as_named
 from .tensors import AuditedModule, entries_of
-
-with optional("torch", "torch"):
-    from torch import nn
 
 if TYPE_CHECKING:
     import pandas

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from ..errors import DomainError, MomentsError, domain_error, optional
+from ..errors import DomainError, MomentsError, domain_error
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement
@@ -33,10 +35,6 @@ from .measure import Loss, measure
 from .roles import block_of, tensors_of
 from .running import as_named, at_hand, built
 from .tensors import weight_advice
-
-with optional("torch", "torch"):
-    import torch
-    from torch import nn
 
 LARGE = 1e10
 """Parameters times tokens times draws from which a diagnosis tells how far it is."""

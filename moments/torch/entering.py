@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ..errors import MomentsError, optional
+from ..errors import MomentsError
 from ..prediction.draws import STREAM
 from .anatomy import measured_parts
 from .batches import shifted_left
@@ -23,11 +26,6 @@ from .running import (
     run,
     watch_tensor,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
 
 RANDOM = 0.03
 """Relative difference from which two runs are two: rounding stays below, and dropout with

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from ..errors import DomainError, optional
+from ..errors import DomainError
 from ..files import as_frame
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
+from ..simulation.parameters import draw
 from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
 from .findings import SLACK, attention_of, temperatures
@@ -30,12 +33,6 @@ from .scales import (
     drops_behind,
     held_dropouts,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-
-    from ..simulation.parameters import draw
 
 if TYPE_CHECKING:
     import pandas

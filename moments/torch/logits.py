@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from ..errors import optional
+import torch
+from torch import Tensor, nn
+
 from ..model.transformer import Transformer
 from .roles import ModuleRoles
 from .running import hooked, in_mode, run, watch_tensor
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-
 
 EXPLAINED = 1e-3
 """A tensor whose share left unexplained is below this is a multiple of another one."""

@@ -12,7 +12,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ..errors import MomentsError, optional
+import torch
+from torch import Tensor, nn
+
+from ..errors import MomentsError
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
 from .dataflow.graph import CHOICES
@@ -23,10 +26,6 @@ from .operations.predict import Lowered, ModulePrediction, lowered, summary
 from .operations.sampling import again
 from .roles import gathered_names
 from .unread import NotRead
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
 
 DRAWS = 24
 """Of what has no law."""

@@ -6,15 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import DomainError, domain_error, optional
+import torch
+from torch import Tensor, nn
+
+from ..errors import DomainError, domain_error
 from ..model.weights import MATRICES
 from .hook_points import ModuleBranch, WeightPart
 from .running import grouped
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-
 
 TABLES = ("token", "position", "segment", "class", "relative_bias")
 """Roles that are looked up or added, not multiplied with."""

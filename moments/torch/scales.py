@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import DomainError, MomentsError, optional
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import DomainError, MomentsError
 from .anatomy import anatomy_of
 from .expectation import Scales
 from .hook_points import ModuleBranch, Side, SubmoduleTensor
 from .logits import LogitFactor
 from .running import first_tensor, grouped, with_first_tensor
-
-with optional("torch", "torch"):
-    from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
-
 
 ATTRIBUTE = "moments_scales"
 """Where a module keeps its `AppliedScales`."""

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import optional
+from torch import nn
+
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..show.findings import Row
@@ -31,9 +32,6 @@ from .findings import (
 from .logits import logits_path, measured_scale
 from .roles import ModuleRoles, Role, block_of, gain_of, gathered, tensors_of
 from .running import grouped, padding_rows
-
-with optional("torch", "torch"):
-    from torch import nn
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..errors import MomentsError, optional
+from torch import Tensor, nn
+
+from ..errors import MomentsError
 from ..show.findings import Finding, ranked
 from .dataflow.graph import VIEWS, Graph, record
 from .dataflow.reading import called
 from .entering import random_part
 from .roles import gathered_names
 from .running import in_mode, kept_buffers
-
-with optional("torch", "torch"):
-    from torch import Tensor, nn
 
 # --- recurrences ----------------------------------------------------------------------------------
 

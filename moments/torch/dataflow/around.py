@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import optional
+import torch
+from torch import Tensor
+
 from .graph import VIEWS, Node
 from .stream import StreamReader, SumChain
 from .units import LinearUnit, Norm, multiple, multiple_or_cap
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
 
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 SINUSOIDAL = 0.5

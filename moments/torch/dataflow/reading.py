@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from ...errors import DomainError, MomentsError, optional
+from ...errors import DomainError, MomentsError
 from ...model.embedding import Embedding
 from ...model.head import Head
 from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
+from ...simulation.collector import squared_norm
 from ..hook_points import ENCODER, BlockSum, HookPoint, ModuleBranch, Sums
 from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
 from ..running import in_mode, kept_buffers, made_at_hand, padding_row, run
@@ -29,13 +33,6 @@ from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
 from .stream import ORDER, BranchUnit, StreamReader, SumChain
 from .units import RotationUnit, close
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils._pytree import tree_map
-
-    from ...simulation.collector import squared_norm
 
 TOKENS = 12
 """Tokens of the sequences that a module is run on; what lies farther apart is not seen."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ...errors import optional
+import torch
+from torch import Tensor
+
 from ...model.positions import alibi_slopes
 from .graph import VIEWS, Graph, Node, reach_of
 from .units import (
@@ -21,10 +23,6 @@ from .units import (
     multiple_or_cap,
     named,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
 
 HIDDEN = -5e3
 """What is added to a logit that is meant to vanish is below this."""

@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ...errors import optional
+import torch
+from torch import Tensor
+
 from ...formulas.activation import activation_names
+from ...simulation.functions import activation
 from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, Ref, filled
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
-
-    from ...simulation.functions import activation
 
 EXACT = 2e-3
 """Relative deviation below which a stretch computes what it is taken for (float32, some

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from ...errors import optional
-from .variables import Field, Known, State, Weights
+import torch
+from torch import Tensor
 
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
+from .variables import Field, Known, State, Weights
 
 
 def joined(labels: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:

@@ -11,7 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...errors import optional
+import torch
+from torch import Tensor
+from torch.nn import functional
+
 from ..dataflow.graph import PRODUCTS, VIEWS, Graph, Node, Ref
 from .labels import flipped, flipped_shape, joined, of_rows, varies
 from .laws import F64, Laws
@@ -41,11 +44,6 @@ from .variables import (
     holds_sampled,
     number,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
-    from torch.nn import functional
 
 _COPIES_NAMES = (
     "repeat index_select index gather roll flip unfold as_strided narrow embedding diagonal "

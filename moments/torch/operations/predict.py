@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from ...errors import MomentsError, domain_error, optional
+from ...errors import MomentsError, domain_error
 from ...files import as_frame, plain
 from ...formulas.checks import NONNEGATIVE, check_count, check_number
 from ...layers.head.cross_entropy import softmax_expectations
@@ -23,11 +26,6 @@ from ..running import built, made_at_hand
 from .laws import F64, Replicas
 from .lowering import Lowering
 from .variables import Field, Sampled, Variable
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils._pytree import tree_flatten
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,11 +12,8 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...errors import optional
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
