@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..errors import domain_error
 from ..show.findings import Finding, Report, Row, ranked
 from .entries import EntryMoments
-from .findings import FALSE_ALARM
 from .roles import gathered_names
 from .running import grouped
+from .tensors import FALSE_ALARM
 
 MOST = 1 << 16
 """Entries of a tensor whose distributions are compared; mean squares are of all."""

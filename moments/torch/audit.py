@@ -11,10 +11,9 @@ from ..show.findings import Report, ranked
 from .advice import advise
 from .anatomy import as_drawn
 from .architecture import fitted
-from .findings import measure_roles
 from .scales import FOLDED
-from .tensors import AuditedModule, checked_rows
-from .weight_findings import Against, WeightFindings
+from .tensors import Checked, Tensors
+from .weight_findings import WeightFindings
 
 _FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
 
@@ -52,17 +51,15 @@ def audit(
     """
     of = fitted(module, plan, options, batch, strict=False)
     module, reading, model, described = of.module, of.reading, of.model, of.described
-    batch = reading.example if batch is None else batch
-    read = AuditedModule.of(module, reading, batch)
-    checked = checked_rows(read, model, described)
-    measured = measure_roles(model, read.entries)
+    read = Tensors.of(module, reading)
+    checked = Checked.of(read, model)
     words = "the plan"
     if plan is None:
         words = "what its config or class promises"
     elif isinstance(plan, str):
         words = f"the scheme {plan!r}"
-    against = Against(model, words, plan is not None, True, described)
-    weights = WeightFindings(read, against, advise(checked.rows, measured, model, described))
+    weights = WeightFindings(read, model, advise(checked, model, described), words)
+    weights.planned, weights.promised = plan is not None, described
     failed = [row for row in checked.rows if row.passed is False]
     found = list(weights.findings(failed))
     folded = bool(failed) and getattr(module, FOLDED, False)

@@ -19,9 +19,7 @@ from ..model.weights import DISTRIBUTIONS
 from ..simulation.parameters import draw
 from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
-from .findings import SLACK, attention_of, temperatures
 from .hook_points import ModuleBranch
-from .logits import logit_factor
 from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
 from .scales import (
@@ -32,7 +30,9 @@ from .scales import (
     apply_scales,
     drops_behind,
     held_dropouts,
+    logit_factor,
 )
+from .tensors import SLACK, attention_of, temperatures
 
 if TYPE_CHECKING:
     import pandas

@@ -20,11 +20,11 @@ from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
 from .dataflow.graph import CHOICES
 from .entries import EntryMoments
-from .findings import odd_tensors
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, lowered, summary
 from .operations.sampling import again
 from .roles import gathered_names
+from .tensors import odd_tensors
 from .unread import NotRead
 
 DRAWS = 24

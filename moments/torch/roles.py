@@ -146,6 +146,15 @@ def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def in_layers(layers: list[int], total: int) -> str:
+    """Which of so many layers, in words; 0 stands for what has none."""
+    if layers == [0]:
+        return ""
+    if len(layers) == total and total > 1:
+        return " in every layer"
+    return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+
 # --- a norm's weight as its gain: as it is, or with 1 added to it (Gemma) -------------------------
 
 
