@@ -74,15 +74,13 @@ def describe(
     module = opened(module)
     module, lost = drawn(module) if is_meta(module) else (module, ())
     batch = as_named(module, batch)
-    model = promised_by(module, seq_len) if architecture is None else architecture
-    alone = model is None or (architecture is None and not hasattr(module, "config"))
-    if alone:  # a class of torch's knows nothing of what is around its layers
+    model = architecture
+    if model is None and hasattr(module, "config"):
+        model = promised_by(module, seq_len)
+    if model is None:
         own = batch is None and seq_len is None
         reading = anatomy_of(module, own=True) if own else read(module, batch, seq_len)
-        around = reading.model is not None and reading.model.embedding is not None
-        if model is None or around:
-            return _of_reading(module, reading, lost)
-    assert model is not None
+        return _of_reading(module, reading, lost)
     reading = anatomy_of(module, batch)
     described = described_as(model, Tensors.of(module, reading), reading.sites)
     return dataclasses.replace(described, notes=lost)
