@@ -18,8 +18,7 @@ from ..show.expected import tail_probability
 from ..show.recognition import FANS, INWARD
 from .entries import TRUNCATION, truncated_variance
 from .expectation import model_of_stack
-from .hook_points import ENCODER
-from .roles import TABLES, Role
+from .roles import ENCODER, TABLES, Role
 from .running import grouped
 from .tensors import Checked, Measured
 

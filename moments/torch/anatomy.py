@@ -20,8 +20,7 @@ from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
 from .expert_roles import with_experts
-from .hook_points import HookPoint, WeightPart
-from .roles import is_gain
+from .roles import HookPoint, WeightPart, is_gain
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
 """Where to watch a module, and what its parameters are."""

@@ -43,7 +43,7 @@ from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten
 from .measure import Loss, measure, needs_labels
-from .open_check import check_open
+from .open_check import NotRead, check_open, not_read, random_outcome
 from .roles import (
     ModuleRoles,
     block_of,
@@ -66,7 +66,6 @@ from .running import (
 )
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
 from .text import mask_tokens
-from .unread import NotRead, not_read, random_outcome
 from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings
 
 TOKENS, OWN, SEQUENCES = 32, 1, 2

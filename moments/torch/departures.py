@@ -20,8 +20,7 @@ from ..errors import DomainError, domain_error
 from ..model.transformer import Transformer
 from .dataflow import ModuleReading
 from .expectation import OUTSIDE, model_of_stack, stacks_in
-from .hook_points import ENCODER
-from .roles import ModuleRoles, gathered_names, in_layers
+from .roles import ENCODER, ModuleRoles, gathered_names, in_layers
 from .running import aliases
 
 SIZES = ("layers", "d_model", "d_ff", "d_head", "heads", "kv_heads")

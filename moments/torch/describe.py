@@ -26,8 +26,17 @@ from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_la
 from .departures import check_sizes
 from .entries import EntryMoments
 from .expectation import OUTSIDE, model_of_stack
-from .hook_points import ENCODER, HookPoint, Sums
-from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, tensors_of
+from .roles import (
+    ENCODER,
+    HookPoint,
+    ModuleRoles,
+    Role,
+    Sums,
+    block_of,
+    gain_of,
+    layer_pattern,
+    tensors_of,
+)
 from .running import as_named
 from .tensors import Tensors
 

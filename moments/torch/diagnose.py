@@ -30,8 +30,8 @@ from .batches import batch_shape, inputs_of, measured_gradient, measured_moments
 from .describe import describe
 from .entering import first_stream, ids_read, targets_read
 from .expectation import model_of
-from .hook_points import ENCODER
 from .measure import Loss, measure
+from .roles import ENCODER
 from .running import as_named, at_hand, built
 from .tensors import Checked, Tensors, unchecked
 

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .hook_points import WeightPart
-from .roles import ModuleRoles, Role
+from .roles import ModuleRoles, Role, WeightPart
 
 _UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
 _SHARED = re.compile(

@@ -24,8 +24,7 @@ from ..errors import DomainError, domain_error
 from ..model.transformer import Transformer
 from .architecture import fitted
 from .expectation import Scales, scales_of
-from .hook_points import ModuleBranch
-from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
+from .roles import ModuleBranch, ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .scales import (
     FOLDED,
     LogitFactor,

@@ -19,8 +19,7 @@ from ..model.weights import DISTRIBUTIONS
 from ..simulation.parameters import draw
 from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
-from .hook_points import ModuleBranch
-from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
+from .roles import ModuleBranch, ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
 from .scales import (
     FOLDED,

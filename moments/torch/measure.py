@@ -21,7 +21,7 @@ from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..simulation.collector import Collector, squared_norm
 from .anatomy import Measured, anatomy_of, measured_parts
-from .hook_points import ENCODER, HookPoint, WeightPart
+from .roles import ENCODER, HookPoint, WeightPart
 from .running import (
     as_named,
     batch_first,

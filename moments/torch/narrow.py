@@ -28,9 +28,8 @@ from .from_config import (
     settings,
     squares_drawn,
 )
-from .open_check import report_of
+from .open_check import NotRead, report_of
 from .operations.predict import ModulePrediction, lowered, summary
-from .unread import NotRead
 
 with optional("hf", "torch", "transformers"):
     import torch

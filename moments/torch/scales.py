@@ -19,8 +19,7 @@ from ..errors import DomainError, MomentsError
 from ..model.transformer import Transformer
 from .anatomy import anatomy_of
 from .expectation import Scales
-from .hook_points import ModuleBranch, Side, SubmoduleTensor
-from .roles import ModuleRoles
+from .roles import ModuleBranch, ModuleRoles, Side, SubmoduleTensor
 from .running import first_tensor, grouped, with_first_tensor
 
 ATTRIBUTE = "moments_scales"

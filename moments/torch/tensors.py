@@ -22,10 +22,10 @@ from .dataflow import ModuleReading
 from .departures import Departure, departures
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
-from .hook_points import Sums
 from .roles import (
     ModuleRoles,
     Role,
+    Sums,
     block_of,
     gain_of,
     gathered,

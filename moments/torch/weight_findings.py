@@ -15,8 +15,7 @@ from ..show.health import BY_DESIGN
 from ..show.recognition import WeightRule, joined
 from .advice import BY_DEPTH, BY_LAYER, Advice
 from .expectation import model_of_stack
-from .hook_points import ENCODER
-from .roles import TABLES, gathered, gathered_names, in_layers, tensors_of
+from .roles import ENCODER, TABLES, gathered, gathered_names, in_layers, tensors_of
 from .running import grouped
 from .tensors import Measured, Tensors
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ..hook_points import Side
+from ..roles import Side
 
 _VIEWS = (
     "view _unsafe_view reshape _reshape_alias t transpose permute expand unsqueeze squeeze slice "

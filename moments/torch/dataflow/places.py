@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ...prediction.draws import STREAM
-from ..hook_points import HookPoint, ModuleBranch, SubmoduleTensor, WeightPart
-from ..roles import Role
+from ..roles import HookPoint, ModuleBranch, Role, SubmoduleTensor, WeightPart
 from .graph import VIEWS, Graph, filled
 from .stream import BranchUnit, SumChain
 from .units import LinearUnit, Norm

@@ -25,8 +25,17 @@ from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ...simulation.collector import squared_norm
-from ..hook_points import ENCODER, BlockSum, HookPoint, ModuleBranch, Sums
-from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
+from ..roles import (
+    ENCODER,
+    BlockSum,
+    HookPoint,
+    ModuleBranch,
+    ModuleRoles,
+    Role,
+    Sums,
+    gathered_names,
+    gathered_pattern,
+)
 from ..running import in_mode, kept_buffers, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..dataflow.graph import PRODUCTS, VIEWS, Graph, Node, Ref
-from .labels import flipped, flipped_shape, joined, of_rows, varies
 from .laws import F64, Laws
 from .sampling import Sampler, again
 from .variables import (
@@ -41,8 +40,13 @@ from .variables import (
     blend,
     combination,
     curve_of,
+    flipped,
+    flipped_shape,
     holds_sampled,
+    joined,
     number,
+    of_rows,
+    varies,
 )
 
 _COPIES_NAMES = (
