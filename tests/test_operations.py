@@ -315,6 +315,14 @@ def test_what_it_says() -> None:
     assert predict(open_modules.Latent(), IDS).to_json() == result.to_json()
 
 
+def test_a_head_that_is_its_table_is_named() -> None:
+    module = nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 50, bias=False))
+    assert not predict(module, IDS % 50).notes
+    module[2].weight = module[0].weight
+    (note,) = predict(module, IDS % 50).notes
+    assert note.startswith("0.weight: a table and a matrix behind it")
+
+
 def test_bad_input() -> None:
     with pytest.raises(moments.DomainError, match="loss"):
         predict(open_modules.Latent(), IDS, loss="hinge")

@@ -270,9 +270,9 @@ def _idle(done: Lowered, loss: str | None) -> Iterator[str]:
 
 # --- recurrences ----------------------------------------------------------------------------------
 
-# State-space layers and gated linear attention multiply a state by exp(-step A) at every token, with
-# step = softplus(x + b) and A > 0 a parameter. Steps are drawn between .001 and .1 (Gu and Dao 2023,
-# arXiv:2312.00752, section 3.6); a bias b of ones or zeros forgets the state at the next token.
+# State-space layers and gated linear attention multiply a state by exp(-step A) at every token,
+# with step = softplus(x + b) and A > 0 a parameter. Steps are drawn between .001 and .1 (Gu and Dao
+# 2023, arXiv:2312.00752, section 3.6); a bias b of ones or zeros forgets the state at once.
 
 _PASSING = (*VIEWS, "clamp", "clamp_min", "clamp_max", "repeat", "repeat_interleave", "index")
 

@@ -126,6 +126,7 @@ class Lowering:
         sampled: names of operations that are sampled, with how often.
         chosen: places that the batch chose, which are those of the recorded pass, with the roots of
             what they were chosen by.
+        tied: tables that a matrix behind them is, too.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Lowering:
         self.sampled: Counter[str] = Counter()
         self.lost: set[int] = set()
         self.chosen: dict[int, frozenset[object]] = {}
+        self.tied: set[str] = set()
         for index, value in enumerate(graph.values):
             if value.producer is not None:
                 continue
@@ -1071,6 +1073,8 @@ class Lowering:
             key = (w.root, used.numpy().tobytes())
         read = source, known, columns
         more = self._more(w)
+        if source is not None and w.root in source.roots:
+            self.tied.add(w.root)
         fresh = _product(w, key, (sites, _count(feature)), *read, matrix, more)
         return Field(fresh, site, feature)
 

@@ -394,6 +394,11 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
         for one, other in sorted(lowering.laws.left_out)
     ]
+    if tied := lowering.tied:
+        notes.append(
+            f"{', '.join(sorted(tied))}: a table and a matrix behind it; a token's own logit is "
+            "taken as any other (mean squares of logits up to half, gradients up to twice)"
+        )
     if lowering.chosen:
         notes.append("rows that experts take are those that this pass chose for them")
     tokens = next((v.tensor.shape[1] for v in graph.values if v.live and v.tensor.ndim > 1), 0)
