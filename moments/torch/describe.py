@@ -22,7 +22,7 @@ from .architecture import promised_by
 from .assumptions import WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .checkpoints import drawn, is_meta, opened
 from .dataflow import ModuleReading, read
-from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer
+from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer, near
 from .departures import check_sizes
 from .entries import EntryMoments
 from .expectation import OUTSIDE, model_of_stack
@@ -254,8 +254,8 @@ def _scales(model: Transformer, entries: Held, stack: str, sums: Sums) -> dict[s
         at = layer - 1, int(block == "ffn")
         gain = _gain(entries, layer, block)
         size = 1.0 if gain is None else math.sqrt(gain.square)
-        skip[at], branch[at] = _near(one.skip or 1.0), _near(one.branch)
-        output[at] = _near(one.norm / size) if one.norm is not None and size else 1.0
+        skip[at], branch[at] = near(one.skip or 1.0), near(one.branch)
+        output[at] = near(one.norm / size) if one.norm is not None and size else 1.0
     scales = {"skip_scale": fewest(skip), "branch_scale": fewest(branch)}
     return scales | gain_fields(gains, output)
 
@@ -302,8 +302,3 @@ def _broken(read: Tensors) -> list[str]:
         ]
     )
     return lines
-
-
-def _near(value: float) -> float:
-    """1 where it is 1 to rounding."""
-    return 1.0 if abs(value - 1) < EXACT else value

@@ -836,7 +836,7 @@ class _Reading:
         fields["parallel_norms"] = 2 if apart else 1
         fields |= self._norm_fields(stack) | self._scales(stack)
         fields |= self._positions(attentions, stack)
-        temperatures = [_near(a.temperature) for a in attentions]
+        temperatures = [near(a.temperature) for a in attentions]
         fields["temperature"] = one_or_all(temperatures)
         fields["weights"], fields["biases"] = self._weights(stack)
         windows = self._windows(stack, [a.window for a in attentions])
@@ -1032,7 +1032,7 @@ class _Reading:
             token_variance=self._table(tables["token"]),
             position_variance=0.0 if sines else added["position"],
             segment_variance=added["segment"],
-            scale=_near(found.scale),
+            scale=near(found.scale),
             positions="sinusoidal" if sines else "learned",
             padding_id=padding,
             factor_dim=None if factor is None else self.graph.tensor(factor.read).shape[-1],
@@ -1043,7 +1043,7 @@ class _Reading:
 
     def _head(self, stack: _Stack, fields: Mapping[str, Any]) -> Head | None:
         found, final = stack.after, stack.chain.final
-        gain = 1.0 if final is None else _near(final.gain)
+        gain = 1.0 if final is None else near(final.gain)
         if stack.prefix:
             return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=found.dropout)
         if found.matrix is None or found.doubts:
@@ -1082,7 +1082,7 @@ class _Reading:
             norm=final is not None,
             norm_gain=gain,
             dropout=found.dropout,
-            output_scale=_near(found.scale),
+            output_scale=near(found.scale),
             bias=bool(found.matrix.biases),
             logit_softcap=found.softcap,
             loss=loss,
@@ -1153,7 +1153,7 @@ def _squares(
     return {key: total / count for key, (total, count) in sums.items()}
 
 
-def _near(value: float) -> float:
+def near(value: float) -> float:
     """1 where a number is 1 to rounding, else its leading digits."""
     return 1.0 if abs(value - 1) < EXACT else float(f"{value:.6g}")
 

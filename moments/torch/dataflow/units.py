@@ -176,14 +176,20 @@ class GraphReader:
                 return drop_prob, size < self.graph.tensor(alive[0]).numel()
         return None
 
+    def way(self, value: int, *, scaled: bool = True) -> Iterator[int]:
+        """A value, and back over views, dropouts and, if `scaled`, factors, to what makes it."""
+        below: int | None = value
+        while below is not None:
+            yield below
+            value, node = below, self.graph.producer(below)
+            below = None if node is None else self.below(node, scaled=scaled)
+            if node is not None and node.outputs[0] != value and node.name not in VIEWS:
+                return
+
     def up(self, value: int, *, scaled: bool = True) -> int:
-        """Back over views, dropouts and, if `scaled`, factors, to what makes a value."""
-        while (node := self.graph.producer(value)) is not None:
-            below = self.below(node, scaled=scaled)
-            if below is None or (node.outputs[0] != value and node.name not in VIEWS):
-                return value
-            value = below
-        return value
+        """What makes a value, behind views, dropouts and, if `scaled`, factors."""
+        *_, root = self.way(value, scaled=scaled)
+        return root
 
     def below(self, node: Node, *, scaled: bool) -> int | None:
         """What a node passes on, if that is all it does."""
