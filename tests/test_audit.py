@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 import small_modules  # noqa: E402
 
 from moments.show.expected import tail_probability  # noqa: E402
+from moments.torch import audit  # noqa: E402
 from moments.torch.anatomy import anatomy_of, as_drawn  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
-from moments.torch.audit import audit  # noqa: E402
 from moments.torch.entries import SHAPES, EntryMoments  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.scales import remove_scales  # noqa: E402

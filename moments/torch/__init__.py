@@ -16,7 +16,6 @@ from ..errors import optional
 with optional("torch", "torch"):
     from .agreement import same_initialization
     from .anatomy import hook_points
-    from .audit import audit
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .fold import fold
@@ -28,6 +27,7 @@ with optional("torch", "torch"):
     from .sharpness import measure_sharpness
     from .snippet import snippet, tensor_table
     from .step import measure_step
+    from .weight_findings import audit
 
 __all__ = [
     "AppliedScales",

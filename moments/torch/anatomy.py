@@ -19,8 +19,7 @@ from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
-from .expert_roles import with_experts
-from .roles import HookPoint, WeightPart, is_gain
+from .roles import HookPoint, WeightPart, is_gain, with_experts
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
 """Where to watch a module, and what its parameters are."""

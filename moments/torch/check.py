@@ -33,12 +33,11 @@ from ..show.recognition import Weight, WeightRule, recognise
 from .advice import advise
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
-from .batches import batch_shape, measured_gradient, measured_moments
+from .batches import batch_shape, first_stream, measured_gradient, measured_moments, random_part
 from .checkpoints import opened
 from .dataflow.reading import ModuleReading, in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
-from .entering import first_stream, random_part
 from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten

@@ -26,9 +26,16 @@ from .advice import advise
 from .anatomy import anatomy_of, as_drawn
 from .architecture import promised_by
 from .assumptions import Copies, copy_notes, shuffle, shuffled
-from .batches import batch_shape, inputs_of, measured_gradient, measured_moments
+from .batches import (
+    batch_shape,
+    first_stream,
+    ids_read,
+    inputs_of,
+    measured_gradient,
+    measured_moments,
+    targets_read,
+)
 from .describe import describe
-from .entering import first_stream, ids_read, targets_read
 from .expectation import model_of
 from .measure import Loss, measure
 from .roles import ENCODER

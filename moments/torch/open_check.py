@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ..errors import MomentsError
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
+from .batches import random_part
 from .dataflow.graph import CHOICES, VIEWS, Graph, record
 from .dataflow.reading import called
-from .entering import random_part
 from .entries import EntryMoments
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, lowered, summary
