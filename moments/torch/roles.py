@@ -306,8 +306,8 @@ def gain_of(module: nn.Module, role: Role, block: Tensor) -> Tensor:
 
 # --- experts, by the names and shapes that transformers gives them --------------------------------
 
-# Bare parameters of three axes, (E, 2 d_ff, d) or (E, d, 2 d_ff) with gate and second factor in one,
-# which no submodule passes through: the dataflow knows none of them as a matrix.
+# Bare parameters of three axes, (E, 2 d_ff, d) or (E, d, 2 d_ff) with gate and second factor in
+# one, which no submodule passes through: the dataflow knows none of them as a matrix.
 
 _UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
 _SHARED = re.compile(

@@ -100,8 +100,9 @@ _REDUCTIONS = ("mean", "sum", "var", "std", "linalg_vector_norm", "var_mean", "n
 _SUMS = ("add", "sub", "rsub", "mul", "div", "neg")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm")
 
-MOST_PLACES = 1500
-"""Sites of a variable beyond which it is not followed: a covariance of two has as many squared."""
+PLACES = 1500
+"""Sites of a variable beyond which it is not followed, unless more is asked for: a covariance of two
+has as many squared, of 8 bytes each."""
 
 _FEW = 8
 """Entries below which a parameter counts as numbers: scalars on the stream, lambdas."""
@@ -118,6 +119,7 @@ class Lowering:
         graph: the pass.
         draws, seed: of the sampler.
         wider: by parameter and axis, how many times more entries it stands for.
+        places: sites of a variable beyond which it is not followed.
 
     Attributes:
         states: of every value.
@@ -130,9 +132,14 @@ class Lowering:
     """
 
     def __init__(
-        self, graph: Graph, draws: int, seed: int, wider: Mapping[str, tuple[float, ...]]
+        self,
+        graph: Graph,
+        draws: int,
+        seed: int,
+        wider: Mapping[str, tuple[float, ...]],
+        places: int = PLACES,
     ) -> None:
-        self.graph, self.wider = graph, wider
+        self.graph, self.wider, self.places = graph, wider, places
         self.states: dict[int, State] = {}
         self.parts = Parts()
         self.sampler = Sampler(graph, self.states, draws, seed)
@@ -162,8 +169,8 @@ class Lowering:
         try:
             made = self._made(node, name, states)
             for state in made:
-                if isinstance(state, Field) and state.variable.sites > MOST_PLACES:
-                    raise Unlowered(f"{state.variable.sites} places, {MOST_PLACES} at most")
+                if isinstance(state, Field) and state.variable.sites > self.places:
+                    raise Unlowered(f"{state.variable.sites} places, {self.places} at most")
         except Unlowered as reason:
             made = self._unknown(node, name, str(reason))
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
