@@ -101,8 +101,8 @@ _SUMS = ("add", "sub", "rsub", "mul", "div", "neg")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm")
 
 PLACES = 1500
-"""Sites of a variable beyond which it is not followed, unless more is asked for: a covariance of two
-has as many squared, of 8 bytes each."""
+"""Sites of a variable beyond which it is not followed, unless more is asked for: a covariance of
+two has as many squared, of 8 bytes each."""
 
 _FEW = 8
 """Entries below which a parameter counts as numbers: scalars on the stream, lambdas."""
