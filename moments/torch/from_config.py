@@ -113,6 +113,7 @@ def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
     with quietly():
         config, unknown = settings(entries)
         try:
+            _sizes(config)
             made = module_class(entries, config)
         except DomainError as error:
             raise Undeclared(str(error)) from error
@@ -327,9 +328,11 @@ def _sampled(
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     first = {alias: names[0] for names in aliases(whole).values() for alias in names}
     for name in (name for name in names if first[name] in shapes):
-        rows, *columns = shapes[first[name]]
-        edge = edges[first[name]] or (rows, max(columns, default=1))
-        cut = min(rows, edge[0]), *(min(n, edge[1]) for n in columns)
+        cut, edge = shapes[first[name]], edges[first[name]]
+        if edge is not None:
+            rows, *columns = cut
+            most = round(edge[1] ** (1 / max(len(columns), 1)))
+            cut = min(rows, edge[0]), *(min(n, most) for n in columns)
         path, _, last = name.rpartition(".")
         setattr(whole.get_submodule(path), last, nn.Parameter(torch.full(cut, math.nan)))
     for part in whole.modules():
