@@ -26,28 +26,30 @@ from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Pulled:
     """What a pullback returns: the gradient at the input, and what follows from it when asked.
 
-    Leaves with weights have a class of their own, which holds what its answers need.
+    Attributes:
+        weights: gives the expected squared gradient norm of each weight matrix.
+        overlaps: by how much those grow per unit of the variance of two tokens' overlap in what is
+            attended to, beyond the 1/width they count with.
+        response: by how much two outputs' overlap moves per that of the tokens that ask, as the
+            kernel that a gradient of ones would have there; None where none asks.
     """
 
     gradient: Gradient
+    weights: Callable[[], Mapping[str, Array]] = dict
+    overlaps: Callable[[], Mapping[str, Array]] = dict
+    response: Callable[[], Kernel | None] = _nothing
 
-    def weights(self) -> Mapping[str, Array]:
-        """The expected squared gradient norm of each weight matrix."""
-        return {}
 
-    def overlaps(self) -> Mapping[str, Array]:
-        """By how much those grow per unit of the variance of two tokens' overlap in
-        what is attended to, beyond the 1/width they count with."""
-        return {}
-
-    def response(self) -> Kernel | None:
-        """By how much two outputs' overlap moves per that of the tokens that ask, as the kernel
-        that a gradient of ones would have there; None where none asks."""
-        return None
+def weights_of(*parts: Pulled) -> Mapping[str, Array]:
+    """Of several together."""
+    return {name: norm for part in parts for name, norm in part.weights().items()}
 
 
 Pullback = Callable[[Gradient], Pulled]

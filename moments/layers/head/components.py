@@ -25,7 +25,7 @@ from ...formulas.algebra import NUMPY
 from ...formulas.linear import DROPOUT, LINEAR
 from ...model.head import Head
 from ...model.transformer import Transformer
-from ..elementary import Activation, Dropout, LawfulPullback, Linear
+from ..elementary import Activation, Dropout, Linear
 from ..normalization import DynamicTanh, FiniteNormalization
 
 
@@ -89,7 +89,7 @@ class HiddenActivation(Activation):
     that of f.
     """
 
-    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+    def _sent(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
         return gradient.with_kernel(kernel)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Any) -> dict[str, Any]:
