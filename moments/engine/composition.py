@@ -292,11 +292,6 @@ class Leaf(Component):
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         return self.forward(signal)[0]
 
-    @property
-    def scales_pairs(self) -> bool:
-        """Whether every covariance leaves as it entered, times one factor."""
-        return False
-
     def carried(self, record: Record, amplitude: Array) -> Array:
         if not self.rescales:
             return 0.0 * amplitude
@@ -305,7 +300,7 @@ class Leaf(Component):
 
     def response(self, record: Record, around: Around) -> Response:
         grad_out, grad_in = around.grad_out(record), record.grad_out
-        return Elementwise.of(self, record.input, grad_in, grad_out, self.scales_pairs)
+        return Elementwise.of(self, record.input, grad_in, grad_out)
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -337,7 +332,7 @@ class Reader(Component):
         assert record.memory is not None
         reading, grad_out = _Reading(self, record.memory), around.grad_out(record)
         grad_in = record.grad_out
-        return Elementwise.of(reading, record.input, grad_in, grad_out, False, at_once=False)
+        return Elementwise.of(reading, record.input, grad_in, grad_out, at_once=False)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory

@@ -147,8 +147,6 @@ class Linear(Lawful):
     weight: str = "weight"
     has_bias: bool = False
 
-    scales_pairs: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if "bias_variance" in self.parameters and self.laws is LINEAR:
             set_field(self, "laws", BIASED_LINEAR)
@@ -335,7 +333,6 @@ def faintly(law: Law, algebra: Any, values: Values) -> Array:
 class Dropout(Lawful):
     """Dropout with fresh masks for every token and entry."""
 
-    scales_pairs: ClassVar[bool] = True
     masks: ClassVar[bool] = True
 
     def unshared_overlap(
@@ -362,7 +359,6 @@ class Dropout(Lawful):
 class Scale(Lawful):
     """Multiplication by a constant."""
 
-    scales_pairs: ClassVar[bool] = True
     rescales: ClassVar[bool] = True
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
@@ -391,8 +387,6 @@ class LayerScale(Leaf):
 
     label: str
     gain: float
-
-    scales_pairs: ClassVar[bool] = True
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         return signal, functools.partial(self._back, signal)

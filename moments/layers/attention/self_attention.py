@@ -609,7 +609,7 @@ class NormalizedAttention(Leaf):
             SINGLE(attention.back_gain) * grad_out, None, grad_out
         )
         at_tokens = Gradient(kernel_of(grad_in), record.grad_out.seq_len)
-        normed = Elementwise.of(unit, signal, at_tokens, grad_in, False)
+        normed = Elementwise.of(unit, signal, at_tokens, grad_in)
         return Sequence((normed, attention))
 
 
