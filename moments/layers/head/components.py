@@ -18,8 +18,10 @@ from ...engine.response import (
     Matrix,
     Response,
     SignalAdjoint,
+    count_of,
     kernel_of,
     matrix_of,
+    total,
 )
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
@@ -270,6 +272,9 @@ class PoolWay:
     def gradient_adjoint(self, sensitivity: Matrix) -> GradientAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
         onward = matrix_of(self.pooled(kernel_of(sensitivity)), 1)
+        if not isinstance(self.resolved, bool) and self.pool.kind == "mean":
+            # counted as matrices on classes are
+            onward = total(sensitivity)[..., None, None] / count_of(sensitivity) ** 2
         return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
 
     def signal_adjoint(self, sensitivity: Matrix, exposure: Any) -> SignalAdjoint:
