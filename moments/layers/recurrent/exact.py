@@ -12,6 +12,7 @@ any width given Gaussian pre-activations.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,12 @@ class GatedConvolution:
         kurtosis of an entry is 3 (3 + 24/A)."""
         kurtosis = 3 * (3 + 24 / self.block.kernel)
         return (kurtosis - 1) / self.width * self.forward() ** 2
+
+    @property
+    def overlaps(self) -> Array:
+        """As `DrawnHeads.overlaps`: those of tokens that are not alike are of products of
+        independent entries."""
+        return 2.0 / self.width * self.forward() ** 2
 
     def backward(self, grad_out: Array, *_: Array) -> Back:
         block, inner = self.block, grad_out * self.query
@@ -140,9 +147,18 @@ class LinearHeads:
     @property
     def norms(self) -> Array:
         """As `DrawnHeads.norms`, of draws."""
+        return self._drawn.norms
+
+    @property
+    def overlaps(self) -> Array:
+        """As `DrawnHeads.overlaps`, of draws."""
+        return self._drawn.overlaps
+
+    @functools.cached_property
+    def _drawn(self) -> DrawnHeads:
         drawn = DrawnHeads(Heads(self.block), *self.given)
         drawn.forward()
-        return drawn.norms
+        return drawn
 
     def forward(self) -> Array:
         return self._summed() * (1.0 if self.gate is None else self.gate[0])
