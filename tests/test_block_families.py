@@ -17,7 +17,7 @@ import pytest
 import moments
 from moments.errors import DomainError, ValidityWarning
 from moments.model.huggingface import FAMILIES, OF_BLOCKS, READERS
-from moments.model.huggingface.latent import FAMILIES as LATENT
+from moments.model.huggingface.latent import READERS as LATENT
 from moments.model.huggingface.sizes import sized_config
 
 transformers = pytest.importorskip("transformers")

@@ -93,9 +93,14 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
     if hasattr(config, "to_dict"):
         with without_warnings():
             model = from_huggingface(config, seq_len=seq_len)
-        if model.encoder is None or any(b.stack for b in anatomy_of(module).roles.blocks):
+        if model.encoder is None:
             return model
-        return model.encoder
+        reading = anatomy_of(module)
+        if any(block.stack for block in reading.roles.blocks):
+            return model
+        # One stack of two: the one whose tokens see what precedes them, or the other.
+        decoder = reading.model is not None and reading.model.causal
+        return model.replace(encoder=None) if decoder else model.encoder
     encoder, main = (
         [part for part in module.modules() if isinstance(part, kind)]
         for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

@@ -186,6 +186,9 @@ def _of_part(
         if field == "positions" and set(tables) == {0.0}:
             one, other = (None if kind == "learned" else kind for kind in (one, other))
             one, other = (None if kind == "none" else kind for kind in (one, other))
+        if whole == "head.vocab_size" and one != other:  # None: as many as the embedding has
+            one = one or getattr(model.embedding, field, None)
+            other = other or getattr(has.embedding, field, one)
         yield from _compared(f"{stack}{whole}", one, other, third)
 
 

@@ -72,7 +72,7 @@ class Inner(NamedTuple):
 
 OF_SECTION = {"mixer_norm": "value", "rate": "mixer_step", "skip": "mixer_step"}
 
-FIXED = ("decay",)
+FIXED = ("decay", "alibi", "relative_bias")
 """What heads differ in that no gradient reaches."""
 
 
@@ -339,13 +339,14 @@ def on_lists(
         given = dict(zip(names, first, strict=True))
         if sequences == 1:
             return head(given, parameters)
-        draws, tokens, _ = next(iter(given.values())).shape
+        draws = len(next(iter(given.values())))
         apart = {
-            k: np.reshape(x, (draws * sequences, tokens // sequences, x.shape[-1]))
+            k: np.reshape(x, (draws * sequences, x.shape[1] // sequences, x.shape[2]))
             for k, x in given.items()
         }
         each = {k: _for_each(x, sequences) for k, x in parameters.items()}
-        return np.reshape(head(apart, each), (draws, tokens, head.features))
+        result = head(apart, each)
+        return np.reshape(result, (draws, result.shape[1] * sequences, result.shape[2]))
 
     return run
 

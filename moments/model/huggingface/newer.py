@@ -9,12 +9,11 @@ from typing import Any
 from ...errors import domain_error
 from ..transformer import Transformer
 from .entries import FULL, SLIDING, Entries
-from .family import Family, Reader
+from .family import Reader
 from .latent import _deepseek_v3, _granite_swa, _latent_decoder
-from .llama import _decoder, _gemma2, _length, _llama, _mistral, _qwen2
+from .llama import INWARD, _decoder, _gemma2, _length, _llama, _mistral, _qwen2, sliding
 from .moe import (
     _QWEN,
-    DEEPSEEK,
     _glm4_moe,
     _qwen3_moe,
     first_dense,
@@ -24,8 +23,6 @@ from .moe import (
 )
 from .recurrent import _lfm2, _qwen3_next
 from .relatives import _by_type, _exaone4, _glm, _hunyuan, _kinds, _of_kinds, _olmo2
-
-_INWARD = ("query", "key", "value")
 
 
 def _sparse(read: Entries) -> list[int]:
@@ -64,7 +61,7 @@ def _cwm(read: Entries, seq_len: int | None) -> Transformer:
     """Every fourth layer full from the first on, the others in windows; no biases in attention."""
     layers = read.layers("num_hidden_layers")
     kinds = read.kinds([SLIDING if number % 4 else FULL for number in range(layers)])
-    window = read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len))
+    window = sliding(read, seq_len, kinds)
     return _decoder(read, seq_len, biased=("mlp_bias",), window=window)
 
 
@@ -122,7 +119,7 @@ def _lfm2_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _solar_open(read: Entries, seq_len: int | None) -> Transformer:
-    biased = _INWARD if read.flag("attention_bias") else ()
+    biased = INWARD if read.flag("attention_bias") else ()
     experts = routed(read, sigmoid_experts(read))
     return _decoder(read, seq_len, d_ff=None, biases=read.biases(biased), ffn=experts)
 
@@ -142,7 +139,7 @@ def _mellum(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         qk_norm="rmsnorm",
-        window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
+        window=sliding(read, seq_len, kinds),
         ffn=routed(read, experts, _sparse(read)),
         **turned,
     )
@@ -180,57 +177,28 @@ def _indexed(read: Entries, seq_len: int | None) -> Transformer:
     return _deepseek_v3(read, seq_len, _sparse(read))
 
 
-def _none(names: str) -> dict[str, Any]:
-    """Entries that no line of the module reads, or that change nothing at initialisation."""
-    return dict.fromkeys(names.split(), ...)
-
-
-_PICTURES = _none("mrope_section mrope_interleaved video_token_id image_token_id")
-_NEXT = _none("num_nextn_predict_layers num_mtp_layers mtp_layer_types mtp_mlp_layer_types")
-_BALANCE = _none("router_aux_loss_coef")
-_QWEN3_5 = _none("mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype")
-_QWEN3_5 |= {"attn_output_gate": True} | _BALANCE | _none("num_nextn_predict_layers")
-_DEEPSEEK = DEEPSEEK | _none("head_dim qk_head_dim rope_interleave layer_types")
-_DEEPSEEK |= _NEXT
-_DEEPSEEK |= _none("index_head_dim index_n_heads indexer_rope_interleave indexer_types")
-_HUNYUAN = _none("attention_head_dim cla_share_factor moe_drop_tokens norm_type num_shared_expert")
-_HUNYUAN |= _none("moe_intermediate_size moe_random_routing_dropped_token eod_token_id")
-_HUNYUAN |= {"use_cla": False, "use_mixed_mlp_moe": True, "qkv_proj_bias": False} | _BALANCE
-_LFM2 = _none("use_expert_bias theta tie_embedding use_pos_enc num_heads")
-
-
-def _family(read: Reader, module: str, usual: dict[str, Any] | None = None) -> Family:
-    return Family(read, module, "causal", usual or {})
-
-
-FAMILIES = {
-    "cwm": _family(_cwm, "CwmForCausalLM"),
-    "internlm3": _family(_llama, "LlamaForCausalLM", {"qkv_bias": False, "bias": False}),
-    "iquestcoder": _family(_llama, "LlamaForCausalLM"),
-    "ministral3": _family(_ministral3, "Ministral3ForCausalLM"),
-    "vaultgemma": _family(_vaultgemma, "VaultGemmaForCausalLM", {"hidden_act": ...}),
-    "qwen2_vl_text": _family(_qwen2_vl, "Qwen2VLForConditionalGeneration", _PICTURES),
-    "qwen2_5_vl_text": _family(_qwen2_vl, "Qwen2_5_VLForConditionalGeneration", _PICTURES),
-    "qwen3_vl_text": _family(_qwen3_vl, "Qwen3VLForConditionalGeneration", _PICTURES),
-    "glm4v_text": _family(_glm4v, "Glm4vForConditionalGeneration", _PICTURES),
-    "qwen3_5_text": _family(_qwen3_next, "Qwen3_5ForCausalLM", _QWEN3_5),
-    "qwen3_5_moe_text": _family(_qwen3_next, "Qwen3_5MoeForCausalLM", _QWEN3_5),
-    "qwen3_vl_moe_text": _family(
-        _qwen3_moe, "Qwen3VLMoeForConditionalGeneration", _PICTURES | _BALANCE
-    ),
-    "glm4v_moe_text": _family(
-        _glm4_moe, "Glm4vMoeForConditionalGeneration", _PICTURES | _BALANCE | _DEEPSEEK
-    ),
-    "exaone_moe": _family(
-        _exaone_moe, "ExaoneMoeForCausalLM", _DEEPSEEK | _none("is_moe_layer n_shared_experts")
-    ),
-    "flex_olmo": _family(_flex_olmo, "FlexOlmoForCausalLM", _BALANCE),
-    "hunyuan_v1_moe": _family(_hunyuan_moe, "HunYuanMoEV1ForCausalLM", _HUNYUAN),
-    "lfm2_moe": _family(_lfm2_moe, "Lfm2MoeForCausalLM", _LFM2),
-    "solar_open": _family(_solar_open, "SolarOpenForCausalLM", _DEEPSEEK | _BALANCE),
-    "mellum": _family(_mellum, "MellumForCausalLM", _BALANCE | _NEXT),
-    "granitemoe_swa": _family(_granitemoe_swa, "GraniteMoeSWAForCausalLM", _BALANCE),
-    "mistral4": _family(_mistral4, "Mistral4ForCausalLM", _DEEPSEEK | _BALANCE),
-    "deepseek_v32": _family(_indexed, "DeepseekV32ForCausalLM", _DEEPSEEK),
-    "glm_moe_dsa": _family(_indexed, "GlmMoeDsaForCausalLM", _DEEPSEEK),
+READERS: dict[str, Reader] = {
+    "cwm": _cwm,
+    "internlm3": _llama,
+    "iquestcoder": _llama,
+    "ministral3": _ministral3,
+    "vaultgemma": _vaultgemma,
+    "qwen2_vl_text": _qwen2_vl,
+    "qwen2_5_vl_text": _qwen2_vl,
+    "qwen3_vl_text": _qwen3_vl,
+    "glm4v_text": _glm4v,
+    "qwen3_5_text": _qwen3_next,
+    "qwen3_5_moe_text": _qwen3_next,
+    "qwen3_vl_moe_text": _qwen3_moe,
+    "glm4v_moe_text": _glm4_moe,
+    "exaone_moe": _exaone_moe,
+    "flex_olmo": _flex_olmo,
+    "hunyuan_v1_moe": _hunyuan_moe,
+    "lfm2_moe": _lfm2_moe,
+    "solar_open": _solar_open,
+    "mellum": _mellum,
+    "granitemoe_swa": _granitemoe_swa,
+    "mistral4": _mistral4,
+    "deepseek_v32": _indexed,
+    "glm_moe_dsa": _indexed,
 }
