@@ -145,7 +145,7 @@ class Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme, self.loss = module, scheme, loss
-        self.given = batch is not None
+        self.given = batch is not None and not isinstance(batch, Tensor)  # ids say no task
         forget(module)  # entries may be others than when it was read
         try:
             self.reading = anatomy_of(module, batch)
@@ -425,6 +425,14 @@ class Checking:
             yield _untied(
                 head.tied, said, self.tensors.names("head") or self.tensors.names("token")
             )
+        elif head is not None and not head.tied:
+            parts = dict(self.module.named_parameters())
+            named = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
+            two = [parts[name].detach() for name in named if name in parts]
+            if len(two) == 2 and torch.equal(*two):
+                why = "the head starts as a copy of the token table, in a matrix of its own: the "
+                why += "two part with the first step (head.weight = tokens.weight ties them)"
+                yield Finding("note", "copied head", named, reason=why)
 
     def _zero_heads(self) -> Iterator[Finding]:
         tensors = tensors_of(self.module)
