@@ -575,13 +575,29 @@ def write_defaults(kinds: Collection[str]) -> None:
             other = AutoConfig.for_model(kind, **wide).to_dict()
             same = {name for name in known if said.get(name) == other.get(name)}
             known = {name: was for name, was in known.items() if name in same | wide.keys()}
-        # A null is what the class makes of other entries; of an object what is read is kept.
+        # A null is what the class makes of other entries; of an object what is read is kept; JSON
+        # has no infinity, which readers take for none.
+        known = {name: was for name, was in known.items() if "Infinity" not in json.dumps(was)}
         found = {name: was if said.get(name) is None else said[name] for name, was in known.items()}
         for name, was in known.items():
             if isinstance(was, dict) and isinstance(found[name], dict):
                 found[name] = {key: found[name][key] for key in was}
         stored[kind] = {name: value for name, value in found.items() if value is not None}
-    DEFAULTS.write_text(json.dumps(stored, indent=1) + "\n")
+    DEFAULTS.write_text(written_defaults(stored))
+
+
+def written_defaults(stored: Mapping[str, Mapping[str, Any]]) -> str:
+    """As JSON, in lines of up to 100 characters for each kind."""
+    result = []
+    for kind, known in stored.items():
+        lines = [" "]
+        for name, value in known.items():
+            entry = f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)},"
+            if len(lines[-1] + entry) > 100:
+                lines.append(" ")
+            lines[-1] += entry
+        result.append("\n".join((f" {json.dumps(kind)}: {{", *lines)).rstrip(",") + "\n }")
+    return "{\n" + ",\n".join(result) + "\n}\n"
 
 
 def main() -> None:

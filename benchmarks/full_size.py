@@ -452,7 +452,7 @@ def build(case: Case, device: str, seed: int) -> Any:
     import torch
     import transformers.integrations.sdpa_attention
 
-    from moments.torch.anatomy import measured_parts
+    from moments.torch.anatomy import anatomy_of, parts_of
     from moments.torch.huggingface_modules import build_module
 
     # Keys that several heads share are repeated: in float32 a GPU's other path keeps every logit.
@@ -460,7 +460,7 @@ def build(case: Case, device: str, seed: int) -> Any:
     with torch.device(device):
         module = build_module(case.config, seed)
     if case.trained is not None:
-        parts = measured_parts(module, None)[1]
+        parts = parts_of(module, anatomy_of(module))
         learn = {row.parameter for row, _ in parts if row.layer in case.trained}
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in learn)

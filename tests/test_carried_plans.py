@@ -27,6 +27,8 @@ LAYERS, WIDTH = 2, 48
 NO_FIELD = {"name", "_defaulted"}
 """Of a declaration, what it is called and how it was written."""
 
+SINES = {"positions": "sinusoidal", "position_variance": 0.0, "position_base": 500.0}
+
 UNTRIED = {"weights.": {"attention_gate"}}
 """By what stands before them: no module of these families has gates."""
 
@@ -66,6 +68,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("llama", "rotary", None),
     ("llama", "rotary.fraction", 0.5),
     ("llama", "rotary.base", 500.0),
+    ("llama", "rotary.grid", (4, 8)),
     ("llama", "rotary.speeds", (1.0, 0.5, 0.3, 0.2, 0.1, 0.05)),
     ("gpt2", "alibi", True),
     ("gpt2", "relative_bias", RelativeBias(0.1)),
@@ -78,6 +81,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "attention_sink", 0.0),
     ("gpt2", "attention_gate", "elementwise"),
     ("gpt2", "layer_scale", True),
+    ("bert", "shared_layers", True),
     ("gpt2", "mixer", Bottleneck(out="output")),
     ("gpt2", "ffn", Bottleneck()),
     ("mistral", "window", None),
@@ -105,6 +109,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("bert", "embedding.norm_epsilon", 0.01),
     ("gpt2", "embedding.scale", 2.0),
     ("gpt2", "embedding.positions", "sinusoidal"),
+    ("gpt2", "embedding.position_base", SINES),
     ("bert", "embedding.padding_id", 3),
     ("gpt2", "embedding.factor_dim", 24),
     ("gpt2", "embedding.factor_variance", 0.1),
@@ -117,6 +122,9 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("vit", "embedding.class_token", False),
     ("vit", "embedding.class_variance", "x"),
     ("vit", "embedding.bias_variance", 0.2),
+    ("vit", "embedding.stride", 4),
+    ("vit", "embedding.registers", 2),
+    ("vit", "embedding.register_variance", {"registers": 2, "register_variance": 0.1}),
     ("vit", "embedding.norm", True),
     ("vit", "embedding.dropout", 0.3),
     ("vit", "embedding.norm_epsilon", 0.01),
@@ -136,6 +144,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "head.loss", None),
     ("vit", "head.classes", 7),
     ("vit", "head.pool", "mean"),
+    ("vit", "head.pool_norm", True),
     ("bert", "head.target_share", 0.3),
     ("gpt2", "head.label_smoothing", 0.1),
     ("gpt2", "head.norm_gain", 2.0),
@@ -162,7 +171,8 @@ def changed(plan: Any, name: str, value: Any) -> Any:
     """The plan with one other field; None where no declaration has it by itself."""
     part, _, field = name.partition(".")
     if isinstance(value, dict):
-        return plan.replace(**value)
+        inside = getattr(plan, part).replace(**value) if field else None
+        return plan.replace(**{part: inside} if field else value)
     if not field:
         return plan.replace(**{name: value})
     if part == "encoder":

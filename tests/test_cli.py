@@ -310,7 +310,7 @@ def test_what_the_parser_refuses_is_one_line_and_status_2(arguments: list[str], 
 
 @pytest.mark.parametrize(
     "text",
-    ['{"model_type": "bert", "initializer_range": "small"}', "{", '{"model_type": "resnet"}'],
+    ['{"model_type": "bert", "initializer_range": "small"}', "{", '{"model_type": "no such type"}'],
     ids=["entry", "syntax", "type"],
 )
 def test_a_bad_config_is_one_line_and_status_2(text: str, tmp_path: Path) -> None:
@@ -616,11 +616,12 @@ def test_nothing_is_said_of_schemes_that_nobody_asked_for(tmp_path: Path) -> Non
     assert "schemes" not in RUNNER.invoke(app, words).stderr
 
 
-def test_a_type_without_a_reader_is_told_what_reads_its_module(tmp_path: Path) -> None:
+def test_a_type_that_is_no_stack_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     file = tmp_path / "config.json"
-    file.write_text('{"model_type": "codegen"}')
+    file.write_text('{"model_type": "sam"}')
     result = RUNNER.invoke(app, ["predict", str(file)])
-    assert "`moments check FILE.py:FACTORY`" in str(result.exception)
+    assert "model_type = 'sam': no model of text or of images" in str(result.exception)
 
 
 GIVEN = {
@@ -643,6 +644,8 @@ def test_what_a_file_gives_is_refused_in_a_line(command: str, given: str, tmp_pa
         f"def build(): return {given}\n"
     )
     words = [command, f"{file}:build", *(["--scheme", "xavier"] if command == "audit" else [])]
+    if command == "audit" and given.startswith("(stack"):
+        pytest.skip("tensors are audited without a batch where torch's own class says the rest")
     error = RUNNER.invoke(app, words).exception
     assert isinstance(error, moments.MomentsError)
     assert re.search(GIVEN[given], str(error))

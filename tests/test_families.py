@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
 from moments.torch import hook_points, measure  # noqa: E402
-from moments.torch.anatomy import anatomy_of, measured_parts  # noqa: E402
+from moments.torch.anatomy import anatomy_of, parts_of  # noqa: E402
 from moments.torch.huggingface_modules import build_module, module_batch  # noqa: E402
 
 LENGTH = 12
@@ -327,7 +327,7 @@ def test_initialisation_is_what_the_module_draws(kind: str, variant: str) -> Non
     module, model = build_module(config, seed=3), quiet(config)
     parameters = dict(module.named_parameters())
     matrices = 0
-    for row, part in measured_parts(module, None)[1]:
+    for row, part in parts_of(module, anatomy_of(module)):
         entries = part.of(parameters[row.parameter]).detach().double()
         if row.parameter.startswith(("deberta.encoder.rel", "deberta.encoder.LayerNorm")):
             continue  # relative positions, which are left out
@@ -400,7 +400,7 @@ def run(module: Any, kind: str, variant: str = "", *, distinct: bool = False) ->
         handle.remove()
     gradients = dict(zip(parameters, pulled, strict=True))
     weights, found = {}, {}
-    for row, part in measured_parts(module, None)[1]:
+    for row, part in parts_of(module, anatomy_of(module)):
         place = (row.layer, row.weight)
         assert place not in weights, f"{place} twice"
         weights[place] = part.of(parameters[row.parameter].detach()).double()
@@ -525,7 +525,7 @@ def test_every_parameter_has_a_part_and_parts_fill_it(kind: str, variant: str) -
     module = module_of(kind, variant)
     filled: dict[str, int] = {}
     parameters = dict(module.named_parameters())
-    for row, part in measured_parts(module, None)[1]:
+    for row, part in parts_of(module, anatomy_of(module)):
         size = part.of(parameters[row.parameter]).numel()
         filled[row.parameter] = filled.get(row.parameter, 0) + size
     assert filled == {name: parameter.numel() for name, parameter in parameters.items()}
@@ -544,7 +544,7 @@ def test_query_key_and_value_are_told_apart(kind: str, variant: str) -> None:
                 setattr(part, name, 0.0)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
-        for row, part in measured_parts(module, None)[1]:
+        for row, part in parts_of(module, anatomy_of(module)):
             if row.weight in ("query", "relative_bias"):
                 part.of(parameters[row.parameter]).zero_()
     p, model = run(module, kind, variant), quiet(config_of(kind, variant))

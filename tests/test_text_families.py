@@ -221,8 +221,15 @@ def test_what_is_not_modelled_is_named(kind: str, changes: dict[str, Any], words
     [
         ("rembert", {"tie_word_embeddings": True}, "tables of input and output differ"),
         ("roformer", {"rotary_value": True}, "rotated values"),
-        ("mpt", {"attn_config": {"softmax_scale": -1.0}}, "a positive number"),
+        ("mpt", {"attn_config": {"softmax_scale": -1.0}}, "must be positive"),
         ("modernbert", {"initializer_cutoff_factor": 0.0}, "positive"),
+        ("modernbert", {"layer_types": ["sliding"] * 2}, "must be 2 of 'full_attention'"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "must be 2 of"),
+        ("olmo3", {"layer_types": [[1], [1]]}, r"layer_types\[0\] = \[1\]: must be a text"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 3}}, "full_attention = 3"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_theta": "x"}}}, "a number"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("xglm", {"d_model": 3}, "d_model = 3"),
     ],
 )
 def test_what_is_outside_is_refused(kind: str, changes: dict[str, Any], words: str) -> None:

@@ -65,11 +65,17 @@ def measured_parts(module: nn.Module, batch: Any) -> Measured:
             f"{type(module).__name__} was read, but no submodule gives or takes the stream of "
             "every layer, where a hook could see it: make its layers submodules"
         )
+    return reading.sites, parts_of(module, reading)
+
+
+def parts_of(module: nn.Module, reading: ModuleReading) -> list[tuple[WeightGradient, WeightPart]]:
+    """The parameters that can learn, as of `measured_parts`."""
+    found = reading.roles
     learn = {name for name, p in module.named_parameters() if p.requires_grad}
     roles = [*found.roles, *found.scales]
     rows = [(WeightGradient(r.layer, r.full_name, r.parameter), r.part) for r in roles]
     rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in found.unidentified]
-    return reading.sites, [(row, part) for row, part in rows if row.parameter in learn]
+    return [(row, part) for row, part in rows if row.parameter in learn]
 
 
 def as_drawn(reading: ModuleReading) -> Transformer | None:

@@ -117,9 +117,11 @@ def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | 
     if isinstance(kind, str) and kind in READERS and READERS[kind].slip:
         return None
     try:
-        return architecture_of(module, seq_len)
+        promised = architecture_of(module, seq_len)
     except MomentsError:
         return None
+    # a module has one layer of these, however often it is used
+    return promised if promised is not None and not promised.shared_layers else None
 
 
 def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Transformer:

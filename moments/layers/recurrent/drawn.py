@@ -31,6 +31,12 @@ AT_ONCE = 1 << 21
 FORGOTTEN = 0.1
 """Part of a state that is left a token later, below which it is forgotten."""
 
+MOST_RESPONSE = 0.9
+"""Of a gradient to what leaves: at 1 a draw that gives nothing receives without bound."""
+
+SCATTERED = 0.05
+"""Relative error of a token's own moments, as a mean over draws, from which a note is made."""
+
 TINY = 1e-300
 """Below which a token has no size to vary."""
 
@@ -80,6 +86,8 @@ class Head(Protocol):
         pairs, states: matrices over pairs of tokens in one draw, and numbers that its states hold.
         effort: times as many draws as others have, where what all features share scatters most.
     """
+
+    def __hash__(self) -> int: ...
 
     @property
     def block(self) -> Any: ...
@@ -217,6 +225,8 @@ class DrawnHeads:
         apart, value = np.concatenate(squares), self.head.sections["value"]
         self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
         self.norms = np.cov(apart.T, ddof=0) * self.part
+        self.scatter = float(np.sqrt(np.mean(np.diag(self.norms)) / self.part / self.draws))
+        self.scatter /= max(float(apart.mean()), TINY)
         self.sizes = 1.0 + self.part * (apart / np.maximum(apart.mean(0), TINY) - 1.0)
         return total / (self.draws * self.head.features)
 
@@ -248,6 +258,11 @@ class DrawnHeads:
             result.append(at.forgets)
         if at.share < 0.5:
             result.append(at.swallows)
+        if "key" in self.head.inner and self.scatter > SCATTERED:
+            result.append(
+                f"what all features share varies from draw to draw: the mean over {self.draws} "
+                f"draws gives a token's own moments to {100 * self.scatter:.0f} %"
+            )
         # a skip keeps what the norm divides by from vanishing
         if at.rare > RARE and not getattr(self.head.block, "skip", 0.0):
             result.append(
@@ -266,7 +281,7 @@ class DrawnHeads:
         """
         head, root = self.head, root_of(grad_out)
         lost = 1.0 - np.sqrt(1.0 - (1.0 - np.broadcast_to(radial, len(grad_out))) * self.part)
-        weights = 1.0 / (1.0 + response * (self.sizes - 1.0))
+        weights = 1.0 / (1.0 + np.minimum(response, MOST_RESPONSE) * (self.sizes - 1.0))
         weights = np.sqrt(weights / weights.mean(0))[..., None]
         rows = rows_of(self.draws, head.features, len(grad_out), "gradient")
         kernels = {name: np.zeros_like(grad_out) for name in head.sections}
@@ -348,7 +363,8 @@ def _own(head: Head, draws: int) -> dict[str, Array]:
     """Parameters of so many draws, inner matrices with entries of variance 1."""
     random = np.random.default_rng(0)
     sizes = {name: (draws, one.fan_in, one.fan_out) for name, one in head.inner.items()}
-    return head.own(random, draws) | {k: random.standard_normal(n) for k, n in sizes.items()}
+    inner = {name: random.standard_normal(size) for name, size in sizes.items()}
+    return {**head.own(random, draws), **inner}
 
 
 @functools.lru_cache(maxsize=16)

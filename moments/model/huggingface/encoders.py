@@ -11,9 +11,9 @@ from ..positions import RelativeBias, Rotary
 from ..transformer import Transformer
 from ..weights import Weights
 from .bert import _bert, _narrow, _roberta
-from .entries import Entries
+from .entries import FULL, SLIDING, Entries
 from .family import Family, declared
-from .llama import _BOTH, _FULL, _SLIDING, _decoder
+from .llama import _BOTH, _decoder
 from .relatives import _by_type, _of_kinds, _turned
 
 _ATTENTION = ("query", "key", "value", "output")
@@ -25,7 +25,7 @@ def cut_normal(variance: float, cut: float) -> float:
     1 - 2 a phi(a) / (2 Phi(a) - 1) of it (Johnson, Kotz and Balakrishnan 1994, section 13.10.1).
     """
     inside = math.erf(cut / math.sqrt(2))
-    return variance * (1 - cut * math.sqrt(2 / math.pi) * math.exp(-(cut**2) / 2) / inside)
+    return variance * (1 - cut * math.sqrt(2 / math.pi) * math.exp(-cut * cut / 2) / inside)
 
 
 def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
@@ -35,10 +35,10 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
     already, so that this norm's gain is the one row of the prediction that no parameter has.
     """
     layers, every = read.layers("num_hidden_layers"), read.count("global_attn_every_n_layers", 3)
-    kinds = read("layer_types", [_SLIDING if n % every else _FULL for n in range(layers)])
+    kinds = read.kinds([SLIDING if n % every else FULL for n in range(layers)])
     length = read.length("max_position_embeddings", seq_len, table=False)
     reach = read.count("local_attention") // 2 + 1
-    windows = [reach if kind == _SLIDING and reach < length else None for kind in kinds]
+    windows = [reach if kind == SLIDING and reach < length else None for kind in kinds]
     epsilon, cut = read.number("norm_eps"), read.positive("initializer_cutoff_factor")
     read.refuse("position_embedding_type", "absolute", "another kind of positions")
     drawn = cut_normal(read.variance(), cut)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ...errors import DomainError, brief, domain_error
@@ -72,6 +72,8 @@ USUAL: Mapping[str, Any] = {
 }
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers, with all tokens and with those of a window."""
 MOST_LAYERS = 100_000
 """No stack is deeper, and lists of so many entries are no burden."""
 MOST_DEVIATION = 1e100
@@ -141,6 +143,35 @@ class Entries:
         check_count(name, value)
         return int(value)
 
+    def inside(self, name: str, usual: Any = None) -> Entries:
+        """The entries of an object, none where it is left out; `usual` are their defaults."""
+        given = _of_kind(name, self(name, {}), {})
+        return Entries(given, f"{self.kind}.{name}", usual or {})
+
+    def several(self, name: str, like: Any, count: int | None = None) -> list[Any]:
+        """A list of as many entries of the kind of `like`; empty where there is none."""
+        given = _of_kind(name, self(name, []), [])
+        if given and count not in (None, len(given)):
+            raise domain_error(name, given, f"a list of {count}")
+        return [_of_kind(f"{name}[{number}]", one, like) for number, one in enumerate(given)]
+
+    def kinds(
+        self,
+        usual: Sequence[str],
+        allowed: Collection[str] = (FULL, SLIDING),
+        name: str = "layer_types",
+    ) -> list[str]:
+        """What every layer is, by the list of that name; the usual ones where there is none.
+
+        Raises:
+            DomainError: a kind that is not allowed, or another number of layers.
+        """
+        given = self.several(name, "") or list(usual)
+        if len(given) != len(usual) or not set(given) <= set(allowed):
+            words = f"{len(usual)} of {', '.join(map(repr, allowed))}"
+            raise domain_error(name, given, words)
+        return given
+
     def flag(self, name: str, default: Any = ...) -> bool:
         """An entry that is true or false."""
         return bool(_of_kind(name, self(name, default), False))
@@ -159,9 +190,9 @@ class Entries:
             raise domain_error(name, value, f"at most {MOST_LAYERS}")
         return value
 
-    def variance(self, name: str = "initializer_range") -> float:
+    def variance(self, name: str = "initializer_range", default: Any = ...) -> float:
         """The square of a deviation."""
-        value = self.number(name)
+        value = self.number(name, default)
         if abs(value) > MOST_DEVIATION:
             raise domain_error(name, value, f"a standard deviation of at most {MOST_DEVIATION:g}")
         return value**2
@@ -221,9 +252,10 @@ class Entries:
         """Biases that start at zero, on those matrices that have one; None where none has."""
         return Biases.of(*existing) if existing else None
 
-    def cap(self, name: str) -> float | None:
+    def cap(self, name: str, default: Any = ...) -> float | None:
         """An entry that is a positive number, or null where the config says so."""
-        return None if self.null(name) else self.number(name)
+        there = not self.null(name) and self(name, default) is not None
+        return self.positive(name) if there else None
 
     def window(self, name: str, seq_len: int) -> int | None:
         """How many tokens attention reaches back; None where that is all of them.

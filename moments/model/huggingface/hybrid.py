@@ -11,11 +11,11 @@ from ..mixers import Absent, GatedDeltaNet, LayerAttention, Mamba2, ParallelMixe
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Weights
-from .entries import Entries
+from .entries import FULL, SLIDING, Entries
 from .family import Family, causal_head
 from .latent import latent_attention
-from .llama import _FULL, _SLIDING, _decoder, _granite
-from .moe import routed, sigmoid_experts, softmax_experts
+from .llama import _decoder, _granite
+from .moe import first_dense, routed, sigmoid_experts, softmax_experts
 from .recurrent import (
     _LINEAR,
     _mixed,
@@ -26,15 +26,16 @@ from .recurrent import (
 )
 from .relatives import _kinds, _windows
 
-_NAMES = {"mamba": _LINEAR, "attention": _FULL}
+_NAMES = {"mamba": _LINEAR, "attention": FULL}
 """Of kinds of layers, before transformers 5."""
 
 
 def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
     """Granite's multipliers, Mamba-2 or attention in every layer, experts beside a dense block."""
     layers, shared = read.layers("num_hidden_layers"), read.count("shared_intermediate_size")
-    given = read("layer_types", None) or read("layers_block_type", [_LINEAR] * layers)
-    kinds = [_NAMES.get(kind, kind) for kind in given]
+    entry = "layer_types" if read.has("layer_types") else "layers_block_type"
+    given = read.several(entry, "") or [_LINEAR] * layers
+    read = read.replaced(layer_types=[_NAMES.get(kind, kind) for kind in given])
     turned = read("position_embedding_type", None) == "rope"
     experts: dict[str, Any] = {"d_ff": shared}
     if int(read("num_local_experts")) > 0:
@@ -43,7 +44,7 @@ def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         biased=("attention_bias",),
-        mixer=_mixed(read, kinds, {_LINEAR: mamba2_block(read)}),
+        mixer=_mixed(read, [_LINEAR] * layers, {_LINEAR: mamba2_block(read)}),
         rotary=read.rotary() if turned else None,
         **experts,
     )
@@ -55,11 +56,12 @@ def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
         read.refuse(name, False, "biases of a mixer's matrices")
     read.expect("tie_word_embeddings", False, "the module has a matrix of its own for its logits")
     read.expect("mamba_hidden_act", "silu", "SiLU is assumed behind the convolution")
-    named = {"M": _LINEAR, "*": _FULL, "-": "mlp", "E": "moe"}
-    pattern, given = read("hybrid_override_pattern", None), read("layer_types", None)
-    if given is None and pattern is not None and not read.has("layers_block_type"):
-        given = [named.get(letter, letter) for letter in pattern]
-    kinds = [_NAMES.get(kind, kind) for kind in given or read("layers_block_type")]
+    named = {"M": _LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+    pattern, entry = str(read("hybrid_override_pattern", "")), "layers_block_type"
+    given = [named.get(letter, letter) for letter in pattern]
+    if not pattern or read.has("layer_types") or read.has(entry):
+        given = read.several("layer_types" if read.has("layer_types") else entry, "")
+    kinds = [_NAMES.get(kind, kind) for kind in given]
     if not set(kinds) <= set(named.values()):
         raise domain_error("layers_block_type", kinds, f"of {', '.join(named.values())}")
     read.read.add("num_hidden_layers")  # the pattern's length, whatever it says
@@ -84,7 +86,7 @@ def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
         experts = sigmoid_experts(read).replace(shared=width)
         routed(read, experts)
     ffns: dict[str, Any] = {"mlp": None, "moe": experts}
-    mixers: dict[str, Any] = {_FULL: None, _LINEAR: block}
+    mixers: dict[str, Any] = {FULL: None, _LINEAR: block}
     rescaled = rescaled_output(read, inner) if read.flag("rescale_prenorm_residual") else variance
     output = [rescaled if kind == _LINEAR else variance for kind in kinds]
     return _decoder(
@@ -106,9 +108,9 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
     """Mamba-2 and attention of the same tokens in every layer, with multipliers everywhere."""
     read.refuse("projectors_bias", False, "biases of a mixer's matrices")
     width = None if read.null("mamba_d_ssm") else read.count("mamba_d_ssm")
-    several = read("ssm_multipliers", [1.0] * 5)
-    gate, down = read("mlp_multipliers", [1.0] * 2)
-    entering, reading = read.number("ssm_in_multiplier"), read.number("attention_in_multiplier")
+    several = read.several("ssm_multipliers", 0.0, 5) or [1.0] * 5
+    gate, down = read.several("mlp_multipliers", 0.0, 2) or (1.0, 1.0)
+    entering, reading = read.number("ssm_in_multiplier"), read.positive("attention_in_multiplier")
     mixer = mamba2_block(
         read,
         width,
@@ -127,12 +129,13 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
             f"of which the module's own has {gate * gate:.3g} of the squared gradient"
         )
     variance, epsilon = read.variance(), read.number("rms_norm_eps")
-    scale = read.number("lm_head_multiplier")
+    scale, square = read.number("lm_head_multiplier"), read.variance("attention_in_multiplier")
+    temperature = 1 / (read.positive("key_multiplier") * square)
     return _decoder(
         read,
         seq_len,
         biased=("attention_bias", "mlp_bias"),
-        temperature=1 / (read.positive("key_multiplier") * reading**2),
+        temperature=temperature,
         weights=Weights.normal(variance).replace(gate=variance * gate**2),
         branch_scale=[[1.0, down]] * read.layers("num_hidden_layers"),
         embedding={"scale": read.number("embedding_multiplier")},
@@ -177,13 +180,14 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
     values = {new: read(old, None) for old, new in _KIMI.items() if not read.has(new)}
     read = read.replaced(**values)
     layers, variance = read.layers("num_hidden_layers"), read.variance()
-    own = read("linear_attn_config", {})
+    own = read.inside("linear_attn_config")
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
     names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
-    width, heads, kernel = (own.get(k) or read.count(name) for k, name in names.items())
-    usual = [_FULL if n and n % 4 == 0 else _LINEAR for n in range(layers)]
-    if "kda_layers" in own and "full_attn_layers" in own:
-        usual = [_FULL if n + 1 in own["full_attn_layers"] else _LINEAR for n in range(layers)]
+    width, heads, kernel = (own.count(k, read(name)) for k, name in names.items())
+    full = [n for n in range(1, layers) if n % 4 == 0]
+    if own.has("kda_layers") and own.has("full_attn_layers"):
+        full = [n - 1 for n in own.several("full_attn_layers", 0)]
+    usual = [FULL if n in full else _LINEAR for n in range(layers)]
     block = GatedDeltaNet(
         *(heads, heads, width, width, variance, variance, variance),
         kernel=kernel,
@@ -195,10 +199,11 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
         gate="sigmoid",
         rank=width,
     )
-    mixers = _mixed(read, read("layer_types", None) or usual, {_LINEAR: block})
+    mixers = _mixed(read, usual, {_LINEAR: block})
     latent = latent_attention(read, variance)
-    dense = read("first_k_dense_replace", 1)
-    kinds = read("mlp_layer_types", None) or ["dense"] * dense + ["sparse"] * (layers - dense)
+    sparse = first_dense(read.replaced(first_k_dense_replace=read("first_k_dense_replace", 1)))
+    usual = ["sparse" if n in sparse else "dense" for n in range(layers)]
+    kinds = read.kinds(usual, ("dense", "sparse"), name="mlp_layer_types")
     chosen = [number for number, kind in enumerate(kinds) if kind == "sparse"]
     return _decoder(
         read,
@@ -221,7 +226,8 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
     if (given := read("use_bidirectional_attention", None)) == "all":
         read.leave_out("use_bidirectional_attention", given, "a causal mask is assumed")
     kinds = _kinds(read, 6)
-    kinds[-1] = _FULL  # as the module makes it
+    _mixed(read, kinds, dict.fromkeys((SLIDING,), True))  # none is of another kind
+    kinds[-1] = FULL  # as the module makes it
     wide, shared = read.count("global_head_dim", 512), read("num_global_key_value_heads", None)
     alike = read.flag("attention_k_eq_v")
     if alike:
@@ -231,28 +237,28 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         )
     else:
         shared = None
-    layers = {int(n): of for n, of in read("per_layer_config", {}).items()}
-    own = {n: layers.get(n, {}) for n, kind in enumerate(kinds) if kind == _FULL}
+    own = Entries({str(n): of for n, of in read("per_layer_config", {}).items()}, read.kind, {})
     width, mixers, temperatures = read.count("head_dim"), [], []
-    for number in range(len(kinds)):
-        head = own[number].get("head_dim", wide) if number in own else width
-        several = own[number].get("num_key_value_heads", shared) if number in own else None
+    for number, kind in enumerate(kinds):
+        head, several = width, None
+        if kind == FULL:
+            layer = own.inside(str(number))
+            head, several = layer.count("head_dim", wide), layer("num_key_value_heads", shared)
         mixers.append(LayerAttention(head, several, "rmsnorm", value_norm=True))
         temperatures.append(head**-0.5)
-    given = read.rope()
-    usual = {_FULL: Rotary(0.25, 1e6), _SLIDING: Rotary(1.0, 1e4)}
+    given = read.inside("rope_parameters")
+    usual = {FULL: Rotary(0.25, 1e6), SLIDING: Rotary(1.0, 1e4)}
     rotaries = {}
     for kind, one in usual.items():
-        of = given.get(kind) or {}
-        part = float(of.get("partial_rotary_factor", one.fraction if not of else 1.0))
+        of = given.inside(kind)
+        part = of.number("partial_rotary_factor", 1.0 if given.has(kind) else one.fraction)
         # slowed as of all features, of which a part is turned
-        rotaries[kind] = Rotary(part, float(of.get("rope_theta", one.base)) ** part)
-        if of.get("rope_type", "default") not in ("default", "proportional") or "factor" in of:
-            read.leave_out("rope_parameters", of, "unscaled rotary frequencies are assumed")
+        rotaries[kind] = Rotary(part, of.positive("rope_theta", one.base) ** part)
+        if of("rope_type", "default") not in ("default", "proportional") or of.has("factor"):
+            said = read("rope_parameters")
+            read.leave_out("rope_parameters", said, "unscaled rotary frequencies are assumed")
     variance, epsilon = read.variance(), read.number("rms_norm_eps")
-    cap = None
-    if read("final_logit_softcapping", None) is not None:
-        cap = read.cap("final_logit_softcapping")
+    cap = read.cap("final_logit_softcapping", None)
     return _decoder(
         read,
         seq_len,

@@ -8,9 +8,9 @@ from typing import Any
 from ...errors import domain_error
 from ..mixers import LatentAttention
 from ..transformer import Transformer
-from .entries import Entries
+from .entries import FULL, SLIDING, Entries
 from .family import Family, causal_head
-from .llama import _FULL, _SLIDING, _decoder, _granite, _length, _longrope, yarn
+from .llama import _decoder, _granite, _length, _longrope, yarn
 from .moe import first_dense, routed, sigmoid_experts, softmax_experts
 
 LATENT_EPSILON = 1e-6
@@ -104,31 +104,29 @@ def _minicpm3(read: Entries, seq_len: int | None) -> Transformer:
 def _youtu(read: Entries, seq_len: int | None) -> Transformer:
     """Deviations of 2/sqrt(5 d), twice that in the token table, unless given."""
     usual = 2.0 / math.sqrt(5.0 * read.count("hidden_size"))
-    deviation = read.number("initializer_range", usual)
-    table = read.number("embedding_initializer_range", 0.0) or 2.0 * deviation
+    variance = read.variance(default=usual)
+    table = read.variance("embedding_initializer_range", 0.0) or 4.0 * variance
     return _latent_decoder(
         read,
         seq_len,
-        variance=deviation**2,
-        head=causal_head(read, deviation**2, read.number("rms_norm_eps")),
-        embedding={"token_variance": table**2},
+        variance=variance,
+        head=causal_head(read, variance, read.number("rms_norm_eps")),
+        embedding={"token_variance": table},
     )
 
 
 def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
     """Granite's multipliers, windows, a rotary base per layer (0: no positions), and sinks at 0."""
     layers, rotary = read.layers("num_hidden_layers"), read.rotary()
-    bases = read("layer_rope_theta", None) or [rotary.base] * layers
-    if len(bases) != layers:
-        raise domain_error("layer_rope_theta", bases, f"one number per layer ({layers})")
-    usual = [_SLIDING if number % 4 else _FULL for number in range(layers)]
-    kinds = read("layer_types", usual)
+    bases = read.several("layer_rope_theta", 0.0, layers) or [rotary.base] * layers
+    usual = [SLIDING if number % 4 else FULL for number in range(layers)]
+    kinds = read.kinds(usual)
     return _granite(
         read,
         seq_len,
         attention_sink=0.0,
         rotary=[rotary.replace(base=float(base)) if base else None for base in bases],
-        window=read.windows(kinds, _SLIDING, "sliding_window", _length(read, seq_len)),
+        window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
     )
 
 
@@ -173,7 +171,8 @@ def _deepseek_v2(read: Entries, seq_len: int | None) -> Transformer:
 def _glm4_moe_lite(read: Entries, seq_len: int | None) -> Transformer:
     """The first layer dense, unless `mlp_layer_types` say otherwise."""
     layers = read.layers("num_hidden_layers")
-    kinds = read("mlp_layer_types", ["sparse" if number else "dense" for number in range(layers)])
+    usual = ["sparse" if number else "dense" for number in range(layers)]
+    kinds = read.kinds(usual, ("sparse", "dense"), name="mlp_layer_types")
     chosen = [number for number, kind in enumerate(kinds) if kind == "sparse"]
     return _latent_decoder(read, seq_len, ffn=routed(read, sigmoid_experts(read), chosen))
 
@@ -182,7 +181,7 @@ def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
     """Sinks, windows in every second layer; what experts multiply by counts from 1, clamped."""
     width, layers = read.count("head_dim"), read.layers("num_hidden_layers")
     rotary, factor = yarn(read, width)
-    kinds = read("layer_types", [_FULL if number % 2 else _SLIDING for number in range(layers)])
+    kinds = read.kinds([FULL if number % 2 else SLIDING for number in range(layers)])
     alpha = read.number("swiglu_alpha")
     if alpha != 1.702:
         raise domain_error("swiglu_alpha", alpha, "1.702, that of quick_gelu")
@@ -197,7 +196,7 @@ def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
         rotary=rotary,
         temperature=factor**-2,
         attention_sink=variance,
-        window=read.windows(kinds, _SLIDING, "sliding_window", _length(read, seq_len)),
+        window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
         biases=read.biases((*_HEADS, *_FFN) if read.flag("attention_bias") else _FFN),
         ffn=routed(read, experts),
     )

@@ -11,12 +11,8 @@ from ..mixers import RECURRENT, Absent
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
-from .entries import Entries
+from .entries import FULL, SLIDING, Entries
 from .family import Family, causal_head, declared
-
-_FULL = "full_attention"
-_SLIDING = "sliding_attention"
-
 
 _OF_ATTENTION = (
     *("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "temperature"),
@@ -106,8 +102,8 @@ def _qwen_windows(read: Entries, seq_len: int) -> Any:
     """Windows from layer max_window_layers on, if they are used at all."""
     layers, first = read.layers("num_hidden_layers"), read("max_window_layers")
     used = read.flag("use_sliding_window")
-    usual = [_SLIDING if used and number >= first else _FULL for number in range(layers)]
-    return read.windows(read("layer_types", usual), _SLIDING, "sliding_window", seq_len)
+    usual = [SLIDING if used and number >= first else FULL for number in range(layers)]
+    return read.windows(read.kinds(usual), SLIDING, "sliding_window", seq_len)
 
 
 def _gemma(read: Entries, seq_len: int | None) -> Transformer:
@@ -136,7 +132,7 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
     """Norms before and after every block, windows in every second layer, capped logits."""
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
     layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
-    usual = [_FULL if number % 2 else _SLIDING for number in range(layers)]
+    usual = [FULL if number % 2 else SLIDING for number in range(layers)]
     tokens = _length(read, seq_len)
     width = read.count("head_dim", read.count("hidden_size") // heads)
     cap = read.cap("final_logit_softcapping")
@@ -149,7 +145,7 @@ def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
         head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
         logit_softcap=read.cap("attn_logit_softcapping"),
         temperature=math.sqrt(read.positive("query_pre_attn_scalar") / width),
-        window=read.windows(read("layer_types", usual), _SLIDING, "sliding_window", tokens),
+        window=read.windows(read.kinds(usual), SLIDING, "sliding_window", tokens),
     )
 
 
@@ -234,6 +230,8 @@ def slowed(
 
         shares, usual = [kept(speed) for speed in speeds], 1.0
     else:
+        if plain.base <= 1:
+            raise domain_error("rope_theta", plain.base, "above 1")
 
         def pair(turns: float) -> float:
             return width * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(plain.base))

@@ -9,9 +9,9 @@ from ...errors import domain_error
 from ..experts import Experts
 from ..mixers import LayerAttention
 from ..transformer import Transformer
-from .entries import Entries
+from .entries import FULL, SLIDING, Entries
 from .family import Family
-from .llama import _FULL, _SLIDING, _decoder, _granite, _length
+from .llama import _decoder, _granite, _length
 
 
 def routed(
@@ -87,7 +87,7 @@ def first_dense(read: Entries) -> Iterable[int]:
 
 def _stepped(read: Entries) -> list[int]:
     """Every decoder_sparse_step-th layer, unless it is one of mlp_only_layers."""
-    step, dense = read.count("decoder_sparse_step"), read("mlp_only_layers", [])
+    step, dense = read.count("decoder_sparse_step"), read.several("mlp_only_layers", 0)
     layers = range(read.layers("num_hidden_layers"))
     return [number for number in layers if number not in dense and not (number + 1) % step]
 
@@ -105,8 +105,8 @@ def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
     """A shared expert behind a sigmoid; windows in every second of the first layers, if any."""
     tokens, first = _length(read, seq_len), read("max_window_layers")
     used, layers = read.flag("use_sliding_window"), read.layers("num_hidden_layers")
-    usual = [_FULL if n % 2 or n >= first or not used else _SLIDING for n in range(layers)]
-    kinds = read("layer_types", usual)
+    usual = [FULL if n % 2 or n >= first or not used else SLIDING for n in range(layers)]
+    kinds = read.kinds(usual)
     experts = softmax_experts(
         read,
         *_QWEN,
@@ -118,7 +118,7 @@ def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(
         read,
         seq_len,
-        window=read.windows(kinds, _SLIDING, "sliding_window", tokens) if used else None,
+        window=read.windows(kinds, SLIDING, "sliding_window", tokens) if used else None,
         biases=read.biases(("query", "key", "value") if read.flag("qkv_bias") else ()),
         ffn=routed(read, experts, _stepped(read)),
     )
@@ -190,12 +190,12 @@ def _glm4_moe(read: Entries, seq_len: int | None) -> Transformer:
 def _dots1(read: Entries, seq_len: int | None) -> Transformer:
     tokens, first = _length(read, seq_len), read("max_window_layers")
     layers = range(read.layers("num_hidden_layers"))
-    usual = [_SLIDING if number >= first else _FULL for number in layers]
-    kinds = read("layer_types", usual)
+    usual = [SLIDING if number >= first else FULL for number in layers]
+    kinds = read.kinds(usual)
     return _decoder(
         read,
         seq_len,
-        window=read.windows(kinds, _SLIDING, "sliding_window", tokens),
+        window=read.windows(kinds, SLIDING, "sliding_window", tokens),
         qk_norm="rmsnorm",
         ffn=routed(read, sigmoid_experts(read), first_dense(read)),
     )
@@ -221,17 +221,19 @@ def _minimax_m2(read: Entries, seq_len: int | None) -> Transformer:
 def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     """One expert a token, which reads the token times its gate, and a shared one."""
     tokens, layers = _length(read, seq_len), read.layers("num_hidden_layers")
-    for name, usual in (("attention_chunk_size", 8192), ("floor_scale", 8192)):
-        if (reach := read(name, usual)) < tokens:
+    for name in ("attention_chunk_size", "floor_scale"):
+        if (reach := read(name, 8192)) < tokens:
             read.leave_out(name, reach, "attention is over the whole text, at one temperature")
     for name in ("attn_scale", "attn_temperature_tuning", "layer_types"):
         read.read.add(name)
     every = read.count("no_rope_layer_interval")
-    turned = read("no_rope_layers", []) or [int((n + 1) % every != 0) for n in range(layers)]
+    turned = read.several("no_rope_layers", 0, layers) or [
+        int((n + 1) % every != 0) for n in range(layers)
+    ]
     rotary, normed = read.rotary(), LayerAttention(qk_norm="rmsnorm", qk_gains=False)
     used = read.flag("use_qk_norm")
     step = read.count("interleave_moe_layer_step")
-    chosen = read("moe_layers", []) or range(step - 1, layers, step)
+    chosen = read.several("moe_layers", 0) or range(step - 1, layers, step)
     if (several := read.count("num_experts_per_tok")) != 1:
         raise domain_error("num_experts_per_tok", several, "1: of several, gates are not followed")
     experts = softmax_experts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import domain_error
@@ -20,9 +21,9 @@ from ..mixers import (
 )
 from ..transformer import Transformer
 from ..weights import Weights
-from .entries import Entries
+from .entries import FULL, Entries
 from .family import Family, causal_head, declared
-from .llama import _BOTH, _FULL, _decoder, _length
+from .llama import _BOTH, _decoder, _length
 from .moe import _QWEN, _normalised, _stepped, routed, softmax_experts
 
 _LINEAR = "linear_attention"
@@ -30,33 +31,24 @@ LONGEST = 512
 """Tokens where a config names none: as many as are followed by token."""
 
 
-def _mixed(read: Entries, kinds: Any, blocks: dict[str, Any]) -> tuple[Any, ...]:
-    """The block of every layer by its kind, None where that is attention.
-
-    Raises:
-        DomainError: a kind that is none of them, or another number of layers.
-    """
-    layers = read.layers("num_hidden_layers")
-    if len(kinds) != layers or not set(kinds) <= {_FULL, *blocks}:
-        allowed = f"{layers} of {', '.join(map(repr, (_FULL, *blocks)))}"
-        raise domain_error("layer_types", kinds, allowed)
-    made: dict[str, Any] = {}
-    return tuple(None if k == _FULL else made.setdefault(k, blocks[k]) for k in kinds)
+def _mixed(read: Entries, usual: Sequence[str], blocks: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The block of every layer by its kind, None where that is attention."""
+    return tuple(map(blocks.get, read.kinds(usual, (FULL, *blocks))))
 
 
 def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
     """Gated short convolutions and attention by `layer_types`; two thirds of intermediate_size."""
     read.refuse("conv_bias", False, "biases of a short convolution's matrices")
     layers = read.layers("num_hidden_layers")
-    attends = read("full_attn_idxs", None) if not read.has("layer_types") else None
-    usual = [_FULL if attends is None or n in attends else "conv" for n in range(layers)]
+    attends = read.several("full_attn_idxs", 0) if read.has("full_attn_idxs") else range(layers)
+    usual = [FULL if n in attends else "conv" for n in range(layers)]
     width = read.count("intermediate_size")
     if read.flag("block_auto_adjust_ff_dim"):
         multiple = read.count("block_multiple_of")
         width = int(read.number("block_ffn_dim_multiplier") * int(2 * width / 3))
         width = multiple * -(-width // multiple)
     convolution = ShortConvolution(read.count("conv_L_cache"), read.variance())
-    mixers = _mixed(read, read("layer_types", usual), {"conv": convolution})
+    mixers = _mixed(read, usual, {"conv": convolution})
     return _decoder(
         read,
         seq_len,
@@ -75,7 +67,7 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
     read.refuse("attention_bias", False, "biases together with gates of attention's output")
     layers, variance = read.layers("num_hidden_layers"), read.variance()
     every = read.count("full_attention_interval", 4)
-    usual = [_FULL if (n + 1) % every == 0 else _LINEAR for n in range(layers)]
+    usual = [FULL if (n + 1) % every == 0 else _LINEAR for n in range(layers)]
     block = GatedDeltaNet(
         read.count("linear_num_key_heads"),
         read.count("linear_num_value_heads"),
@@ -97,7 +89,7 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
             shared_gate_variance=variance,
         )
         experts = routed(read, mixture, _stepped(read))
-    mixers = _mixed(read, read("layer_types", usual), {_LINEAR: block})
+    mixers = _mixed(read, usual, {_LINEAR: block})
     return _decoder(
         read,
         seq_len,
@@ -126,7 +118,6 @@ def mamba2_block(read: Entries, width: int | None = None, **changes: Any) -> Mam
     given = read("mamba_d_head", None)
     if width % heads or given not in (None, "auto", width // heads):
         raise domain_error("mamba_n_heads", heads, f"{width} features over mamba_d_head")
-    low, high = read("time_step_limit", (0.0, math.inf))
     fields: dict[str, Any] = {
         "groups": read.count("mamba_n_groups"),
         "kernel": read.count("mamba_d_conv"),
@@ -135,16 +126,15 @@ def mamba2_block(read: Entries, width: int | None = None, **changes: Any) -> Mam
         "tap_bias": read.flag("mamba_conv_bias"),
         "steps": (ONE_STEP, ONE_STEP),
         "norm_epsilon": read.number("rms_norm_eps"),
-        "least_step": low,
-        "most_step": None if high == math.inf else high,
-    } | changes
+    } | step_limits(read)
+    fields |= changes
     return Mamba2(heads, width // heads, read.count("mamba_d_state"), variance, variance, **fields)
 
 
 def _bamba(read: Entries, seq_len: int | None) -> Transformer:
     """Mamba-2 in all layers but those of `attn_layer_indices`, with gated units in each."""
     layers, block = read.layers("num_hidden_layers"), mamba2_block(read)
-    attends = read("attn_layer_indices", None) or ()
+    attends = read.several("attn_layer_indices", 0)
     mixers = tuple(None if number in attends else block for number in range(layers))
     return _decoder(read, seq_len, biased=_BOTH, mixer=mixers)
 
@@ -159,7 +149,6 @@ def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
     if inner != heads * width:
         allowed = f"expand * hidden_size = {inner} over head_dim = {width}"
         raise domain_error("num_heads", heads, allowed)
-    low, high = read("time_step_limit", (0.0, math.inf))
     variance = read.variance()
     block = Mamba2(
         heads,
@@ -172,10 +161,23 @@ def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
         tap_bias=read.flag("use_conv_bias"),
         steps=step_range(read),
         norm_epsilon=read.number("layer_norm_epsilon"),
-        least_step=low,
-        most_step=None if high == math.inf else high,
+        **step_limits(read),
     )
     return _alone(read, seq_len, block, inner, ("num_hidden_layers", "hidden_size", "num_heads"))
+
+
+def step_limits(read: Entries) -> dict[str, Any]:
+    """Between which steps are kept; transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    given = read("time_step_limit", None) or (0.0, None)
+    unbounded = (None, math.inf, {"__float__": "Infinity"})
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise domain_error("time_step_limit", given, "a list of two numbers")
+    low, high = given
+    high = None if any(high == one for one in unbounded) else high
+    for one in (low, high or 0.0):
+        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one < math.inf:
+            raise domain_error("time_step_limit", given, "two numbers, of at least 0")
+    return {"least_step": low, "most_step": high}
 
 
 def step_range(read: Entries) -> tuple[float, float]:
@@ -243,7 +245,7 @@ def _mamba(read: Entries, seq_len: int | None, **fields: Any) -> Transformer:
     read.refuse("time_step_init_scheme", "random", "steps of one weight for all features")
     read.expect("hidden_act", "silu", "SiLU is assumed behind the convolution")
     rank = step_rank(read, _MAMBA["rank"])
-    step_variance = read.number("time_step_scale") ** 2 / (3 * rank)
+    step_variance = read.variance("time_step_scale") / (3 * rank)
     fields |= {"step_variance": step_variance, "steps": step_range(read)}
     block = mamba_block(read, _MAMBA, **fields)
     depth = "num_hidden_layers", "hidden_size", "state_size"
@@ -263,15 +265,18 @@ def _recurrent_gemma(read: Entries, seq_len: int | None) -> Transformer:
     layers, d_model = read.layers("num_hidden_layers"), read.count("hidden_size")
     heads, width = read.count("num_attention_heads"), read.count("lru_width", d_model)
     every, kernel = read.positive("w_init_variance_scale"), read.count("conv1d_width")
-    base, block_width = every / kernel, width // heads
+    base, block_width = every / kernel, max(width // heads, 1)
     unit = RGLRU(
         *(width, heads, 1 / d_model, every / block_width, every / block_width),
         kernel=kernel,
         tap_variance=base,
         gate=read.activation("hidden_activation"),
     )
-    kinds = (list(read("block_types")) * layers)[:layers]
-    mixers = _mixed(read, [_FULL if k == "attention" else k for k in kinds], {"recurrent": unit})
+    blocks = {"attention": None, "recurrent": unit}
+    given = read.several("block_types", "")
+    if not given or not set(given) <= set(blocks):
+        raise domain_error("block_types", given, f"a list of {' and '.join(map(repr, blocks))}")
+    mixers = [blocks[given[number % len(given)]] for number in range(layers)]
     inward = ("query", "key", "value") if read.flag("attention_bias") else ()
     output = [2.0 / (layers * (width if one else d_model)) for one in mixers]
     cap = read.cap("logits_soft_cap")
@@ -321,9 +326,8 @@ def _minimax(read: Entries, seq_len: int | None) -> Transformer:
     layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
     width, variance = read.count("hidden_size"), read.variance()
     d_head = read.count("head_dim", width // heads)
-    usual = [_LINEAR if number % 2 else _FULL for number in range(layers)]
-    kinds = read("layer_types", usual)
-    for_each = _mixed(read, kinds, dict.fromkeys((_LINEAR,), True))
+    usual = [_LINEAR if number % 2 else FULL for number in range(layers)]
+    for_each = _mixed(read, usual, {_LINEAR: True})
     mixers = [
         linear
         and LinearAttention(

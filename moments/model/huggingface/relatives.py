@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import domain_error
+from ...formulas.checks import check_count
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Weights
-from .entries import Entries
+from .entries import FULL, SLIDING, Entries
 from .family import Family, causal_head, declared
 from .gpt import _gpt2
-from .llama import _BOTH, _FULL, _SLIDING, _decoder, _length, slowed, yarn
+from .llama import _BOTH, _decoder, _length, slowed, yarn
 from .parallel import _gptj
 
 _INWARD = ("query", "key", "value")
@@ -42,12 +42,12 @@ def _kinds(read: Entries, full_every: int | None, pattern: str | None = None) ->
     layers = read.layers("num_hidden_layers")
     said = None if pattern is None else read(pattern, None)
     every = said if isinstance(said, int) else full_every
-    usual = [_SLIDING if every and (n + 1) % every else _FULL for n in range(layers)]
-    return list(read("layer_types", usual))
+    usual = [SLIDING if every and (n + 1) % every else FULL for n in range(layers)]
+    return read.kinds(usual)
 
 
 def _windows(read: Entries, kinds: Sequence[str], seq_len: int | None) -> Any:
-    return read.windows(kinds, _SLIDING, "sliding_window", _length(read, seq_len))
+    return read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len))
 
 
 def _by_type(
@@ -59,15 +59,16 @@ def _by_type(
         full, sliding: their usual bases.
         local, everywhere: the older entries for the second and for the first.
     """
-    nested = read("rope_parameters", {}) if read.has("rope_parameters") else {}
-    given = {kind: dict(nested.get(kind) or {}) for kind in (_FULL, _SLIDING)}
-    given[_FULL] |= read("rope_scaling", {}) if read.has("rope_scaling") else {}
-    given[_FULL].setdefault("rope_theta", read(everywhere, full))
-    given[_SLIDING].setdefault("rope_theta", read(local, sliding))
+    nested = read.inside("rope_parameters")
+    given = {kind: dict(nested(kind, {})) for kind in (FULL, SLIDING)}
+    given[FULL] |= read("rope_scaling", {}) if read.has("rope_scaling") else {}
+    given[FULL].setdefault("rope_theta", read(everywhere, full))
+    given[SLIDING].setdefault("rope_theta", read(local, sliding))
     found, width = {}, _head_width(read)
     for kind, one in given.items():
         named = one.get("rope_type", one.get("type", "default"))
-        rotary, factor = slowed(read, one, Rotary(base=float(one["rope_theta"])), width)
+        base = Entries(one, f"{read.kind}.{kind}", {}).number("rope_theta")
+        rotary, factor = slowed(read, one, Rotary(base=base), width)
         if named != "default" and rotary.speeds is None:
             read.leave_out("rope_type", named, "unscaled rotary frequencies are assumed")
         found[kind] = rotary, factor**-2
@@ -97,7 +98,7 @@ def _ernie4_5(read: Entries, seq_len: int | None) -> Transformer:
 
 def _ministral(read: Entries, seq_len: int | None) -> Transformer:
     layers = read.layers("num_hidden_layers")
-    kinds = read("layer_types", [_FULL if read.null("sliding_window") else _SLIDING] * layers)
+    kinds = read.kinds([FULL if read.null("sliding_window") else SLIDING] * layers)
     window = _windows(read, kinds, seq_len)
     return _decoder(read, seq_len, biased=(), window=window, **_turned(read))
 
@@ -195,7 +196,7 @@ def _exaone4(read: Entries, seq_len: int | None) -> Transformer:
     kinds = _kinds(read, None if free else 4, pattern)
     read.read.add("sliding_window_pattern")
     turned = _turned(read)
-    rotary = [turned["rotary"] if free or kind == _SLIDING else None for kind in kinds]
+    rotary = [turned["rotary"] if free or kind == SLIDING else None for kind in kinds]
     window = _windows(read, kinds, seq_len)
     fields: dict[str, Any] = turned | {"rotary": rotary, "window": window}
     return _decoder(read, seq_len, biased=(), norm="output", qk_norm="rmsnorm", **fields)
@@ -204,9 +205,10 @@ def _exaone4(read: Entries, seq_len: int | None) -> Transformer:
 def _smollm3(read: Entries, seq_len: int | None) -> Transformer:
     """No positions in every fourth layer."""
     layers, every = read.layers("num_hidden_layers"), read.count("no_rope_layer_interval")
-    flags = read("no_rope_layers", [int((n + 1) % every != 0) for n in range(layers)])
+    usual = [int((n + 1) % every != 0) for n in range(layers)]
+    flags = read.several("no_rope_layers", 0, layers) or usual
     used = read.flag("use_sliding_window")
-    kinds = read("layer_types", [_FULL if flag or not used else _SLIDING for flag in flags])
+    kinds = read.kinds([FULL if flag or not used else SLIDING for flag in flags])
     turned = _turned(read)
     rotary = [turned["rotary"] if flag else None for flag in flags]
     fields: dict[str, Any] = turned | {"rotary": rotary, "window": _windows(read, kinds, seq_len)}
@@ -225,7 +227,7 @@ def _cohere2(read: Entries, seq_len: int | None) -> Transformer:
         epsilon="layer_norm_eps",
         norm_bias=False,
         parallel=True,
-        rotary=[rotary if kind == _SLIDING else None for kind in kinds],
+        rotary=[rotary if kind == SLIDING else None for kind in kinds],
         window=_windows(read, kinds, seq_len),
         head=causal_head(read, read.variance(), epsilon, output_scale=scale),
     )
@@ -237,11 +239,8 @@ def _gemma3(read: Entries, seq_len: int | None) -> Transformer:
     kinds, width = _kinds(read, 6, "sliding_window_pattern"), _head_width(read)
     fields = _of_kinds(_by_type(read, 1e6, 1e4, "rope_local_base_freq"), kinds)
     scalar = math.sqrt(read.positive("query_pre_attn_scalar") / width)
+    cap = read.cap("final_logit_softcapping", None)
     fields["temperature"] = (scalar * np.asarray(fields["temperature"])).tolist()
-    caps = [
-        None if read(name, None) is None else read.cap(name)
-        for name in ("attn_logit_softcapping", "final_logit_softcapping")
-    ]
     return _decoder(
         read,
         seq_len,
@@ -249,9 +248,9 @@ def _gemma3(read: Entries, seq_len: int | None) -> Transformer:
         norm="sandwich",
         qk_norm="rmsnorm",
         window=_windows(read, kinds, seq_len),
-        logit_softcap=caps[0],
+        logit_softcap=read.cap("attn_logit_softcapping", None),
         embedding={"scale": math.sqrt(read.count("hidden_size"))},
-        head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=caps[1]),
+        head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
         **fields,
     )
 
@@ -326,24 +325,22 @@ def _neox_japanese(read: Entries, seq_len: int | None) -> Transformer:
 def _mpt(read: Entries, seq_len: int | None) -> Transformer:
     """ALiBi, neither biases nor those of norms; one probability of attn_config drops what blocks
     give and attention's weights."""
-    given = read("attn_config", {})
-    for name, value in given.items():
+    given = read.inside("attn_config")
+    for name, value in read("attn_config", {}).items():
         if name == "clip_qkv" and value is not None:
             read.leave_out(name, value, "queries, keys and values are not clipped")
         elif name in _MPT_ATTENTION and value != _MPT_ATTENTION[name]:
             read.leave_out(name, value, "its module does not read it")
     d_model, heads = read.count("d_model"), read.count("n_heads")
-    scale, dropout = given.get("softmax_scale"), given.get("attn_pdrop") or 0.0
-    if scale is not None and (not isinstance(scale, int | float) or scale <= 0):
-        raise domain_error("softmax_scale", scale, "a positive number, or null")
+    usual = math.sqrt(heads / d_model)
     return declared(
         read,
         read.number("layer_norm_epsilon"),
         shape=("n_layers", "d_model", "n_heads"),
         seq_len=read.length("max_seq_len", seq_len),
         activation="gelu",
-        dropout=float(dropout),
-        temperature=1.0 if scale is None else math.sqrt(heads / d_model) / float(scale),
+        dropout=given.number("attn_pdrop", 0.0),
+        temperature=usual / given.positive("softmax_scale", usual),
         norm_bias=False,
         biases=None,
         alibi=True,
@@ -367,7 +364,7 @@ def _persimmon(read: Entries, seq_len: int | None) -> Transformer:
 
 def spread_base(d_model: int) -> float:
     """Base of sinusoidal positions whose slowest frequency is 1/10000, as in tensor2tensor."""
-    half = d_model // 2
+    half = check_count("d_model", d_model, least=4) // 2
     return float(10000 ** (half / (half - 1)))
 
 

@@ -30,6 +30,7 @@ _LENGTH = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"
 _HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
 # What a class's own defaults lack to be a model that is read
 _NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
@@ -50,6 +51,9 @@ def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
     changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
     pattern = READERS[kind].defaults.get("layers_block_type")
     if pattern is not None:  # one entry for every layer, and none for how many there are
+        letters = entries.get("hybrid_override_pattern")
+        if letters and "layers_block_type" not in entries:
+            return changed | {"hybrid_override_pattern": (letters * layers)[:layers]}
         several = list(entries.get("layers_block_type", pattern)) * layers
         return changed | {"layers_block_type": several[:layers]}
     names = [name for name in LAYERS if name in READERS[kind].defaults or name in entries]
@@ -97,7 +101,8 @@ def sized_config(
     sizes: dict[str, Any] = dict.fromkeys(WIDTHS, d_model)
     sizes |= dict.fromkeys(HEADS, heads) | dict.fromkeys(FFN_WIDTHS, 4 * d_model)
     sizes |= dict.fromkeys(_LENGTH, seq_len) | dict.fromkeys(_HEAD_WIDTH, width)
-    sizes |= {"num_key_value_heads": heads // 2, "rotary_dim": width // 2}
+    shared = heads if "kv_lora_rank" in defaults else heads // 2
+    sizes |= {"num_key_value_heads": shared, "rotary_dim": width // 2}
     sizes |= {"vocab_size": vocab_size, "image_size": 32, "patch_size": 8}
     extra: dict[str, Any] = {} if kind == "vit" else {"bos_token_id": 1, "eos_token_id": 2}
     if kind == "opt":
@@ -105,6 +110,7 @@ def sized_config(
     if defaults.get("pad_token_id", 0) >= vocab_size:
         extra["pad_token_id"] = 0
     found = {name: value for name, value in sizes.items() if name in defaults}
-    if "rms_norm_eps" in defaults and "num_kv_heads" not in defaults:
-        found["num_key_value_heads"] = heads // 2
+    nulls = "rms_norm_eps" in defaults or kind in ("cohere", "olmo")  # as many as heads
+    if nulls and "num_kv_heads" not in defaults:
+        found["num_key_value_heads"] = shared
     return at_depth({"model_type": kind} | found | extra | _NEEDED.get(kind, {}), layers)

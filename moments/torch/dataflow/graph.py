@@ -145,7 +145,8 @@ class Graph:
         for node in self.nodes:
             bits = 1 << node.index
             for value in node.inputs:
-                self.values[value].consumers.append(node.index)
+                if node.name != "empty_like":  # which reads a shape alone
+                    self.values[value].consumers.append(node.index)
                 made = self.values[value].producer
                 if made is not None:
                     bits |= ancestors[made]

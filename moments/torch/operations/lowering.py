@@ -341,6 +341,8 @@ class Lowering:
         chosen = [s for s in map(self.states.get, node.inputs) if isinstance(s, Field)]
         if len(chosen) != 1 or chosen[0].site.ndim != 1:
             return None
+        if not isinstance(chosen[0].variable, Sampled):
+            raise Unlowered("matrices chosen by what was put together of several choices")
         index = again(self.graph, node, {node.inputs[0]: w.index}, {})[0]
         tensor = self.graph.tensor(node.outputs[0]).detach()
         return Weights(tensor, w.root, index, w.tensor, chosen[0])
