@@ -224,7 +224,7 @@ class DrawnHeads:
             squares.append(np.mean(leaving * leaving, -1))
         apart, value = np.concatenate(squares), self.head.sections["value"]
         self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
-        self.norms = np.cov(apart.T, ddof=0) * self.part
+        self.norms = np.atleast_2d(np.cov(apart.T, ddof=0)) * self.part
         self.scatter = float(np.sqrt(np.mean(np.diag(self.norms)) / self.part / self.draws))
         self.scatter /= max(float(apart.mean()), TINY)
         self.sizes = 1.0 + self.part * (apart / np.maximum(apart.mean(0), TINY) - 1.0)
