@@ -15,6 +15,7 @@ import pytest
 
 import moments
 from moments.formulas.quantization import E4M3, Entries, cast, loss
+from moments.prediction.resolution import most_tokens
 
 SMALL = moments.Transformer(2, 8, 2, 4, causal=True)
 XAVIER = moments.Weights.xavier(8, 32)
@@ -157,3 +158,11 @@ def test_one_token_is_the_first_of_several() -> None:
     )
     assert four.token_variance is not None
     np.testing.assert_allclose(one.variance, four.token_variance[:, 0], rtol=0.03)
+
+
+@pytest.mark.parametrize("model", [SMALL.replace(mixer=DELTA), SMALL.replace(alibi=True)])
+def test_more_tokens_than_are_named_as_covered_are_refused(model: moments.Transformer) -> None:
+    long = model.replace(seq_len=4096)
+    with pytest.raises(moments.DomainError, match="512"):
+        moments.predict(long.replace(seq_len=most_tokens(long) + 1))
+    assert most_tokens(SMALL.replace(seq_len=4096)) == 4096
