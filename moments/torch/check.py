@@ -799,7 +799,7 @@ def architecture_read(
     """What the module is, as one pass tells it, or else what it promises."""
     model = reading.model or promised
     if model is None:
-        said = f"no Transformer says what {type(module).__name__} does"
+        said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
         unplaced = unplaced_by(reading)
         names = [words for words in unplaced if words.endswith(NO_ROLE)]
         why = [words for words in unplaced if words not in names]
