@@ -107,7 +107,7 @@ class Stored:
 
     def __post_init__(self) -> None:
         """Fields as the plain values that their annotations' checks make of them."""
-        for name, check, optional in _checks(type(self)):
+        for name, check, optional in _checks(type(self)):  # type: ignore[arg-type]
             value = getattr(self, name)
             if value is not None or not optional:
                 set_field(self, name, check(name, value))
