@@ -16,15 +16,15 @@ from test_dense_readers import flat, numbers
 
 import moments
 from moments import DomainError, ValidityWarning
-from moments.model.huggingface import READERS, encoders
+from moments.model.huggingface import DENSE, READERS, encoders
 from moments.model.huggingface.relatives import EARLIER
 from moments.model.huggingface.sizes import sized_config
-from moments.model.huggingface.t5 import POSITIONED
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
-KINDS = sorted({**POSITIONED, **EARLIER, **encoders.READERS})
+POSITIONED = [kind for kind, family in DENSE.items() if family.file == "t5"]
+KINDS = sorted({*POSITIONED, *EARLIER, *encoders.READERS})
 # Modules whose narrow copies are not read: tables of one's own width, heads in fours; samples
 BY_MODULE = [
     kind

@@ -2,9 +2,10 @@
 
 entries          reading a config and naming what is left unread
 family, sizes    what a family is, with the heads that most share; its architecture at another size
-families.json    of every type its class in transformers, entries that are ignored, with a reason
-                 "why", and the "usual" values at which others change nothing; both as of a type
-                 that it is "like"; whether the class draws otherwise than its authors ("slip")
+families.json    by the file that reads them, of every type its class in transformers, entries that
+                 are ignored, with a reason "why", and the "usual" values at which others change
+                 nothing; both as of a type that it is "like"; whether the class draws otherwise
+                 than its authors ("slip")
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
@@ -16,44 +17,24 @@ pictures         what they read enters through patches or convolutions
 
 from __future__ import annotations
 
-from types import ModuleType
-
-from . import (
-    bert,
-    encoders,
-    gpt,
-    hybrid,
-    latent,
-    llama,
-    moe,
-    newer,
-    parallel,
-    pictures,
-    recurrent,
-    relatives,
-    t5,
-    vit,
-)
-from .family import Family
+from .family import SECTIONS, Family
 
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
-_GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures, newer)
+
+def _of(section: str) -> dict[str, Family]:
+    return {
+        kind: Family.of(kind, file) for file, kinds in SECTIONS[section].items() for kind in kinds
+    }
 
 
-def _of(*modules: ModuleType) -> dict[str, Family]:
-    return {kind: Family.of(kind, read) for m in modules for kind, read in m.READERS.items()}
-
-
-FAMILIES = _of(*_GROUPS)
+FAMILIES = _of("families")
 """`model_type` -> family."""
-OF_BLOCKS = _of(*_OF_BLOCKS)
+DENSE = _of("dense")
+"""The same of those whose modules `moments.torch.from_config` reads."""
+OF_BLOCKS = _of("blocks")
 """The same of those that are read from their config alone: of a module of theirs `moments.torch`
 does not know every part."""
-DENSE = _of(relatives, encoders)
-DENSE |= {kind: Family.of(kind, read) for kind, read in t5.POSITIONED.items()}
-"""The same of those whose modules `moments.torch.from_config` reads."""
 READERS = FAMILIES | DENSE | OF_BLOCKS
 
 _BEYOND = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ def _table(name: str) -> dict[str, Any]:
     return found
 
 
-_KNOWN, _DEFAULTS = _table("families.json"), _table("defaults.json")
+SECTIONS, _DEFAULTS = _table("families.json"), _table("defaults.json")
+_ROWS = {
+    k: row for files in SECTIONS.values() for rows in files.values() for k, row in rows.items()
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Family:
     """One `model_type`: how its config is read, and which module it is.
 
     Args:
-        read: from entries and a sequence length to the declaration.
+        kind: the type.
+        file: the module of this package whose `READERS` read it.
         module: name of the transformers class with its head.
         task: what it is trained on: "causal", "masked", "translation", "images" or "sound"; "text"
             where nothing but a text is read.
@@ -49,7 +54,8 @@ class Family:
             read as the class draws, and promises nothing.
     """
 
-    read: Reader
+    kind: str
+    file: str
     module: str
     task: str
     usual: Mapping[str, Any]
@@ -57,15 +63,21 @@ class Family:
     slip: bool
 
     @classmethod
-    def of(cls, kind: str, read: Reader) -> Family:
+    def of(cls, kind: str, file: str) -> Family:
         """What `families.json` and `defaults.json` say of a type."""
-        row = _KNOWN[kind]
-        module, like = row["module"], _KNOWN[row.get("like", kind)]
+        row = _ROWS[kind]
+        module, like = row["module"], _ROWS[row.get("like", kind)]
         task = row.get("task") or next(TASKS[end] for end in TASKS if module.endswith(end))
         ignored = like.get("ignored", [])
         names = ignored.split() if isinstance(ignored, str) else " ".join(ignored).split()
         usual = dict.fromkeys(names, ...) | like.get("usual", {})
-        return cls(read, module, task, usual, _DEFAULTS.get(kind, {}), row.get("slip", False))
+        slip = row.get("slip", False)
+        return cls(kind, file, module, task, usual, _DEFAULTS.get(kind, {}), slip)
+
+    def read(self, entries: Entries, seq_len: int | None) -> Transformer:
+        """The declaration that a config's entries make."""
+        reader: Reader = import_module(f".{self.file}", __package__).READERS[self.kind]
+        return reader(entries, seq_len)
 
     def declare(
         self, given: Mapping[str, Any], seq_len: int | None

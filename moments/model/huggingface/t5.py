@@ -102,8 +102,6 @@ def _feed_forward(read: Entries) -> tuple[str, bool]:
     return ACTIVATIONS[name], kind == "gated"
 
 
-READERS: dict[str, Reader] = {"t5": _t5, "mt5": _t5}
-
 # --- BART, Marian, M2M-100 and their relatives: positions are added to token rows -----------------
 
 _EPSILON = 1e-5  # LayerNorm's own default, which the code does not change
@@ -201,7 +199,7 @@ _BUILT = {
     "pegasus": ("pre", True, False),
     "plbart": ("post", False, True),
 }
-POSITIONED: dict[str, Reader] = {
+READERS: dict[str, Reader] = {"t5": _t5, "mt5": _t5, "umt5": _t5} | {
     kind: partial(_bart, norm=norm, fixed=fixed, normed=normed)
     for kind, (norm, fixed, normed) in _BUILT.items()
-} | {"umt5": _t5}  # the last is T5 whose layers each have a table of relative biases
+}
