@@ -457,7 +457,7 @@ class Prediction:
                 "layer": point.layer,
                 **{
                     name: float(np.mean(point.signal.kernel.average(values)))
-                    for name, values in point.signal.diagnostics.items()
+                    for name, values in (point.signal.diagnostics or {}).items()
                 },
             }
             for point in self.trace.points

@@ -199,7 +199,8 @@ _BUILT = {
     "pegasus": ("pre", True, False),
     "plbart": ("post", False, True),
 }
-READERS: dict[str, Reader] = {"t5": _t5, "mt5": _t5, "umt5": _t5} | {
+READERS: dict[str, Reader] = {"t5": _t5, "mt5": _t5, "umt5": _t5}
+READERS |= {
     kind: partial(_bart, norm=norm, fixed=fixed, normed=normed)
     for kind, (norm, fixed, normed) in _BUILT.items()
 }
