@@ -71,7 +71,7 @@ def report_of(
     gradients = {} if wider else _gradients(done, loss)
     chosen = _chosen(done, prediction, gradients)
     rows = list(_rows(done, prediction, gradients, chosen)) if not wider else []
-    findings = [*refusal.findings, *_odd_tensors(module), *_unlike(rows), *_way(prediction)]
+    findings = [*refusal.findings, *odd_namesakes(module), *_unlike(rows), *_way(prediction)]
     notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
     unread = [f"{name} ({why})" for name, why in prediction.unread]
@@ -81,7 +81,7 @@ def report_of(
         findings=ranked(findings),
         notes=tuple(notes),
         unchecked=(
-            f"what its initialisation is meant to be ({_why(refusal)})",
+            f"what its initialisation is meant to be ({why_not(refusal)})",
             *((drawn,) if prediction.sampled else ()),
             *(("gradients inside experts, which depend on what tokens chose",) if chosen else ()),
             *(f"what stands behind {words}" for words in unread),
@@ -92,7 +92,7 @@ def report_of(
     )
 
 
-def _why(refusal: NotRead) -> str:
+def why_not(refusal: NotRead) -> str:
     """Why it was not read as a stack of layers."""
     return str(refusal).splitlines()[0].partition("; found nonetheless: ")[0]
 
@@ -199,7 +199,7 @@ def _unlike(rows: list[Row]) -> Iterator[Finding]:
         )
 
 
-def _odd_tensors(module: nn.Module) -> Iterator[Finding]:
+def odd_namesakes(module: nn.Module) -> Iterator[Finding]:
     """Tensors whose variance is unlike that of their namesakes in other layers."""
     alike: dict[str, dict[int, list[tuple[str, EntryMoments]]]] = {}
     for name, parameter in module.named_parameters():
