@@ -521,7 +521,7 @@ class ClassLayer(Layer):
 
 def layer_of(
     leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
-) -> Layer | SinkLayer:
+) -> TokenLayer | ClassLayer | AlikeLayer | SinkLayer:
     """Attention in the resolution of its tokens: moments of what it mixes, and the paths back.
 
     Args:
@@ -534,7 +534,7 @@ def layer_of(
 
 def _layer_of(
     leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
-) -> Layer:
+) -> TokenLayer | ClassLayer | AlikeLayer:
     (queries, tokens), spread = kernels, norm_variance(memory)
     if memory.resolved is True:
         return TokenLayer(leaf, law, queries, tokens, spread)

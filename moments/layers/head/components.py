@@ -264,7 +264,8 @@ class PoolWay:
         blocks = [spread(np.asarray(kernel.mean_diagonal()))]
         if len(classes.ends) > 1:
             blocks.append(spread(np.asarray(kernel.mean_off_diagonal())))
-        return Kernel(*classes.joined(*blocks), classes)
+        diagonal, off_diagonal = classes.joined(*blocks)
+        return Kernel(diagonal, off_diagonal, classes)
 
     def __call__(self, gradient: Gradient) -> Pulled:
         return Pulled(Gradient(self.returned(gradient.kernel), self.length))

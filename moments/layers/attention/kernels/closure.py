@@ -214,11 +214,9 @@ class OverlapClosure:
         for block in self._laws.blocks:
             if block.with_itself:
                 sums = block.overlap
-                for index, (wide, _) in enumerate(block.pairs):
-                    group = wide.source
+                for index, (group, _) in enumerate(block.pairs):
                     diagonal = np.diagonal(sums.excess[index, 0]) - 2.0 * sums.left[index, 0]
                     diagonal = diagonal + np.diagonal(sums.both[index, 0])[:, None]
-                    diagonal = diagonal[wide.leader_patterns, wide.leader_keys]
                     scale = self._row_scale[0, group.patterns, None] ** 2
                     square = group.weights**2 * np.maximum(1.0 + scale * diagonal, 0.0)
                     compact[window(group.patterns, group.keys)] = square

@@ -238,6 +238,11 @@ class RowClass:
     leader_weights: Array
     response: Array
 
+    def in_single(self) -> RowClass:
+        """The same in single precision."""
+        arrays = (self.weights, self.leader_weights, self.response)
+        return RowClass(self.patterns, self.keys, self.row, *(x.astype(np.float32) for x in arrays))
+
 
 def find_patterns(prior: Array, temperature: Array, biased: bool) -> tuple[Indices, Indices]:
     """Distinct rows.
