@@ -234,9 +234,9 @@ class RowClass:
     patterns: slice
     keys: slice | Indices
     row: int
-    weights: Array
-    leader_weights: Array
-    response: Array
+    weights: NDArray[Any]
+    leader_weights: NDArray[Any]
+    response: NDArray[Any]
 
     def in_single(self) -> RowClass:
         """The same in single precision."""
