@@ -221,7 +221,7 @@ class Activation(Lawful):
         given = dict(self.parameters)
         given["x_variance"] = given["x_other_variance"] = diagonal
         given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
-        given["x_correlation"] = ratio_or_zero(off_diagonal, diagonal)
+        given["x_correlation"] = np.clip(ratio_or_zero(off_diagonal, diagonal), -1.0, 1.0)
         given["grad_covariance"] = 1.0
         return evaluate(law, signal.algebra, given)
 

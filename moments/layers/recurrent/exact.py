@@ -12,6 +12,7 @@ given Gaussian pre-activations.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -96,6 +97,12 @@ class GatedConvolution(_Closed):
         kurtosis = 3 * (3 + 24 / self.block.kernel)
         return (kurtosis - 1) / self.width * self.forward() ** 2
 
+    @property
+    def overlaps(self) -> Array:
+        """As `DrawnHeads.overlaps`: those of tokens that are not alike are of products of
+        independent entries."""
+        return 2.0 / self.width * self.forward() ** 2
+
 
 UNSTEADY = 0.1
 """Variance of two tokens' overlap over its mean square beyond which a note is made."""
@@ -143,9 +150,18 @@ class LinearHeads(_Closed):
     @property
     def norms(self) -> Array:
         """As `DrawnHeads.norms`, of draws."""
+        return self._drawn.norms
+
+    @property
+    def overlaps(self) -> Array:
+        """As `DrawnHeads.overlaps`, of draws."""
+        return self._drawn.overlaps
+
+    @functools.cached_property
+    def _drawn(self) -> DrawnHeads:
         drawn = DrawnHeads(Heads(self.block), *self.given)
         drawn.forward()
-        return drawn.norms
+        return drawn
 
     def law(self, *given: Array) -> Array:
         block, width = self.block, self.block.d_key

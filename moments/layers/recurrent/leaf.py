@@ -97,12 +97,15 @@ class Mixer(Leaf):
         kernel = Kernel.of_matrix(np.stack([one.forward() for one in laws]).reshape(shape))
         fluctuation = None
         if signal.fluctuation is not None:
-            norms = Kernel.of_matrix(np.stack([one.norms for one in laws]).reshape(shape))
+            norms, overlaps = (
+                Kernel.of_matrix(np.stack([getattr(one, of) for one in laws]).reshape(shape))
+                for of in ("norms", "overlaps")
+            )
             none = norms.scaled(0.0)
             if signal.fluctuation.overlaps is None:
                 fluctuation = Fluctuation(norms)
             else:
-                fluctuation = Fluctuation(norms, norms, shared=(none, none))
+                fluctuation = Fluctuation(norms, overlaps, shared=(none, none))
         notes = tuple(dict.fromkeys(note for one in laws for note in getattr(one, "notes", ())))
         output = Signal(
             kernel,
