@@ -552,8 +552,7 @@ Thresholds of notes and warnings say from where on something is mentioned:
 `moments/prediction/resolution.py::OFTEN`,
 `moments/layers/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
-`moments/layers/attention/kernels/joint_laws.py::STACK_ENTRIES`,
-`moments/layers/attention/kernels/joint_laws.py::MOST_PADDED`.
+`moments/layers/attention/kernels/joint_laws.py::STACK_ENTRIES`.
 """
 
 

@@ -229,10 +229,6 @@ class Component(abc.ABC):
         """What follows one another in it: itself, unless it is a chain."""
         return (self,)
 
-    def records_in_order(self, record: Record) -> tuple[Record, ...]:
-        """The records of `in_order`, of its own."""
-        return (record,)
-
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         """The records of every way through parallel branches, leaf by leaf."""
         return [(record,)]
@@ -394,9 +390,6 @@ class Chain(Component):
 
     def in_order(self) -> tuple[Component, ...]:
         return self.components
-
-    def records_in_order(self, record: Record) -> tuple[Record, ...]:
-        return record.children
 
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         result: list[tuple[Record, ...]] = [()]

@@ -39,9 +39,9 @@ class GradientAdjoint(NamedTuple):
     """
 
     sensitivity: Array
-    exposure: Any
-    noise: Array
-    coherence: Array
+    exposure: Any = None
+    noise: Array = 0.0
+    coherence: Array = 1.0
 
 
 class SignalAdjoint(NamedTuple):
@@ -55,8 +55,8 @@ class SignalAdjoint(NamedTuple):
     """
 
     sensitivity: Array
-    noise: Array
-    common: Array
+    noise: Array = 0.0
+    common: Array = 0.0
 
 
 class Response(Protocol):
@@ -312,10 +312,9 @@ class Elementwise:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         paired = sensitivity * self.gradient
-        none = np.zeros(sensitivity.shape[:-2])
         by_pair = self.back_change * paired if present(self.back_change) else None
         exposure = by_pair, self._by_size(self.back_growth * paired)
-        return GradientAdjoint(self.back * sensitivity, exposure, none, none + self._coherence)
+        return GradientAdjoint(self.back * sensitivity, exposure, coherence=self._coherence)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         by_pair, by_size = exposure
@@ -324,8 +323,7 @@ class Elementwise:
         result = self.onward * sensitivity
         if by_pair is not None:
             result = grown(result, by_pair)
-        none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(result + diagonal_matrix(size, result), none, none)
+        return SignalAdjoint(result + diagonal_matrix(size, result))
 
     @functools.cached_property
     def _coherence(self) -> Array:
