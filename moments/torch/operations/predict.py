@@ -285,7 +285,7 @@ def lowered(
     with _spelled_out(module):
         batched = any(isinstance(p, nn.modules.batchnorm._BatchNorm) for p in module.modules())
         rows = NORMED_ROWS if batched else ROWS
-        graph = recorded(module, batch, rows=rows, tokens=tokens)
+        graph, _ = recorded(module, batch, rows, tokens)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             lowering = Lowering(graph, draws, seed, wider or {}, places)
