@@ -36,7 +36,7 @@ from .architecture import promised_by
 from .batches import batch_shape, first_stream, measured_gradient, measured_moments, random_part
 from .checkpoints import opened
 from .dataflow.reading import ModuleReading, in_every_layer
-from .describe import NO_ROLE, described_as, unplaced_by
+from .describe import described_as
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entries import EntryMoments
 from .expectation import model_of
@@ -785,10 +785,8 @@ def architecture_read(
     model = reading.model or promised
     if model is None:
         said = f"no Transformer says what {type(module).__name__} does"
-        unplaced = unplaced_by(reading)
-        names = [words for words in unplaced if words.endswith(NO_ROLE)]
-        why = [words for words in unplaced if words not in names]
-        why += [f"{len(names)} parameters of unknown role"] if names else []
+        count = len(reading.roles.unidentified)
+        why = [*reading.reasons, *[f"{count} parameters of unknown role"] * bool(count)]
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return model
 
