@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import from_huggingface
 from ..errors import domain_error, listed, without_warnings
+from ..layers.experts.mixture import TOKENS
 from ..layers.recurrent.leaf import Mixer
 from ..model.experts import Experts
 from ..model.mixers import Absent
@@ -524,7 +525,9 @@ def _experts(seen: Seen) -> Found:
             "leave the gate as softmax or sigmoid gives it (normalised='all' or 'none'), or choose "
             "two experts",
         )
-    starved = frame[frame["starving"] > STARVED]
+    # by chance, however evenly so few tokens choose
+    missed = (1 - frame["chosen"] / frame["experts"]) ** min(prediction.model.seq_len, TOKENS)
+    starved = frame[frame["starving"] > missed + STARVED * (1 - missed)]
     if len(starved):
         worst = starved.sort_values("starving").iloc[-1]
         yield Finding(

@@ -145,7 +145,7 @@ class Checking:
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme, self.loss = module, scheme, loss
-        self.given = batch is not None
+        self.given = batch is not None and not isinstance(batch, Tensor)  # ids say no task
         forget(module)  # entries may be others than when it was read
         try:
             self.reading = anatomy_of(module, batch)
@@ -313,7 +313,9 @@ class Checking:
         seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
         more, said = rules(seen)
         findings += [*self._behaviour(), *self._attention(weights, audited.rows), *more]
-        findings += self._mismatch(bool(findings))
+        # what layers of the same entries do is not predicted
+        if not any(one.kind == "copied layers" and one.severity != "note" for one in findings):
+            findings += self._mismatch(bool(findings))
         # Of what describing it said, copies are a finding already.
         notes += [*said, *(note for note in self.notes if "hold the same entries" not in note)]
         return Report(
@@ -425,6 +427,14 @@ class Checking:
             yield _untied(
                 head.tied, said, self.tensors.names("head") or self.tensors.names("token")
             )
+        elif head is not None and not head.tied:
+            parts = dict(self.module.named_parameters())
+            named = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
+            two = [parts[name].detach() for name in named if name in parts]
+            if len(two) == 2 and torch.equal(*two):
+                why = "the head starts as a copy of the token table, in a matrix of its own: the "
+                why += "two part with the first step (head.weight = tokens.weight ties them)"
+                yield Finding("note", "copied head", named, reason=why)
 
     def _zero_heads(self) -> Iterator[Finding]:
         tensors = tensors_of(self.module)
@@ -784,7 +794,7 @@ def architecture_read(
     """What the module is, as one pass tells it, or else what it promises."""
     model = reading.model or promised
     if model is None:
-        said = f"no Transformer says what {type(module).__name__} does"
+        said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
         count = len(reading.roles.unidentified)
         why = [*reading.reasons, *[f"{count} parameters of unknown role"] * bool(count)]
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")

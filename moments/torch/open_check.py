@@ -213,14 +213,21 @@ def _odd_tensors(module: nn.Module) -> Iterator[Finding]:
 
 
 def _stack(prediction: ModulePrediction) -> list[Any]:
-    """Rows of the longest list of submodules that have parts of their own, in order."""
+    """Rows of the longest list of submodules that have parts of their own, in order; not of a list
+    inside another, such as a layer's experts."""
     lists: dict[str, list[Any]] = {}
     whole = {row.module.rpartition(".")[0] for row in prediction.outputs}
     for row in prediction.outputs:
         parent, _, last = row.module.rpartition(".")
         if last.isdigit() and row.module in whole and row.correlation is not None:
             lists.setdefault(parent, []).append(row)
-    return max(lists.values(), key=len, default=[])
+    lists = {f"{parent}." if parent else "": rows for parent, rows in lists.items() if rows[1:]}
+    outer = (
+        rows
+        for name, rows in lists.items()
+        if not any(name != other and name.startswith(other) for other in lists)
+    )
+    return max(outer, key=len, default=[])
 
 
 def _way(prediction: ModulePrediction) -> Iterator[Finding]:

@@ -243,8 +243,10 @@ def layer_pattern(name: str) -> str:
 
 
 def gathered_pattern(label: str) -> str:
-    """A name with a star for its first number, which counts layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", label, count=1)
+    """A name with a star for the number that counts layers: the first inside of it, else one that
+    begins it (nn.Sequential's own)."""
+    inside = re.sub(r"(?<=\.)\d+(?=\.)", "*", label, count=1)
+    return inside if inside != label else re.sub(r"^\d+(?=\.\w+\.)", "*", label)
 
 
 def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
