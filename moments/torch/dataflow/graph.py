@@ -235,14 +235,14 @@ class Graph:
                 needed.update(v for v in node.inputs if v not in given)
         values = dict(given)
 
-        def value(number: int) -> Tensor:
+        def now(number: int) -> Tensor:
             return values[number] if number in values else self.tensor(number)
 
         with torch.no_grad():
             for node in reversed(plan):
-                made = zip(node.outputs, node.redone(value), strict=True)
-                values.update((output, t) for output, t in made if output not in given)
-        return [value(v) for v in wanted]
+                pairs = zip(node.outputs, node.redone(now), strict=True)
+                values.update((output, t) for output, t in pairs if output not in given)
+        return [now(v) for v in wanted]
 
 
 def filled(entry: Any, value: Callable[[int], Any]) -> Any:
