@@ -29,10 +29,10 @@ from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
-from .findings import Finding, Report, Row, choices, ranked, streamed
+from .findings import Finding, Report, Row, ranked, streamed
 from .precision import FORMATS, precision
 from .recognition import Weight, WeightRule, in_words, recognise, weights_of
-from .verdict import times
+from .verdict import choices, times
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction

@@ -44,7 +44,7 @@ from .batches import (
 )
 from .checkpoints import opened
 from .dataflow.reading import ModuleReading, in_every_layer
-from .describe import NO_ROLE, described_as, unplaced_by
+from .describe import described_as
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entries import EntryMoments
 from .expectation import model_of
@@ -440,13 +440,13 @@ class Checking:
                 head.tied, said, self.tensors.names("head") or self.tensors.names("token")
             )
         elif head is not None and not head.tied:
-            parts = dict(self.module.named_parameters())
-            named = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
-            two = [parts[name].detach() for name in named if name in parts]
+            every = dict(self.module.named_parameters())
+            names = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
+            two = [every[name].detach() for name in names if name in every]
             if len(two) == 2 and torch.equal(*two):
                 why = "the head starts as a copy of the token table, in a matrix of its own: the "
                 why += "two part with the first step (head.weight = tokens.weight ties them)"
-                yield Finding("note", "copied head", named, reason=why)
+                yield Finding("note", "copied head", names, reason=why)
 
     def _zero_heads(self) -> Iterator[Finding]:
         tensors = tensors_of(self.module)
@@ -807,10 +807,8 @@ def architecture_read(
     model = reading.model or promised
     if model is None:
         said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
-        unplaced = unplaced_by(reading)
-        names = [words for words in unplaced if words.endswith(NO_ROLE)]
-        why = [words for words in unplaced if words not in names]
-        why += [f"{len(names)} parameters of unknown role"] if names else []
+        count = len(reading.roles.unidentified)
+        why = [*reading.reasons, *[f"{count} parameters of unknown role"] * bool(count)]
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return model
 

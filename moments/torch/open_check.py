@@ -19,14 +19,13 @@ from ..errors import MomentsError
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
 from .batches import random_part
-from .dataflow.graph import CHOICES, VIEWS, Graph, record
-from .dataflow.reading import called
+from .dataflow.graph import CHOICES, VIEWS, Graph
+from .dataflow.reading import recorded
 from .entries import EntryMoments
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, lowered, summary
 from .operations.sampling import again
 from .roles import gathered_names
-from .running import in_mode, kept_buffers
 from .tensors import odd_tensors
 
 DRAWS = 24
@@ -296,9 +295,8 @@ class Recurrence(NamedTuple):
     memory: float
 
 
-def recurrences(module: nn.Module, call: Any, batch: dict[str, Tensor]) -> Iterator[Recurrence]:
-    """Of one call of a module."""
-    graph = record(module, call, batch)
+def recurrences(graph: Graph) -> Iterator[Recurrence]:
+    """Of one recorded pass."""
     for node in graph.nodes:
         if node.name != "softplus" or not graph.values[node.outputs[0]].live:
             continue
@@ -382,9 +380,8 @@ class NotRead(MomentsError):
 def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with what is found in it all the same."""
     try:
-        near, call, passed, given = called(module, batch)
-        with kept_buffers(near), in_mode(near, True):
-            found = [*_forgetting(list(recurrences(near, call, passed)))]
+        graph, given = recorded(module, batch)
+        found = [*_forgetting(list(recurrences(graph)))]
         found += random_outcome(random_part(module, given))
     except Exception:  # a refusal does not fail over what it could add
         found = []
