@@ -35,6 +35,7 @@ from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
 from .shared import SharedStack
+from .streams import Connection, coefficients
 
 
 @functools.lru_cache(maxsize=32)
@@ -178,6 +179,9 @@ class _Stack:
         amplitude = self.branch[number - 1][which]
         if self.model.layer_scale:
             branch = Chain((branch, LayerScale(f"{name}.layer_scale", amplitude)))
+        if (streams := self.model.streams) is not None:
+            of, epsilon = coefficients(streams, self.model.d_model), self.model.norm_epsilon
+            return Connection(branch, skip, amplitude, f"{name}.sum", name, of, epsilon)
         return Residual(branch, skip, amplitude, f"{name}.sum")
 
     def _gain(self, name: str, number: int) -> float:
@@ -186,7 +190,12 @@ class _Stack:
     def _norm(self, name: str, number: int) -> tuple[Component, ...]:
         where = self.model.layernorm_scaling
         label = f"{name}.norm"
-        result = norm(self.model, self.theory, label, self._gain(name, number))
+        model = self.model
+        if model.streams is not None and model.norm_epsilon:
+            # the norm's input is followed in the mean stream's size
+            size = coefficients(model.streams, model.d_model).size
+            model = dataclasses.replace(model, norm_epsilon=model.norm_epsilon / size)
+        result = norm(model, self.theory, label, self._gain(name, number))
         if number == 1:
             return (result,)
         if where == "before-norm":
@@ -675,6 +684,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "activation_dropout": model.activation_dropout,
         "norm_groups": model.norm_groups > 1,
         "shared_layers": model.shared_layers,
+        "streams": model.streams is not None,
     }
 
 

@@ -31,6 +31,7 @@ from .mixers import QK_NORMS, RECURRENT, Absent
 from .patches import PatchEmbedding, SoundEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
+from .streams import HyperConnections
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "relative_bias": (RelativeBias,),
     "embedding": (Embedding, PatchEmbedding, SoundEmbedding),
     "head": (Head,),
+    "streams": (HyperConnections,),
 }
 """Fields that are declarations of their own; an encoder is a whole one."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
@@ -260,6 +262,8 @@ def _check_together(model: Transformer) -> None:
     _check_unread(model)
     if model.shared_layers:
         _check_shared(model)
+    if model.streams is not None:
+        model.streams.check(model)
     _check_biases(model)
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
@@ -275,7 +279,7 @@ def _check_shared(model: Transformer) -> None:
     plain = (
         "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
         "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
-        "norm_gain norm_groups parallel identity_attention"
+        "norm_gain norm_groups parallel identity_attention streams"
     )
     for name in plain.split():
         value = getattr(model, name)

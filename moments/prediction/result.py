@@ -19,6 +19,7 @@ from ..files import as_frame
 from ..formulas.law import Theory
 from ..layers.architecture import declare
 from ..layers.experts.mixture import rows as expert_rows
+from ..layers.streams import stream_rows
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from .draws import QUANTITIES
@@ -300,6 +301,28 @@ class Prediction:
         result = list(expert_rows(self.trace.stack))
         if not result:
             raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
+        return as_frame([tuple(row.values()) for row in result], columns=list(result[0]))
+
+    def streams(self) -> Any:
+        """What connects every block to the residual streams, a row each, as a DataFrame.
+
+        Columns: `layer` and `block`; `read`, E (sum_i r_i)^2, and `write`, E (mean_k w_k)^2, of one
+        token; `mixing`, by how much mixing multiplies the variance of streams about their mean;
+        `logit_correlation` of two tokens' coefficients, averaged over pairs; and behind the sum
+        `variance` of the mean stream, `apart`, that of one stream about it, and `likeness`, the
+        correlation of two streams of one token.
+
+        Raises:
+            DomainError: the model has one stream, or several configurations were predicted.
+        """
+        if self.variance.shape[:-1]:
+            raise DomainError("streams needs a single configuration, not a batch of them")
+        assert self.trace.stack is not None
+        result = list(stream_rows(self.trace.stack))
+        if not result:
+            raise DomainError(
+                "the model has one residual stream: declare streams=moments.HyperConnections(...)"
+            )
         return as_frame([tuple(row.values()) for row in result], columns=list(result[0]))
 
     @property
