@@ -15,6 +15,7 @@ is divided out here token by token. See docs/theory/streams.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from scipy.special import expit, softmax
 from ..engine.composition import Addition, Pulled, Residual, added, square
 from ..engine.derivative import plain, primitive, pullback
 from ..engine.laws import Layout
+from ..engine.response import Around, Sublayer, matrix_of
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, ratio_or_zero
 from ..engine.trace import Record, Run
 from ..model.streams import HyperConnections
@@ -34,7 +36,7 @@ from ..model.streams import HyperConnections
 NODES = 9
 """Correlations of logits, between -1 and 1, at which means over coefficients are taken; between
 them they are polynomials."""
-DRAWS = 2**13
+DRAWS = 2**12
 """Of matrices of logits, for mixing and for what a norm divides by."""
 POINTS = 96
 """Of Gauss-Hermite quadrature in each of two logits."""
@@ -106,11 +108,12 @@ def coefficients(declared: HyperConnections, d_model: int) -> Coefficients:
 
 def sinkhorn(logits: Array, declared: HyperConnections) -> Array:
     """(..., N, N) the matrices of these logits, whose rows and columns sum to 1."""
-    mixed = softmax(logits, -1)
-    mixed = mixed / mixed.sum(-2, keepdims=True)
+    small = declared.epsilon
+    mixed = softmax(logits, -1) + small
+    mixed = mixed / (mixed.sum(-2, keepdims=True) + small)
     for _ in range(declared.rounds - 1):
-        mixed = mixed / mixed.sum(-1, keepdims=True)
-        mixed = mixed / mixed.sum(-2, keepdims=True)
+        mixed = mixed / (mixed.sum(-1, keepdims=True) + small)
+        mixed = mixed / (mixed.sum(-2, keepdims=True) + small)
     return mixed
 
 
@@ -250,6 +253,20 @@ class Connection(Residual):
         lost = share * (1.0 - gradient.radial)
         first, second = gradient.kernel.over_tokens(lost)
         return gradient.kernel.weighted(1.0 - lost, 1.0 - (first + second) / 2)
+
+    def sublayer(self, record: Record, around: Around) -> Sublayer:
+        of, c = self.streams, record.pullback[1].kernels[2]
+        mean = of.at_one("write") - of.at_one("spread") / (of.declared.streams - 1)
+        scatter = Kernel.joined(
+            *(
+                chebyshev.chebval(one, of.write) / mean - 1.0
+                for one in (c.diagonal, c.off_diagonal)
+            ),
+            c.resolved,
+        )
+        adding = square(self.branch_scale) * of.at_one("write")
+        result = around.added(record, record.children[0], square(self.skip_scale), adding)
+        return dataclasses.replace(result, scatter=matrix_of(scatter, record.input.seq_len))
 
     def addition(self, record: Record) -> Addition:
         mean = square(self.branch_scale) * self.streams.at_one("write")

@@ -41,6 +41,7 @@ class HyperConnections(Stored):
         read_bias, write_bias: at the start.
         write_factor: of w.
         rounds: how often rows and columns are normalised.
+        epsilon: added to every r, to the rows' softmax, and to sums that are divided by.
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -57,10 +58,12 @@ class HyperConnections(Stored):
     write_bias: float = 0.0
     write_factor: float = 2.0
     rounds: int = 20
+    epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
         settle(self, ["streams"], check_count, least=2, most=MOST_STREAMS)
         settle(self, ["variance"], check_number, NONNEGATIVE, "pass a variance")
+        settle(self, ["epsilon"], check_number, NONNEGATIVE)
         settle(self, ("scale", "write_factor"), check_number, POSITIVE)
         settle(self, ("read_bias", "write_bias"), check_number, REAL)
         settle(self, ["rounds"], check_count)

@@ -27,12 +27,13 @@ def connection(
     if f"{block}.streams" in layer.weights:
         weights = layer.weights
         z = of.scale * (n @ weights[f"{block}.streams"]) + weights[f"{block}.streams.bias"]
-    read = torch.sigmoid(of.read_bias + z[..., :count])
+    read = torch.sigmoid(of.read_bias + z[..., :count]) + of.epsilon
     write = of.write_factor * torch.sigmoid(of.write_bias + z[..., count : 2 * count])
     if of.mixing == "identity":
         return read, write, torch.eye(count).to(x)
-    mix = torch.exp(z[..., 2 * count :].unflatten(-1, (count, count)))
-    for _ in range(of.rounds):
-        mix = mix / mix.sum(-1, keepdim=True)
-        mix = mix / mix.sum(-2, keepdim=True)
+    mix = z[..., 2 * count :].unflatten(-1, (count, count)).softmax(-1) + of.epsilon
+    for number in range(of.rounds):
+        if number:
+            mix = mix / (mix.sum(-1, keepdim=True) + of.epsilon)
+        mix = mix / (mix.sum(-2, keepdim=True) + of.epsilon)
     return read, write, mix
