@@ -217,8 +217,8 @@ def test_what_cannot_stand_between_streams_is_refused_by_name() -> None:
     with pytest.raises(DomainError, match="one residual stream"):
         moments.predict(model(None), **ENTERING).streams()
     of = model(streams)
+    plain = of.replace(normalization="layernorm")
     with pytest.raises(DomainError, match="streams"):
-        plain = of.replace(normalization="layernorm")
         moments.predict(plain, theory="published", **ENTERING)
     with pytest.raises(DomainError, match="several residual streams"):
         moments.solve(of, "stream_variance", target=1.0)

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 from numpy.polynomial import chebyshev
-from scipy.special import expit, softmax
 
 from ..engine.composition import Addition, Pulled, Residual, added, square
 from ..engine.derivative import plain, primitive, pullback
@@ -91,7 +90,7 @@ def coefficients(declared: HyperConnections, d_model: int) -> Coefficients:
     size = float(count * square_[-1] + count * (count - 1) * mean**2)
 
     def squares(z: Array) -> Array:
-        mean = declared.write_factor * expit(declared.write_bias + z).mean(-1)
+        mean = declared.write_factor * _sigmoid(declared.write_bias + z).mean(-1)
         return mean**2 - np.mean(mean**2)
 
     scatter = _fitted(_pairs((count,), variance, squares))
@@ -100,7 +99,7 @@ def coefficients(declared: HyperConnections, d_model: int) -> Coefficients:
         mixed = _pairs((count, count), variance, lambda z: _without_mean(sinkhorn(z, declared)))
         mixing = _fitted(mixed / (count - 1))
     read = _pairs(
-        (1, count), variance, lambda z: _without_mean(_shares(expit(z + declared.read_bias)))
+        (1, count), variance, lambda z: _without_mean(_shares(_sigmoid(z + declared.read_bias)))
     )
     read = _fitted(read * count / (count - 1))
     return Coefficients(declared, read, write, spread, scatter, mixing, size, variance)
@@ -109,12 +108,17 @@ def coefficients(declared: HyperConnections, d_model: int) -> Coefficients:
 def sinkhorn(logits: Array, declared: HyperConnections) -> Array:
     """(..., N, N) the matrices of these logits, whose rows and columns sum to 1."""
     small = declared.epsilon
-    mixed = softmax(logits, -1) + small
+    mixed = np.exp(logits - logits.max(-1, keepdims=True))
+    mixed = mixed / mixed.sum(-1, keepdims=True) + small
     mixed = mixed / (mixed.sum(-2, keepdims=True) + small)
     for _ in range(declared.rounds - 1):
         mixed = mixed / (mixed.sum(-1, keepdims=True) + small)
         mixed = mixed / (mixed.sum(-2, keepdims=True) + small)
     return mixed
+
+
+def _sigmoid(x: Array) -> Array:
+    return 0.5 + 0.5 * np.tanh(0.5 * x)
 
 
 def _shares(read: Array) -> Array:
@@ -151,9 +155,9 @@ def _sigmoids(bias: float, variance: float, factor: float = 1.0) -> tuple[float,
     """E f(z) and, at the correlations of `_nodes`, E f(z) f(z'), of f a sigmoid times a factor."""
     at, weights = np.polynomial.hermite_e.hermegauss(POINTS)
     weights, deviation = weights / weights.sum(), variance**0.5
-    first = factor * expit(bias + deviation * at)
+    first = factor * _sigmoid(bias + deviation * at)
     c = _nodes()[:, None, None]
-    second = factor * expit(bias + deviation * (c * at[:, None] + np.sqrt(1 - c * c) * at))
+    second = factor * _sigmoid(bias + deviation * (c * at[:, None] + np.sqrt(1 - c * c) * at))
     return float(weights @ first), (second @ weights) @ (weights * first)
 
 
