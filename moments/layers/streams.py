@@ -40,7 +40,7 @@ DRAWS = 2**12
 POINTS = 96
 """Of Gauss-Hermite quadrature in each of two logits."""
 
-_series = primitive(
+_series: Callable[..., Array] = primitive(
     chebyshev.chebval,
     lambda r, c, series: lambda g: g * _series(c, chebyshev.chebder(series)),
 )
@@ -260,14 +260,10 @@ class Connection(Residual):
 
     def sublayer(self, record: Record, around: Around) -> Sublayer:
         of, c = self.streams, record.pullback[1].kernels[2]
-        mean = of.at_one("write") - of.at_one("spread") / (of.declared.streams - 1)
-        scatter = Kernel.joined(
-            *(
-                chebyshev.chebval(one, of.write) / mean - 1.0
-                for one in (c.diagonal, c.off_diagonal)
-            ),
-            c.resolved,
-        )
+        square_of_mean = of.at_one("write") - of.at_one("spread") / (of.declared.streams - 1)
+        one, two = (chebyshev.chebval(part, of.write) for part in (c.diagonal, c.off_diagonal))
+        relative = Kernel.joined(one, two, c.resolved).scaled(1 / square_of_mean)
+        scatter = relative - relative.with_ones()
         adding = square(self.branch_scale) * of.at_one("write")
         result = around.added(record, record.children[0], square(self.skip_scale), adding)
         return dataclasses.replace(result, scatter=matrix_of(scatter, record.input.seq_len))
