@@ -159,6 +159,9 @@ class Checking:
             raise
         except MomentsError as error:
             raise not_read(module, batch, str(error)) from None
+        if self.reading.unlayered:  # whatever its config promises
+            why = dict.fromkeys((*self.reading.unlayered, *self.reading.reasons))
+            raise not_read(module, batch, f"{type(module).__name__}: {'; '.join(why)}")
         self.found = self.reading.roles
         self.promised = promised_by(module)
         self.promised_by = "config" if _configured(module) else "class"
