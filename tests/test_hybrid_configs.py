@@ -119,8 +119,10 @@ RELEASED = {
     "recurrentgemma-2b": ("rg_lru", 18),
     "kimi-linear-48b": ("gated_delta_net", 20),
     "gemma-4-31b": ("attention", 60),
+    "gemma-4-26b-a4b": ("attention", 30),
 }
 SAID = {"falcon-h1-0.5b": "mlp_multipliers", "gemma-4-31b": "attention_k_eq_v"}
+SAID |= {"gemma-4-26b-a4b": " = True: "}  # of keys that are values, and of experts
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -149,6 +151,6 @@ def test_of_a_model_that_reads_pictures_the_text_side_is_read() -> None:
 
 
 def test_what_gemma_4_has_besides_is_refused_by_name() -> None:
-    for entry, value in (("hidden_size_per_layer_input", 256), ("enable_moe_block", True)):
+    for entry, value in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2)):
         with pytest.raises(DomainError, match=f"{entry} = {value}"):
             moments.from_huggingface(config_of("gemma4_text") | {entry: value})

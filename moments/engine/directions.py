@@ -121,7 +121,8 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     if is_number(response) and response == 0.0:
         return tokens
     diagonal = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
-    one, first, second = at_tokens(tokens, response * diagonal)
+    falls, _, _ = at_tokens(tokens, response)
+    one, first, second = at_tokens(tokens, falls * diagonal)
     return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
 
 
