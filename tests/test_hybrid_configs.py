@@ -135,6 +135,18 @@ def test_released_configs_are_read_whole(name: str) -> None:
     assert all(SAID.get(name, "none") in one for one in left), left
 
 
+@pytest.mark.filterwarnings("ignore::moments.errors.ValidityWarning")
+def test_heads_of_512_features_have_numbers() -> None:
+    """Of the released entries, fewer layers, on classes of a text with repeats."""
+    config = json.loads((FOLDER / "gemma-4-26b-a4b.json").read_text(encoding="utf-8"))
+    own = config["text_config"]
+    own |= {"num_hidden_layers": 2, "layer_types": own["layer_types"][4:6]}
+    model, _ = read(config, seq_len=64)
+    prediction = moments.predict(model)
+    assert min(prediction.grad_variance) > 0
+    assert prediction.experts()["experts"].tolist() == [128, 128]
+
+
 def test_of_a_model_that_reads_pictures_the_text_side_is_read() -> None:
     text = {"model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 64}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
