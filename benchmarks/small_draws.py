@@ -213,7 +213,12 @@ STREAMS: dict[str, dict[str, Any]] = {
         "dropout": 0.1,
     },
 }
-"""Models with several residual streams."""
+STREAMS["input again"] = {
+    "input_mix": [(1.15, 0.2), (1.1, -0.3), (0.8, 0.7), (1.0, 0.1)],
+    "causal": True,
+    "norm_affine": True,
+}
+"""Models with several residual streams, and one whose layers add the input again."""
 ENTERING = {"correlation": 0.3, "grad_correlation": 0.2}
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 

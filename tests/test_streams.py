@@ -1,4 +1,4 @@
-"""Several residual streams, against stored draws of the twin and modules of transformers."""
+"""Several residual streams, and an input that layers add again, against draws and modules."""
 
 from __future__ import annotations
 
@@ -229,3 +229,39 @@ def test_what_cannot_stand_between_streams_is_refused_by_name() -> None:
     assert Transformer.from_dict(of.to_dict()) == of
     kinds = {one.kind for one in moments.check(of.replace(streams=STATIC["constants"])).findings}
     assert "streams stay copies" in kinds
+
+
+def test_an_input_added_again_is_that_of_one_factor_where_nothing_else_is() -> None:
+    """Before layer 1 x = x_0: r x + s x_0 = (r + s) x_0, which only the stream's size shows."""
+    one = model(None, layers=1)
+    mixed = moments.predict(one.replace(input_mix=(0.5, 0.7)), **ENTERING)
+    scaled = moments.predict(one, **(ENTERING | {"variance": 1.44}))
+    np.testing.assert_allclose(mixed.variance[1], scaled.variance[1], rtol=1e-12)
+    np.testing.assert_allclose(mixed.correlation[1], scaled.correlation[1], rtol=1e-12)
+    np.testing.assert_allclose(mixed.grad_variance[0], 1.44 * scaled.grad_variance[0], rtol=1e-9)
+    none = moments.predict(one.replace(layers=3, input_mix=(1.0, 0.0)), **ENTERING)
+    np.testing.assert_allclose(
+        none.grad_variance, moments.predict(one.replace(layers=3), **ENTERING).grad_variance
+    )
+
+
+@pytest.mark.parametrize("given", [3, (0, 1), (1.0, -1.0), [(1.0, 0.1)] * 2, (1.0, np.inf)])
+def test_input_mixes_that_are_none_are_refused(given: Any) -> None:
+    with pytest.raises(DomainError, match="input_mix"):
+        model(None, input_mix=given)
+
+
+def test_what_does_not_follow_the_input_is_refused_by_name() -> None:
+    of = model(None, causal=True, embedding=moments.Embedding(40, 1.0), head=HEAD)
+    of = of.replace(input_mix=[(1.1, 0.2), (1.0, 0.1), (1.0, 0.1)])
+    assert Transformer.from_dict(of.to_dict()) == of
+    predicted = moments.predict(of, token_ids=np.arange(12))
+    with pytest.raises(DomainError, match="input_mix"):
+        _ = predicted.grad_variance_band
+    with pytest.raises(DomainError, match="input_mix"):
+        predicted.after("sgd", learning_rate=0.1)
+    for name, changes in {"norm": {"norm": "post"}, "skip_scale": {"skip_scale": 0.5}}.items():
+        with pytest.raises(DomainError, match=name):
+            of.replace(**changes)
+    with pytest.raises(DomainError, match="streams"):
+        of.replace(streams=STATIC["constants"])

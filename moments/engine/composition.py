@@ -691,10 +691,15 @@ def added(
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
     fluctuation = summed(signal, branch, skip, scale, source)
     if fluctuation is None:
-        return Signal(kernel, signal.seq_len, width=signal.width)
+        return Signal(kernel, signal.seq_len, width=signal.width, origin=signal.origin)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
     return Signal(
-        kernel, signal.seq_len, width=signal.width, fluctuation=fluctuation, centred=centred
+        kernel,
+        signal.seq_len,
+        width=signal.width,
+        fluctuation=fluctuation,
+        centred=centred,
+        origin=signal.origin,
     )
 
 

@@ -23,8 +23,8 @@ PARALLEL = 1 - 1e-12
 
 
 def _hypergeometric(a: float, b: float, c: float, z: Array) -> Array:
-    """2F1(a, b; c; z) of 0 <= z <= 1. Of large c, where scipy's overflows next to z = 1, by 64 terms
-    of its series: of c = 64 the last is below 1e-30."""
+    """2F1(a, b; c; z) of 0 <= z <= 1; of large c, where scipy's overflows next to z = 1, by 64
+    terms of its series: of c = 64 the last is below 1e-30."""
     if c < 64:
         from scipy.special import hyp2f1
 

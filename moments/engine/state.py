@@ -271,6 +271,7 @@ class Signal:
         notes: what made the numbers here less certain, for the component that produced them.
         apart: of several streams, whose mean this is, the kernel of one's deviation from it; None:
             there is one, or they are copies.
+        origin: what entered layer 1, where layers add it again.
     """
 
     kernel: Kernel
@@ -284,6 +285,7 @@ class Signal:
     diagnostics: Mapping[str, Array] | None = None
     notes: tuple[str, ...] = ()
     apart: Kernel | None = None
+    origin: Signal | None = None
 
     @property
     def algebra(self) -> Any:

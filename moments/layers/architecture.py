@@ -33,6 +33,7 @@ from .by_law import LawLeaf
 from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
+from .input_mix import InputMix
 from .normalization import DynamicTanh, FiniteNormalization
 from .shared import SharedStack
 from .streams import Connection, coefficients
@@ -145,6 +146,8 @@ class _Stack:
             model.placements,
             model.mixers,
             model.ffns,
+            # what a layer holds of the input depends on all before
+            range(model.layers) if model.input_mix is not None else (0,) * model.layers,
         )
         return zip(*columns, strict=True)
 
@@ -159,7 +162,18 @@ class _Stack:
             if isinstance(block[number - 1], Absent):
                 del named[name]
         kind = "parallel" if model.parallel else model.placements[number - 1]
-        return Layer(KINDS[kind](Parts(self, number, named)), number)
+        body = KINDS[kind](Parts(self, number, named))
+        if model.input_mix is not None:
+            body = Chain((self._mixed(number), body))
+        return Layer(body, number)
+
+    def _mixed(self, number: int) -> InputMix:
+        """What enters the layer and what entered layer 1, the latter with all that layers between
+        have kept of it."""
+        held, mixes = 1.0, self.model.input_mixes
+        for keep, add in mixes[: number - 1]:
+            held = keep * held + add
+        return InputMix("input.mix", *mixes[number - 1], held)
 
     # --- norms and scales ----------------------------------------------------------------------
 
@@ -685,6 +699,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "norm_groups": model.norm_groups > 1,
         "shared_layers": model.shared_layers,
         "streams": model.streams is not None,
+        "input_mix": model.input_mix is not None,
     }
 
 

@@ -351,12 +351,19 @@ class Prediction:
     @property
     def states_draws(self) -> bool:
         """Whether it says what one draw of the weights does, its band included."""
-        return self.theory == "refined" and not self.model.shared_layers
+        return self.theory == "refined" and self._together is None
 
     def unshared(self, what: str) -> None:
-        """Raise where layers share their weights, for which `what` is not stated."""
+        """Raise where layers share their weights or input, for which `what` is not stated."""
+        if self._together is not None:
+            raise DomainError(f"{what} is not stated where layers {self._together}")
+
+    @property
+    def _together(self) -> str | None:
+        """What layers share that a walk from one to the next does not follow; None: nothing."""
         if self.model.shared_layers:
-            raise DomainError(f"{what} is not stated where layers share their weights")
+            return "share their weights"
+        return None if self.model.input_mix is None else "add the input again (input_mix)"
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)

@@ -83,6 +83,7 @@ class LayerTwin:
         watch: is shown every site.
         memory: the encoder's output (batch, L', its d_model), where there is an encoder.
         documents: (batch, L) of packed rows: a token sees its own document alone.
+        first: what entered layer 1, where layers add it again.
     """
 
     model: Transformer
@@ -92,6 +93,7 @@ class LayerTwin:
     watch: Watch
     memory: Tensor | None = None
     documents: Tensor | None = None
+    first: Tensor | None = None
 
     def run(self, x: Tensor) -> Tensor:
         """Carry what enters the layer, (batch, L, d_model), through it.
@@ -99,6 +101,9 @@ class LayerTwin:
         Of several streams (batch, L, N, d_model): copies enter the first layer, and their mean
         leaves the last.
         """
+        if self.first is not None:
+            keep, add = self.model.input_mixes[self.number - 1]
+            x = self.watch(keep * x + add * self.first, "input.mix")
         if self.model.streams is not None:
             return self.several(self.model.streams, x)
         twin = TWINS.get(self.model.placements[self.number - 1])
