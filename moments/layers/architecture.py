@@ -27,16 +27,12 @@ from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, LayerAtten
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
-from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .by_law import LawLeaf
 from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
-from .input_mix import InputMix
 from .normalization import DynamicTanh, FiniteNormalization
-from .shared import SharedStack
-from .streams import Connection, coefficients
 
 
 @functools.lru_cache(maxsize=32)
@@ -59,7 +55,8 @@ def declare(
     """
     check_coverage(model, theory)
     if model.shared_layers:
-        return SharedStack.of(model)
+        result: Chain = _loaded("shared").SharedStack.of(model)
+        return result
     stack = _Stack(model, theory, padding, sequences, memory_padding)
     bodies: dict[Any, Component] = {}
     layers = []
@@ -167,13 +164,14 @@ class _Stack:
             body = Chain((self._mixed(number), body))
         return Layer(body, number)
 
-    def _mixed(self, number: int) -> InputMix:
+    def _mixed(self, number: int) -> Component:
         """What enters the layer and what entered layer 1, the latter with all that layers between
         have kept of it."""
         held, mixes = 1.0, self.model.input_mixes
         for keep, add in mixes[: number - 1]:
             held = keep * held + add
-        return InputMix("input.mix", *mixes[number - 1], held)
+        result: Component = _loaded("input_mix").InputMix("input.mix", *mixes[number - 1], held)
+        return result
 
     # --- norms and scales ----------------------------------------------------------------------
 
@@ -194,8 +192,12 @@ class _Stack:
         if self.model.layer_scale:
             branch = Chain((branch, LayerScale(f"{name}.layer_scale", amplitude)))
         if (streams := self.model.streams) is not None:
-            of, epsilon = coefficients(streams, self.model.d_model), self.model.norm_epsilon
-            return Connection(branch, skip, amplitude, f"{name}.sum", name, of, epsilon)
+            module, epsilon = _loaded("streams"), self.model.norm_epsilon
+            of = module.coefficients(streams, self.model.d_model)
+            result: Residual = module.Connection(
+                branch, skip, amplitude, f"{name}.sum", name, of, epsilon
+            )
+            return result
         return Residual(branch, skip, amplitude, f"{name}.sum")
 
     def _gain(self, name: str, number: int) -> float:
@@ -207,7 +209,7 @@ class _Stack:
         model = self.model
         if model.streams is not None and model.norm_epsilon:
             # the norm's input is followed in the mean stream's size
-            size = coefficients(model.streams, model.d_model).size
+            size = _loaded("streams").coefficients(model.streams, model.d_model).size
             model = dataclasses.replace(model, norm_epsilon=model.norm_epsilon / size)
         result = norm(model, self.theory, label, self._gain(name, number))
         if number == 1:
@@ -611,7 +613,8 @@ def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
         sequences=blocks.sequences,
     )
     projection = blocks._linear(name, "output", model.heads * block.value_dim, model.d_model)
-    return LatentHeads(heads, block, model.norm_affine), projection
+    made = _loaded("attention.latent").LatentHeads(heads, block, model.norm_affine)
+    return made, projection
 
 
 def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ...]:
@@ -624,11 +627,16 @@ def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ..
     return heads, *rest
 
 
+def _loaded(name: str) -> Any:
+    """A module that few models need, loaded for those alone."""
+    return import_module(f".{name}", __package__)
+
+
 def _recurrent(name: str) -> BlockParts:
-    """A function of `recurrent`, which few models need and which is loaded for those alone."""
+    """A function of `recurrent`."""
 
     def parts(blocks: Blocks, block: Any) -> Iterable[Component]:
-        made: BlockParts = getattr(import_module(".recurrent", __package__), name)
+        made: BlockParts = getattr(_loaded("recurrent"), name)
         return made(blocks, block)
 
     return parts

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,8 +216,19 @@ class Connection(Residual):
         assert done.grad_in is not None
         done.grad_in.apart = kept_apart + more_apart
         both = [one + two for one, two in zip(of_writing, of_reading, strict=True)]
-        done.pulled = _Connected(done.grad_in, self, record.input, *both)
+        weights = functools.partial(self._weights, record.input, *both)
+        done.pulled = Pulled(done.grad_in, weights)
         return done
+
+    def _weights(self, signal: Signal, by_weights: Kernel, by_biases: Kernel) -> Values:
+        """Of the derivatives in what replicas' weights and biases share."""
+        of, length, width = self.streams, signal.seq_len, signal.width
+        if not of.logit_variance:
+            return {}
+        return {
+            f"{self.block}.streams": width * by_weights.total(length) / of.declared.variance,
+            f"{self.block}.streams.bias": width * by_biases.total(length) / of.logit_variance,
+        }
 
     def _scattered(self, write: _Law, gained: Kernel) -> Kernel:
         """Covariances of squared norms that coefficients scatter, of what the mean stream gets.
@@ -272,6 +283,23 @@ class Connection(Residual):
         mean = square(self.branch_scale) * self.streams.at_one("write")
         return Addition(record, record.children[0], 1.0, mean)
 
+    def stream_row(self, record: Record) -> dict[str, Any]:
+        """What it does, as `Prediction.streams` has it."""
+        of, (_, write) = self.streams, record.pullback
+        both = record.output.kernel, write.kernels[1]
+        mean, apart = (float(one.mean_diagonal()) for one in both)
+        return {
+            "layer": record.layer,
+            "block": self.block,
+            "read": of.size,
+            "write": of.at_one("write"),
+            "mixing": of.at_one("mixing"),
+            "logit_correlation": float(write.kernels[2].mean_off_diagonal()),
+            "variance": mean,
+            "apart": apart,
+            "likeness": (mean - apart / (of.declared.streams - 1)) / (mean + apart),
+        }
+
     def _read(
         self, layout: Layout, m: Array, d: Array, weights: Array, biases: Array
     ) -> tuple[Array, ...]:
@@ -303,28 +331,6 @@ class Connection(Residual):
         return c * (1.0 + weights) + biases
 
 
-def stream_rows(stack: Record) -> Iterator[dict[str, Any]]:
-    """What every connection of a stack does, as `Prediction.streams` has it."""
-    for record in stack.walk():
-        if not isinstance(record.component, Connection):
-            continue
-        of, (_, write) = record.component.streams, record.pullback
-        mean, apart = (
-            float(one.mean_diagonal()) for one in (record.output.kernel, write.kernels[1])
-        )
-        yield {
-            "layer": record.layer,
-            "block": record.component.block,
-            "read": of.size,
-            "write": of.at_one("write"),
-            "mixing": of.at_one("mixing"),
-            "logit_correlation": float(write.kernels[2].mean_off_diagonal()),
-            "variance": mean,
-            "apart": apart,
-            "likeness": (mean - apart / (of.declared.streams - 1)) / (mean + apart),
-        }
-
-
 class _Law:
     """A function entry by entry of kernels, and of what replicas of the weights share."""
 
@@ -341,23 +347,3 @@ class _Law:
         """Gradients at the kernels, then at what replicas share, from those at the results."""
         given = tuple(self.layout.array(one) for one in gradients)
         return [self.layout.kernel(one) for one in self._pull(given)]
-
-
-@dataclass(slots=True, eq=False)
-class _Connected(Pulled):
-    """What a connection sent back, and the derivatives in what replicas' weights share."""
-
-    connection: Connection
-    signal: Signal
-    by_weights: Kernel
-    by_biases: Kernel
-
-    def weights(self) -> Values:
-        of, block = self.connection.streams, self.connection.block
-        if not of.logit_variance:
-            return {}
-        length, width = self.signal.seq_len, self.signal.width
-        return {
-            f"{block}.streams": width * self.by_weights.total(length) / of.declared.variance,
-            f"{block}.streams.bias": width * self.by_biases.total(length) / of.logit_variance,
-        }

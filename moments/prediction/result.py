@@ -19,7 +19,6 @@ from ..files import as_frame
 from ..formulas.law import Theory
 from ..layers.architecture import declare
 from ..layers.experts.mixture import rows as expert_rows
-from ..layers.streams import stream_rows
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from .draws import QUANTITIES
@@ -318,7 +317,11 @@ class Prediction:
         if self.variance.shape[:-1]:
             raise DomainError("streams needs a single configuration, not a batch of them")
         assert self.trace.stack is not None
-        result = list(stream_rows(self.trace.stack))
+        result = [
+            one.component.stream_row(one)
+            for one in self.trace.stack.walk()
+            if hasattr(one.component, "stream_row")
+        ]
         if not result:
             raise DomainError(
                 "the model has one residual stream: declare streams=moments.HyperConnections(...)"
@@ -491,7 +494,7 @@ class Prediction:
                 },
             }
             for point in self.trace.points
-            if point.signal.diagnostics is not None
+            if "entropy" in (point.signal.diagnostics or {})
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return as_frame(rows, columns=columns)
@@ -511,9 +514,9 @@ class Prediction:
             A row for both operands of every product: layer, weight, product ("forward", "input
             gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
             (shares of entries that become 0, and that lie beyond the largest number), snr and
-            product_snr (signal over noise of the operand and of the product, in dB). "weight
-            gradient" has rows where every token is resolved by itself (`tokens=True`), of
-            attention and dense blocks.
+            product_snr (signal over noise of the operand and of the product, in dB; missing where
+            nothing is lost, of zeros and in groups of one entry). "weight gradient" has rows where
+            every token is resolved by itself (`tokens=True`), of attention and dense blocks.
 
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
@@ -591,8 +594,9 @@ class Prediction:
             return f"Prediction({self.variance.shape[:-1]} configurations, {self.theory})"
         grad_in = self.grad_variance[-1]
         growth = f"x {self.grad_variance[0] / grad_in:.4g} down to the input" if grad_in else "0"
+        change = f"x {last / first:.4g}" if first else f"0 to {last:.4g}"
         return (
-            f"Prediction({self.model.layers} layers, {self.theory}: variance x {last / first:.4g}, "
+            f"Prediction({self.model.layers} layers, {self.theory}: variance {change}, "
             f"correlation {self.correlation[0]:.3f} to {self.correlation[-1]:.3f}, "
             f"gradient variance {growth})"
         )
