@@ -11,6 +11,7 @@ docs/theory/streams.md, The input added again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from ..engine.composition import Leaf, Pullback, Pulled
@@ -51,7 +52,7 @@ class InputMix(Leaf):
             fluctuation=self._fluctuation(signal, first),
             origin=first,
         )
-        return output, lambda gradient: Pulled(self._back(gradient, signal, output))
+        return output, functools.partial(self._pulled, signal, output)
 
     def _fluctuation(self, signal: Signal, first: Signal) -> Fluctuation | None:
         """Of x' = r z + a' x_0: |x'|^2 varies as |r z|^2, |a' x_0|^2 and twice their product do."""
@@ -71,7 +72,7 @@ class InputMix(Leaf):
             overlaps = mixed(overlaps, start.overlaps)
         return Fluctuation(mixed(varies.norms, start.norms), overlaps)
 
-    def _back(self, gradient: Gradient, signal: Signal, output: Signal) -> Gradient:
+    def _pulled(self, signal: Signal, output: Signal, gradient: Gradient) -> Pulled:
         """What lacks a part along x' lacks cos^2 of it along x, whose length moves that of x' by
         r x.x'/|x'|^2."""
         square, more = self.keep**2, self._more
@@ -79,12 +80,13 @@ class InputMix(Leaf):
         first = ratio_or_zero(after - square * before, more)  # |x_0|^2, and x . x_0 = a |x_0|^2
         both = self.keep * before + self.add * self.held * first
         cosine = both * both / (before * after)
-        return Gradient(
+        grad_in = Gradient(
             gradient.kernel.scaled(square),
             gradient.seq_len,
             radial=1.0 - (1.0 - gradient.averaged().radial) * cosine,
             norm_response=gradient.averaged().norm_response * self.keep * both / after,
         )
+        return Pulled(grad_in)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         done = super().backpropagate(record, gradient, run)

@@ -336,14 +336,15 @@ class _Law:
 
     def __init__(
         self, function: Callable[..., tuple[Array, ...]], signal: Signal, *kernels: Kernel
-    ):
-        self.layout = layout = Layout.of(kernels[0], signal.seq_len)
-        given = np.broadcast_arrays(*(layout.array(one) for one in kernels))
-        nothing = np.zeros(given[0].shape)
-        values, self._pull = pullback(lambda *x: function(layout, *x), *given, nothing, nothing)
-        self.kernels = tuple(layout.kernel(one) for one in values)
+    ) -> None:
+        self.layout, self.function = Layout.of(kernels[0], signal.seq_len), function
+        given = np.broadcast_arrays(*(self.layout.array(one) for one in kernels))
+        self.given = *given, *(np.zeros(given[0].shape) for _ in range(2))
+        self.kernels = tuple(map(self.layout.kernel, function(self.layout, *self.given)))
 
     def pull(self, *gradients: Kernel) -> list[Kernel]:
         """Gradients at the kernels, then at what replicas share, from those at the results."""
-        given = tuple(self.layout.array(one) for one in gradients)
-        return [self.layout.kernel(one) for one in self._pull(given)]
+        function = functools.partial(self.function, self.layout)
+        _, pull = pullback(function, *self.given)
+        back = pull(tuple(map(self.layout.array, gradients)))
+        return [self.layout.kernel(one) for one in back]
