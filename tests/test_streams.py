@@ -267,3 +267,16 @@ def test_what_does_not_follow_the_input_is_refused_by_name() -> None:
             of.replace(**changes)
     with pytest.raises(DomainError, match="streams"):
         of.replace(streams=STATIC["constants"])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "extra", [{"streams": STATIC["constants"]}, {"input_mix": (1.1, 0.2)}], ids=["streams", "input"]
+)
+def test_several_configurations_are_each_as_one(extra: dict[str, Any], causal: bool) -> None:
+    of = model(None, seq_len=32, causal=causal).replace(**extra)
+    variances = np.array([0.5, 1.0, 2.0])
+    several = moments.predict(of, variance=variances, correlation=0.1)
+    one = moments.predict(of, variance=2.0, correlation=0.1)
+    for quantity in ("variance", "correlation", "grad_variance"):
+        np.testing.assert_allclose(getattr(several, quantity)[2], getattr(one, quantity), rtol=1e-6)

@@ -14,6 +14,8 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..engine.composition import Leaf, Pullback, Pulled
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Run
@@ -79,12 +81,17 @@ class InputMix(Leaf):
         before, after = signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
         first = ratio_or_zero(after - square * before, more)  # |x_0|^2, and x . x_0 = a |x_0|^2
         both = self.keep * before + self.add * self.held * first
-        cosine = both * both / (before * after)
+        cosine, known = both * both / (before * after), gradient.averaged()
+
+        def at_tokens(value: Array) -> Array:
+            one, _ = gradient.kernel.lift(value)
+            return one if np.ndim(one) == 0 else one + 0.0 * gradient.kernel.diagonal
+
         grad_in = Gradient(
             gradient.kernel.scaled(square),
             gradient.seq_len,
-            radial=1.0 - (1.0 - gradient.averaged().radial) * cosine,
-            norm_response=gradient.averaged().norm_response * self.keep * both / after,
+            radial=at_tokens(1.0 - (1.0 - known.radial) * cosine),
+            norm_response=at_tokens(known.norm_response * self.keep * both / after),
         )
         return Pulled(grad_in)
 
