@@ -97,6 +97,7 @@ class Block:
         sequences: that the tokens are.
         gains: of matrices inside a draw, what they make per unit of what they read.
         factors: of what matrices make, before the function reads it.
+        gradients: behind matrices, where they are known better than by draws.
         named: what the function's own parameters are called.
     """
 
@@ -111,6 +112,7 @@ class Block:
         sequences: int = 1,
         gains: Mapping[str, float] = MappingProxyType({}),
         factors: Mapping[str, float] = MappingProxyType({}),
+        gradients: Mapping[str, Array] = MappingProxyType({}),
         named: Callable[[str], str] = str,
     ) -> None:
         self.head, self.features = head, features
@@ -154,12 +156,13 @@ class Block:
         self._sizes = size
         self.gradients, self.sent = {}, {}
         for name, one in sections.items():
-            kernel = gram(sent[name]) * (one.shared / (count * one.drawn))
-            matrix = matrices[name]
+            drawn_kernel = gram(sent[name]) * (one.shared / (count * one.drawn))
+            kernel, matrix = gradients.get(name, drawn_kernel), matrices[name]
             square = matrix.fan_in * matrix.fan_out * float(np.vdot(kernel, reads[name]))
             grown = known.get(name, square) / square if square > 0 else 1.0
             self.gradients[name] = grown * kernel
-            self.sent[name] = grown**0.5 * _of_all(sent[name], one.shared)
+            size = np.trace(self.gradients[name]) / max(float(np.trace(drawn_kernel)), 1e-300)
+            self.sent[name] = size**0.5 * _of_all(sent[name], one.shared)
         for name in self.own:
             self.sent[name] = _of_all(sent[name], copies(head, name).shared)
 

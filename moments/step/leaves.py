@@ -152,7 +152,8 @@ def attention_block(
                 m.fan_in * m.variance * own + (m.bias or 0.0) + heads.norm_epsilon
             )
     head, sequences = AttentionHead(heads, None, each, sizes), int(heads.sequences)
-    return drawn_block(reading, leaving, head, matrices, kernels, float(width), sequences)
+    sent, size = entering.sent(heads, there), float(width)
+    return drawn_block(reading, leaving, head, matrices, kernels, size, sequences, gradients=sent)
 
 
 class Latent(NamedTuple):
