@@ -7,9 +7,9 @@
 A type's own config class gives the config, which SIZES shrinks by the names of its entries alone;
 nothing here knows a model. transformers' auto classes say which module goes with it, and
 `moments.check` reads it (a family's reader where there is one, else one pass through it), predicts
-it, measures it on random input and looks for faults. Where no Transformer says what it does, the
-reason is kept. `redrawn` runs the module's own initialiser once more, part by part, and holds the
-tensors against those that it was built with.
+it, measures it on random input and looks for faults; what is no Transformer is followed by its
+operations. Where that fails too, the reason is kept. `redrawn` runs the module's own initialiser
+once more, part by part, and holds the tensors against those that it was built with.
 
 Every type runs in a child process with a limit of time and of memory, so that one that crashes
 costs a row. Rows are stored in data/board.npz as they come, and a run goes on from there.
@@ -349,7 +349,22 @@ def _told(findings: Iterable[Any]) -> list[dict[str, Any]]:
 
 def _reported(module: torch.nn.Module, report: moments.Report) -> dict[str, Any]:
     """A report's findings, and how far the prediction is off the measurement."""
-    assert report.comparison is not None
+    said = {
+        "scheme": report.scheme,
+        "findings": _told(report.findings),
+        "notes": list(report.notes),
+        "unchecked": list(report.unchecked),
+    }
+    if report.comparison is None:  # followed by operations, of which some may not have been
+        whole = not any(words.startswith("what stands behind") for words in report.unchecked)
+        errors = {
+            name: {"ratio": _worst(row for row in report.rows if row.quantity == quantity)}
+            for name, quantity in (
+                ("variance", "mean square"),
+                ("grad_variance", "gradient variance"),
+            )
+        }
+        return {"read by": "operations" if whole else "operations in part", "errors": errors} | said
     frame = report.comparison.points()
     errors = {}
     for quantity, part in frame.groupby("quantity"):
@@ -366,12 +381,14 @@ def _reported(module: torch.nn.Module, report: moments.Report) -> dict[str, Any]
         }
     return {
         "read by": "family" if promised_by(module) is not None else "dataflow",
-        "scheme": report.scheme,
         "errors": errors,
-        "findings": _told(report.findings),
-        "notes": list(report.notes),
-        "unchecked": list(report.unchecked),
-    }
+    } | said
+
+
+def _worst(rows: Iterable[Any]) -> float | None:
+    """Predicted over measured, at the row where they are farthest apart."""
+    ratios = [1 / row.ratio for row in rows if row.passed is not None and 0 < row.ratio < math.inf]
+    return _digits(max(ratios, key=lambda ratio: abs(math.log(ratio)))) if ratios else None
 
 
 def _digits(value: float) -> float | None:
@@ -398,7 +415,7 @@ def in_a_process(kind: str) -> dict[str, Any]:
     process.start()
     theirs.close()
     try:
-        found: dict[str, Any] = ours.recv() if ours.poll(10 * SECONDS) else {}
+        found: dict[str, Any] = ours.recv() if ours.poll(3 * SECONDS) else {}
     except EOFError:
         found = {}
     process.kill()

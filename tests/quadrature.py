@@ -746,6 +746,30 @@ FFN_BLOCK: dict[str, Reference] = {
     ),
 }
 
+
+def _sum_square(
+    skip_square: float,
+    branch_square: float,
+    x_variance: float,
+    branch_variance: float,
+    branch_correlation: float,
+    **_: float,
+) -> float:
+    """E (lambda x + beta b)^2 of correlated Gaussians, summed over nodes that are exact for it."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(4)
+    one, other = np.meshgrid(nodes, nodes)
+    rest = math.sqrt(1 - branch_correlation**2)
+    branch = math.sqrt(branch_variance) * (branch_correlation * one + rest * other)
+    total = math.sqrt(skip_square * x_variance) * one + math.sqrt(branch_square) * branch
+    return float(weights @ total**2 @ weights / weights.sum() ** 2)
+
+
+def _grad_sum_square(**given: float) -> float:
+    names = ("x_variance", "branch_variance", "branch_correlation")
+    theirs = ("grad_variance", "grad_branch_variance", "grad_branch_correlation")
+    return _sum_square(**given | {n: given[g] for n, g in zip(names, theirs, strict=True)})
+
+
 _BY_COMPONENT: dict[str, dict[str, Reference]] = {
     **{name: _activation_references(name) for name in (*CLOSED, *GRIDDED)},
     **{name: _gated_references(gate) for name, gate in GATES.items()},
@@ -754,6 +778,7 @@ _BY_COMPONENT: dict[str, dict[str, Reference]] = {
     "biased_linear": BIASED_LINEAR,
     "dropout": DROPOUT,
     "scale": SCALE,
+    "correlated_residual": {"variance": _sum_square, "grad_variance": _grad_sum_square},
     "token_embedding": _embedding(
         lambda vocab_size, seq_len, **_: zipf_repeats(int(vocab_size), int(seq_len))
     ),

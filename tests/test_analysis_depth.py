@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 import moments
-from moments.formulas.kedia_chain import (
-    CORRELATED_RESIDUAL,
-    DSLM_CHAIN,
-    POST_LN_CHAIN,
-    PRE_LN_CHAIN,
-)
+from moments.formulas.linear import CORRELATED_RESIDUAL
 from studies.analysis import (
     angular_distance,
     chain_constants,
@@ -28,6 +23,11 @@ from studies.analysis import (
 )
 from studies.analysis.fixed_points import repeated_layer
 from studies.analysis.recursion import blocks
+from studies.formulas.kedia_chain import (
+    DSLM_CHAIN,
+    POST_LN_CHAIN,
+    PRE_LN_CHAIN,
+)
 
 
 def model(**changes: object) -> moments.Transformer:

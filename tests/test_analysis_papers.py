@@ -9,7 +9,6 @@ import pytest
 import sympy
 
 import moments
-from moments.formulas import kedia_chain, noci, sun
 from moments.formulas.law import ComponentLaws
 from studies.analysis import (
     compute_table,
@@ -20,19 +19,10 @@ from studies.analysis import (
 )
 from studies.analysis.cases import PaperCase, double_query_key
 from studies.analysis.kedia import parameter_count
-
-RECORDS = (
-    kedia_chain.PRE_LN_CHAIN,
-    kedia_chain.POST_LN_CHAIN,
-    kedia_chain.DSLM_CHAIN,
-    kedia_chain.CORRELATED_RESIDUAL,
-    sun.CURSE_OF_DEPTH,
-    noci.UNIFORM_ATTENTION_STACK,
-    noci.UNIFORM_ATTENTION_JACOBIAN,
-)
+from studies.formulas.stacks import STACKS
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+@pytest.mark.parametrize("record", STACKS.values(), ids=lambda record: record.name)
 def test_laws_have_numbers_symbols_and_sources(record: ComponentLaws) -> None:
     for law in record.laws.values():
         values = dict.fromkeys(law.arguments, 0.3)

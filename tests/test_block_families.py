@@ -17,7 +17,7 @@ import pytest
 import moments
 from moments.errors import DomainError, ValidityWarning
 from moments.model.huggingface import FAMILIES, OF_BLOCKS, READERS
-from moments.model.huggingface.latent import FAMILIES as LATENT
+from moments.model.huggingface.latent import READERS as LATENT
 from moments.model.huggingface.sizes import sized_config
 
 transformers = pytest.importorskip("transformers")
@@ -249,6 +249,7 @@ SPARED = {
     ("minicpm3", "original_max_position_embeddings"),
     *((kind, "original_max_position_embeddings") for kind in ("gpt_oss", "apertus")),
     ("minicpm3", "head_dim"),
+    ("deepseek_v3", "topk_method"),  # the second value here is its own
     *((kind, "head_dim") for kind in ("youtu", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")),
     *((kind, "num_experts") for kind in ("deepseek_v2",)),  # a second name, of which one is given
     *((kind, "num_local_experts") for kind in ("glm4_moe_lite", "deepseek_v3")),

@@ -20,12 +20,13 @@ from quadrature import (
 )
 
 import moments
-from moments.formulas.kedia_chain import DSLM_CHAIN, PRE_LN_CHAIN
-from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_JACOBIAN
-from moments.formulas.sun import CURSE_OF_DEPTH
+from moments.formulas.attention import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.symbols import SYMBOLS
 from studies.analysis import correlation_fixed_points, sensitivity
 from studies.figures.drawing import stored
+from studies.formulas.kedia_chain import DSLM_CHAIN, PRE_LN_CHAIN
+from studies.formulas.noci import UNIFORM_ATTENTION_JACOBIAN
+from studies.formulas.sun import CURSE_OF_DEPTH
 
 
 def assert_within(value: float, estimate: Estimate, slack: float = 0.0) -> None:

@@ -11,7 +11,7 @@ import moments
 from moments import Experts
 from moments.errors import DomainError, ValidityWarning
 from moments.model.huggingface import OF_BLOCKS
-from moments.model.huggingface.moe import FAMILIES
+from moments.model.huggingface.moe import READERS as FAMILIES
 from moments.model.huggingface.sizes import sized_config
 
 KINDS = pytest.mark.parametrize("kind", sorted(FAMILIES))

@@ -20,14 +20,14 @@ from typer.testing import CliRunner
 import moments
 from moments.engine.composition import Leaf
 from moments.formulas.activation import activation_laws
+from moments.layers.attention.self_attention import SelfAttention
 from moments.step import elementwise
-from moments.step.attention import Rows
 from moments.step.change import Change, Overlaps, behind_a_matrix, between, resolved, scattering
 from moments.step.change import correlated as related
+from moments.step.drawn import AttentionHead
 from moments.step.draws import Draws
 from moments.step.elementwise import activated
 from moments.step.ends import Words, entered
-from moments.step.heads import Heads
 from moments.step.neurons import Neurons, drawn_by
 from moments.step.result import Stepping, stepped
 from moments.step.rules import (
@@ -451,33 +451,42 @@ def test_rounding_moves_a_step_as_little_as_it_is(
     assert step(model) == pytest.approx(before, rel=1e-4)
 
 
-def test_drawn_heads_send_what_autograd_does() -> None:
-    tokens, d_head, shared, sharing = 5, 4, 2, 3
-    kernel, rng = correlated(tokens, 1), np.random.default_rng(4)
-    seen = np.tril(rng.random((shared * sharing, tokens, tokens)) + 0.1)
-    seen /= seen.sum(-1, keepdims=True)
-    frequencies, positions = np.array([0.7]), np.arange(tokens, dtype=float)
-    heads = Heads(kernel, kernel, seen, 2.5, d_head, shared, sharing, 0.0, frequencies, positions)
-    q, k, v, delta = (
-        rng.standard_normal((2, count, tokens, d_head))
-        for count in (shared * sharing, shared, shared, shared * sharing)
+@pytest.mark.parametrize("positions", ["rotary", "alibi", "relative_bias"])
+def test_drawn_heads_are_torch_s(positions: str) -> None:
+    """What heads give, by torch's own attention with rotated features or a bias of the logits."""
+    tokens, d_head, heads = 5, 4, 3
+    given: dict[str, Any] = {
+        "rotary": {"rotary": moments.Rotary(fraction=0.5)},
+        "alibi": {"alibi": True},
+        "relative_bias": {"relative_bias": moments.RelativeBias(0.5, 8, 16)},
+    }[positions]
+    sizes = (24, heads, d_head, *[1 / 24] * 3, 0.0)
+    head = AttentionHead(SelfAttention("heads", *sizes, causal=True, temperature=0.5, **given))
+    rng = np.random.default_rng(4)
+    own = head.own(rng, heads)
+    q, k, v = rng.standard_normal((3, heads, tokens, d_head))
+    output = head({"query": q, "key": k, "value": v}, own)
+    offset = np.subtract.outer(np.arange(tokens), np.arange(tokens))
+    bias = np.where(offset >= 0, 0.0, -np.inf)[None]
+    if positions == "alibi":  # Press et al. 2022: of 3 heads
+        bias = bias - np.array([1 / 16, 1 / 256, 1 / 4])[:, None, None] * np.abs(offset)
+    if positions == "relative_bias":
+        near = np.maximum(offset, 0)
+        where = np.where(near < 4, near, 4 + (np.log(np.maximum(near, 4) / 4) / np.log(4) * 4))
+        bias = bias + own["relative_bias"][:, where.astype(int)]
+    turned = [torch.tensor(one) for one in (q, k)]
+    if positions == "rotary":
+        angle = torch.outer(torch.arange(tokens), torch.ones(1)).double()
+        for place, x in enumerate(turned):
+            pair = torch.complex(x[..., :1], x[..., 1:2]) * torch.polar(angle**0, angle)
+            turned[place] = torch.cat([pair.real, pair.imag, x[..., 2:]], -1)
+    seen = torch.nn.functional.scaled_dot_product_attention(
+        *turned,
+        torch.tensor(v),
+        torch.tensor(np.broadcast_to(bias, (heads, tokens, tokens))),
+        scale=1.0,
     )
-    passed = heads.attended(q, k, v, rng)
-    given = [torch.tensor(one, requires_grad=True) for one in (q, k, v)]
-    angle = torch.tensor(np.outer(positions, frequencies))
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        pair = torch.complex(x[..., :1], x[..., 1:2]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat([pair.real, pair.imag, x[..., 2:]], -1)
-
-    keys, values = (one.repeat_interleave(sharing, 1) for one in (turned(given[1]), given[2]))
-    logits = turned(given[0]) @ keys.mT * (2.5 / d_head) ** 0.5
-    weights = torch.softmax(logits + torch.tensor(seen).log(), -1)
-    output = weights @ values
-    (output * torch.tensor(delta)).sum().backward()
-    assert passed.given == pytest.approx(output.detach().numpy(), rel=1e-5, abs=1e-6)
-    for one, leaf in zip(passed.back(delta), given, strict=True):
-        assert one == pytest.approx(leaf.grad.numpy(), rel=1e-4, abs=1e-5)
+    assert output == pytest.approx(seen.numpy(), rel=1e-6, abs=1e-9)
 
 
 def test_draws_scatter_as_real_modules_do(batch: Any) -> None:
@@ -529,27 +538,6 @@ def test_draws_go_back_through_the_matrix_they_came_by(prediction: moments.Predi
     real = delta @ weights
     kernels = [(one @ np.swapaxes(one, 1, 2)).mean(0) / n for one in (sent, real)]
     assert kernels[0] == pytest.approx(kernels[1], abs=0.05 * np.abs(kernels[1]).max())
-
-
-def test_heads_lose_what_each_loses_with_the_distance() -> None:
-    """ALiBi's, eight heads by four nodes: rows of the step's attention are softmaxes of the
-    penalties (Press et al. 2022), and carry values by every head's own."""
-    config = {"model_type": "bloom", "vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_head": 8}
-    model = moments.from_huggingface(config | {"initializer_range": 1e-3}, seq_len=12)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", moments.ValidityWarning)
-        step = Stepping.of(moments.predict(model, token_ids=np.arange(24).reshape(2, 12)))
-        step.after("sgd", 1e-3)
-    rows = next(one for key, one in step.reading.made.items() if key[0] is Rows)
-    distance = np.subtract.outer(np.arange(12), np.arange(12)).astype(float)
-    tokens = correlated(24, 5)
-    carried = np.zeros_like(tokens)
-    for head, found in enumerate(rows.heads.weights):
-        logits = np.where(distance >= 0, -(0.5 ** (head + 1)) * distance, -np.inf)
-        weights = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        assert found == pytest.approx(np.kron(np.eye(2), weights), abs=1e-3)
-        carried += found @ tokens @ found.T / 8
-    assert rows._averaged(tokens).both.mean(0) == pytest.approx(carried, rel=1e-9)
 
 
 def test_many_tokens_at_rates_that_single_precision_does_not_hold() -> None:
@@ -999,7 +987,6 @@ def test_what_is_not_covered_is_named(prediction: moments.Prediction) -> None:
     for found, said in (
         (moments.predict(bare, token_ids=ids), "loss"),
         (moments.predict(model), "token_ids"),
-        (moments.predict(model.replace(qk_norm="rmsnorm", alibi=True), token_ids=ids), "alibi"),
         (moments.predict(model.replace(normalization="dyt"), token_ids=ids), "DynamicTanh"),
     ):
         with pytest.raises(moments.DomainError, match=said):

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 import moments
 from moments.cli import app
 from moments.formulas import references
-from moments.formulas.registry import STACKS
 from moments.show.plot import plot_stream, shown, ticks
+from studies.formulas.stacks import STACKS
 
 MODEL = moments.Transformer(4, 64, 4, 16, dropout=0.1, name="little")
 
@@ -149,9 +149,9 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
 
 def test_every_source_can_be_cited() -> None:
     sources = [str(scheme.source) for scheme in moments.schemes()]
-    for name in (*moments.components(), *STACKS):
+    for record in (*map(moments.component, moments.components()), *STACKS.values()):
         for theory in ("refined", "published", "simplified"):
-            laws = moments.component(name).under(theory)  # type: ignore[arg-type]
+            laws = record.under(theory)  # type: ignore[arg-type]
             sources += [str(law.source) for law in laws.values()]
     known = references.entries()
     for source in sources:

@@ -20,7 +20,7 @@ from moments.errors import DomainError, ValidityWarning
 from moments.model.huggingface import OF_BLOCKS, PARTS, READERS
 from moments.model.huggingface import pictures as _pictures
 
-KINDS = sorted(_pictures.FAMILIES)
+KINDS = sorted(_pictures.READERS)
 # Queries and keys of a text whose tokens are alike at logits of variance 1, up to 25 % low
 # (docs/limits.md); what is outside of its bound besides fails.
 MISSES = {"siglip-base-patch16 text": r"\d+ (query|key)"}

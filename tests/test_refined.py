@@ -15,8 +15,8 @@ import pytest
 import moments
 from moments.engine.composition import Residual, forward
 from moments.engine.state import Fluctuation, Gradient, Kernel
+from moments.formulas.attention import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.linear import LINEAR
-from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.normalization import LAYERNORM
 from moments.layers.elementary import Linear
 from moments.layers.normalization import FiniteNormalization

@@ -211,7 +211,7 @@ def test_rates_are_in_order_and_say_what_limits_them() -> None:
     shares = rates.sharpness.by_matrix.groupby("weight")["share"].sum()
     assert rates.limited_by == pytest.approx(shares.to_dict())
     assert len(rates.table().splitlines()) == 4
-    assert not re.search(r"\d{5}|inf", repr(rates))
+    assert not re.search(r"\d{6}|inf", repr(rates))
     assert json.loads(rates.to_json())["range"] == [low, high]
     (axes,) = rates.plot().axes
     assert axes.get_xlim()[1] > rates.edge

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 import moments
-from moments.formulas.registry import COMPONENTS, STACKS
+from moments.formulas.registry import COMPONENTS
+from studies.formulas.stacks import STACKS
 
 ROOT = Path(__file__).parent.parent
 FRAGMENTS = ("check-your-model", "first-answers")  # run by a notebook, and by test_docs
@@ -96,7 +97,7 @@ def test_search_finds_what_pages_say(site: Path) -> None:
     found = {entry["location"]: entry for entry in index["docs"]}
     (components,) = generators("components")
     for name in components.FEW:
-        record = moments.component(name)
+        record = components.ALL[name]
         entry = found[f"components/{components.page_of(name)}/#{name}"]
         text = html.unescape(entry["title"] + " " + entry["text"])
         assert record.title in text

@@ -10,13 +10,13 @@ import pytest
 from scipy.integrate import quad
 
 import moments
-from moments.formulas.softmax import RANDOM_ENERGY
 from studies.analysis import (
     boundaries,
     correlation_fixed_points,
     exponents,
     random_energy,
 )
+from studies.formulas.random_energy import RANDOM_ENERGY
 
 POST = moments.Transformer(4, 256, 4, 64, norm="post", activation="tanh")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from moments.formulas.activation import ACTIVATION_LAWS
 from moments.formulas.gated import GATED
-from moments.formulas.registry import COMPONENTS, STACKS, component_page, symbols_page
+from moments.formulas.registry import COMPONENTS, component_page, symbols_page
+from studies.formulas.stacks import STACKS
 
 QUICK = bool(os.environ.get("MOMENTS_SITE_QUICK"))
 """Whether a few components and schemes stand for all: what a test of the build needs."""

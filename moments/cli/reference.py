@@ -130,21 +130,15 @@ def formulas(
     component: Annotated[str | None, typer.Argument(help="A component's name.")] = None,
     theory: TheoryOption = TheoryName.refined,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the whole reference as Markdown.")
-    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Print a component's formulas with their sources, or list the components."""
-    from ..formulas.registry import STACKS, components, formula_page
     from ..formulas.registry import component as find
+    from ..formulas.registry import components
 
-    if markdown:
-        print(formula_page(), end="")
-        return
     if component is None:
-        titles = {name: find(name).title for name in (*components(), *STACKS)}
+        titles = {name: find(name).title for name in components()}
         width = max(map(len, titles)) + 2
         Answer(
             said=lambda: tuple(f"[bold]{name:<{width}}[/]{t}" for name, t in titles.items()),
@@ -247,7 +241,6 @@ def validate(
             "|log| beyond two standard errors, or has no value."
         ),
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the whole page.")] = False,
     as_json: JsonOption = False,
     csv: CsvOption = None,
     plot: PlotOption = None,
@@ -257,7 +250,7 @@ def validate(
     from ..formulas.law import THEORIES
     from ..validation.errors import by_class, errors
     from ..validation.grid import subset as find
-    from ..validation.report import class_tables, page, plot_errors
+    from ..validation.report import class_tables, plot_errors
     from ..validation.store import load, run_grid
 
     configurations = find(subset)
@@ -279,7 +272,7 @@ def validate(
 
     refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
     Answer(
-        said=lambda: print(page(frame), end="") if markdown else class_tables(frame),
+        said=lambda: class_tables(frame),
         data=lambda: {"format": 1, "runs": frame, "classes": by_class(frame)},
         frame=lambda: frame,
         figure=lambda: plot_errors(frame),

@@ -137,3 +137,40 @@ SCALE = ComponentLaws(
         "kurtosis": Law(lambda m: 3, derived("Gaussian input")),
     },
 )
+
+
+def _mixed(
+    m: Any,
+    skip_square: Any,
+    branch_square: Any,
+    x_variance: Any,
+    branch_variance: Any,
+    branch_correlation: Any,
+) -> Any:
+    """Variance of lambda x + beta b where x and b correlate."""
+    kept, added = skip_square * x_variance, branch_square * branch_variance
+    return kept + added + 2 * branch_correlation * m.sqrt(kept * added)
+
+
+# Training correlates blocks with the stream; at initialisation both correlations are 0.
+CORRELATED_RESIDUAL = ComponentLaws(
+    "correlated_residual",
+    "Residual addition whose branch correlates with the stream",
+    {
+        "variance": Law(
+            _mixed,
+            derived("variance of a sum"),
+            note="Sun et al. (21) leave out the 2; Kedia et al. 3.5 and E.5.1 state it in words",
+        ),
+        "grad_variance": Law(
+            Substituted(
+                _mixed,
+                x_variance="grad_variance",
+                branch_variance="grad_branch_variance",
+                branch_correlation="grad_branch_correlation",
+            ),
+            derived("variance of a sum"),
+            note="Kedia et al. E.6.2 state it in words",
+        ),
+    },
+)

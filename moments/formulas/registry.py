@@ -1,6 +1,6 @@
 """Every component by name, so that a user can ask for a formula and a test can walk them all.
 
-And the formula reference as Markdown, generated from the laws so that it cannot drift from them.
+And pages of the formula reference, generated from the laws so that they cannot drift from them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from . import (
     embedding,
     gated,
     head,
-    kedia_chain,
     linear,
-    noci,
     normalization,
     softmax,
-    sun,
 )
 from .activation import (
     ACTIVATION_LAWS,
@@ -40,6 +37,7 @@ _ALL = (
     linear.BIASED_LINEAR,
     linear.DROPOUT,
     linear.SCALE,
+    linear.CORRELATED_RESIDUAL,
     *ACTIVATION_LAWS.values(),
     *gated.GATED,
     normalization.LAYERNORM,
@@ -51,26 +49,10 @@ _ALL = (
     block.ATTENTION_BLOCK,
     block.FFN_BLOCK,
     head.CROSS_ENTROPY,
-    noci.UNIFORM_ATTENTION_GRADIENTS,
+    attention.UNIFORM_ATTENTION_GRADIENTS,
 )
 
 COMPONENTS: dict[str, ComponentLaws] = {record.name: record for record in _ALL}
-
-# Statements about whole networks, which no component of a network is.
-STACKS: dict[str, ComponentLaws] = {
-    record.name: record
-    for record in (
-        kedia_chain.PRE_LN_CHAIN,
-        kedia_chain.POST_LN_CHAIN,
-        kedia_chain.DSLM_CHAIN,
-        kedia_chain.CORRELATED_RESIDUAL,
-        sun.CURSE_OF_DEPTH,
-        noci.UNIFORM_ATTENTION_STACK,
-        noci.UNIFORM_ATTENTION_JACOBIAN,
-        softmax.RANDOM_ENERGY,
-    )
-}
-
 
 _POSITIONS = "docs/theory/attention.md, Rotary positions"
 _PENALTIES = "docs/theory/positions.md, Distance penalties"
@@ -96,8 +78,8 @@ ELSEWHERE = {
     "sink": "docs/theory/softmax.md, What is needed (sinks are not modelled)",
     "residual": "correlated_residual; docs/theory/gradients.md, Lost directions",
     "b2t": "docs/theory/gradients.md, A second connection",
-    "dslm": "dslm_chain; its scales in moments/scheme/dslm.py",
-    "lns": "curse_of_depth; its scales in moments/model/transformer.py",
+    "dslm": "its scales in moments/scheme/dslm.py",
+    "lns": "its scales in moments/model/transformer.py",
     "band": "docs/theory/band.md, One draw",
     "tied": "docs/theory/loss.md, Tied rows",
     "sgd": _STEP,
@@ -115,14 +97,13 @@ def component(name: str) -> ComponentLaws:
     Raises:
         DomainError: no component of that name.
     """
-    for known in (COMPONENTS, STACKS):
-        if name in known:
-            return known[name]
+    if name in COMPONENTS:
+        return COMPONENTS[name]
     if name in activation_names() or leaky_slope(name) is not None:
         return activation_laws(name)
     if name in ELSEWHERE:
         raise DomainError(f"component = {name!r}: not of one component; see {ELSEWHERE[name]}")
-    raise unknown_name("component", name, (*components(), *STACKS))
+    raise unknown_name("component", name, components())
 
 
 def components() -> tuple[str, ...]:
@@ -151,25 +132,7 @@ def found_again(name: str, *functions: Any) -> ComponentLaws:
     return component(name)
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-_INTRODUCTION = """# Formulas
-
-Every formula of the package, generated from the laws themselves by `moments formulas --markdown`.
-*Exact* means exact under Gaussian inputs; *asymptotic* names the quantity that must be large in its
-note; *fitted* is an approximation its authors fitted. Pairs of tokens have variances
-$\\sigma_x^2$ and $\\sigma_{x'}^2$ and correlation $r$.
-"""
-
-
-def formula_page() -> str:
-    """Markdown of every component's laws, with sources, domains and notes, and of all symbols."""
-    parts = [_INTRODUCTION]
-    parts += [component_page(component(name)) for name in components()]
-    parts.append("# Whole networks\n")
-    parts += [component_page(record) for record in STACKS.values()]
-    parts += ["## Symbols\n", symbols_page()]
-    return "\n".join(parts)
+# --- the pages ------------------------------------------------------------------------------------
 
 
 def component_page(record: ComponentLaws, level: int = 2) -> str:

@@ -7,6 +7,7 @@ makes the sympy symbol when an expression is asked for.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,28 +74,15 @@ _TABLE: list[tuple[Any, ...]] = [
     ("d_ff", r"d_{ff}", "width of the feed-forward hidden layer", COUNT),
     ("seq_len", r"L", "tokens in the sequence", Interval(2.0)),
     ("vocab_size", r"|V|", "rows of the token table", Interval(2.0)),
-    ("logit_scale", r"\Theta", "logit variance of a row divided by 1 - r", NONNEGATIVE),
-    (
-        "row_square",
-        r"P_2",
-        "E sum_j a_ij^2 over one attention row",
-        Interval(0.0, 1.0, open_lower=True),
-    ),
     ("query", r"\sigma_q^2", "variance of the query weights", NONNEGATIVE),
     ("key", r"\sigma_k^2", "variance of the key weights", NONNEGATIVE),
     ("value", r"\sigma_v^2", "variance of the value weights", NONNEGATIVE),
     ("output", r"\sigma_o^2", "variance of the output-projection weights", NONNEGATIVE),
     ("ffn_in", r"\sigma_1^2", "variance of the first feed-forward matrix", NONNEGATIVE),
     ("ffn_out", r"\sigma_2^2", "variance of the second feed-forward matrix", NONNEGATIVE),
-    ("layers", r"N", "layers of the stack", COUNT),
-    ("layer", r"\ell", "number of a layer, counted from 1", COUNT),
     ("heads", r"h", "attention heads", COUNT),
-    ("attention_gain", r"C_1", "attention block's variance at unit variance, r = 1", NONNEGATIVE),
-    ("ffn_gain", r"C_2", "feed-forward block's variance at unit variance", NONNEGATIVE),
     ("skip_square", r"\lambda^2", "square of the skip connection's scale", NONNEGATIVE),
     ("branch_square", r"\beta^2", "square of the branch's scale", NONNEGATIVE),
-    ("branch_constant", r"k", "constant of beta^2 = k / N^alpha", NONNEGATIVE),
-    ("branch_exponent", r"\alpha", "exponent of beta^2 = k / N^alpha", REAL),
     ("branch_variance", r"\sigma_b^2", "variance of a block's output", NONNEGATIVE),
     ("branch_correlation", r"\rho_b", "correlation of a block's output and stream", CORRELATION),
     ("grad_branch_variance", r"\sigma_{gb}^2", "gradient's variance through a block", NONNEGATIVE),
@@ -104,30 +92,18 @@ _TABLE: list[tuple[Any, ...]] = [
         "correlation of the gradients through a block and past it",
         CORRELATION,
     ),
-    ("gradient_ratio", r"C_6", "token correlation of the gradient over the signal's", NONNEGATIVE),
-    ("attention_branch_square", r"\alpha_1^2", "square of the attention's scale", NONNEGATIVE),
-    ("ffn_branch_square", r"\alpha_2^2", "square of the feed-forward block's scale", NONNEGATIVE),
-    (
-        "attention_depth_constant",
-        r"\tilde\alpha_1",
-        "number of layers times the attention's squared scale",
-        NONNEGATIVE,
-    ),
-    (
-        "ffn_depth_constant",
-        r"\tilde\alpha_2",
-        "number of layers times the feed-forward block's squared scale",
-        NONNEGATIVE,
-    ),
-    ("gram_square", r"\|X^\top L X\|^2", "squared norm of the centred Gram matrix", NONNEGATIVE),
-    ("gram_trace", r"\mathrm{tr}\,X^\top L X", "tokens' squared distance to the mean", NONNEGATIVE),
-    ("token_square", r"\|X\|^2", "squared norm of all tokens", NONNEGATIVE),
-    ("jacobian_linear", r"A", "coefficient of 1/sigma in a layer's Jacobian bound", NONNEGATIVE),
-    ("jacobian_quadratic", r"B", "coefficient of 1/sigma^2 in a layer's bound", NONNEGATIVE),
     ("bias_variance", r"\sigma_{bias}^2", "variance of a bias's entries", NONNEGATIVE),
     ("factor_variance", r"\sigma_u^2", "variance of a product's other factor", NONNEGATIVE),
     ("factor_covariance", r"c_u", "covariance of a product's other factor between tokens", REAL),
     ("alpha", r"\alpha", "factor on the input of Dynamic Tanh", POSITIVE),
 ]
 
-SYMBOLS: dict[str, Symbol] = {name: Symbol(name, *rest) for name, *rest in _TABLE}
+SYMBOLS: dict[str, Symbol] = {}
+
+
+def declare(table: Iterable[tuple[Any, ...]]) -> None:
+    """Add symbols to the vocabulary: name, LaTeX, meaning and domain of each."""
+    SYMBOLS.update((name, Symbol(name, *rest)) for name, *rest in table)
+
+
+declare(_TABLE)

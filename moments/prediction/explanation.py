@@ -19,8 +19,8 @@ from ..files import as_frame
 from ..formulas.activation import activation_laws
 from ..formulas.checks import check_count
 from ..formulas.gated import gated
-from ..formulas.kedia_chain import CORRELATED_RESIDUAL
 from ..formulas.law import Law, Theory
+from ..formulas.linear import CORRELATED_RESIDUAL
 from ..formulas.registry import component, components
 from ..model.transformer import Transformer
 from .predict import predict

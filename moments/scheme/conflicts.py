@@ -13,10 +13,9 @@ from ..errors import ValidityWarning
 from ..formulas.law import Source
 from ..formulas.references import SUN, kedia
 from ..model.transformer import Transformer
-from .depth_scaled import shrinks_outward
 from .registry import Scheme
 from .shared import SCALED
-from .tfixup import TFIXUP
+from .weights import shrinks_outward, t_fixup
 
 Options = Mapping[str, Any]
 
@@ -72,7 +71,7 @@ def _starts_at_zero(model: Transformer) -> bool:
 
 def _fixup_weights(model: Transformer) -> bool:
     return model.weights in [
-        TFIXUP.transform(model, role=role, per_head=per_head).weights
+        t_fixup(model, role=role, per_head=per_head).weights
         for role in ("encoder", "decoder")
         for per_head in (True, False)
     ]

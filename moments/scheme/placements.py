@@ -8,6 +8,7 @@ from typing import Any
 
 from ..formulas.checks import POSITIVE, Interval, check_choice, check_count, check_in
 from ..formulas.law import Source
+from ..formulas.references import SUN
 from ..model.transformer import Transformer
 from .registry import Scheme
 from .shared import placed
@@ -59,6 +60,18 @@ def _qk_norm(model: Transformer, normalization: str = "layernorm") -> Transforme
     """Queries and keys normalised head by head, by "layernorm" or "rmsnorm"."""
     check_choice("normalization", normalization, ("layernorm", "rmsnorm"))
     return model.replace(qk_norm=normalization)
+
+
+def _layernorm_scaling(model: Transformer, position: str = "after-norm") -> Transformer:
+    """Layer l's signal times 1/sqrt(l) at one place.
+
+    Args:
+        model: becomes Pre-LN.
+        position: "after-norm", the authors'; the others of their Table 8: "before-norm",
+            "after-block" (which they use in a ViT), "after-residual", "attention-only", "ffn-only"
+            (its "LNS only after Attn", "only after FFN", read as after the norm of that block).
+    """
+    return placed(model, "pre", layernorm_scaling=position)
 
 
 def _placement(
@@ -145,5 +158,13 @@ PLACEMENTS = (
         "Dehghani et al. 2023, ViT-22B",
         "section 2",
         "qk_norm",
+    ),
+    Scheme(
+        "lns",
+        "LayerNorm Scaling: layer l's normalised output times 1/sqrt(l), Pre-LN",
+        ("norm", "layernorm_scaling"),
+        Source(SUN, "equation 18 and Table 8"),
+        _layernorm_scaling,
+        ("pre",),
     ),
 )

@@ -74,18 +74,7 @@ class Scheme:
         return self.transform(model, **options)
 
 
-MODULES = (
-    "plain",
-    "dslm",
-    "deepnorm",
-    "depth_scaled",
-    "residual_gain",
-    "noci",
-    "admin",
-    "tfixup",
-    "mup",
-    "placements",
-)
+MODULES = ("weights", "dslm", "scales", "placements")
 """Files of this folder, in the order of the list; each with one Scheme or a tuple of them."""
 
 

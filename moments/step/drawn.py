@@ -26,13 +26,15 @@ from ..engine.laws import LawMatrix
 from ..errors import DomainError
 from ..formulas.algebra import NUMPY
 from ..formulas.law import ComponentLaws
+from ..layers.attention.layers import self_masks
 from ..layers.attention.projections import over_all_heads
-from ..layers.attention.self_attention import SelfAttention
+from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.experts.routing import Router
 from ..layers.recurrent.drawn import FIXED, OF_SECTION, Section, gram, on_lists, root_of, rows_of
 from ..layers.recurrent.heads import convolved, sigmoid
 from ..layers.recurrent.mixers import taps
 from ..model.mixers import LatentAttention, ShortConvolution
+from ..model.positions import alibi_slopes
 from .change import Array, Change, between
 from .rules import Drawn as DrawnRows
 from .rules import spread
@@ -94,6 +96,8 @@ class Block:
         known: squared norms of the matrices' gradients, by section, where they are known better.
         sequences: that the tokens are.
         gains: of matrices inside a draw, what they make per unit of what they read.
+        factors: of what matrices make, before the function reads it.
+        named: what the function's own parameters are called.
     """
 
     def __init__(
@@ -106,15 +110,20 @@ class Block:
         known: Mapping[str, float],
         sequences: int = 1,
         gains: Mapping[str, float] = MappingProxyType({}),
+        factors: Mapping[str, float] = MappingProxyType({}),
+        named: Callable[[str], str] = str,
     ) -> None:
-        self.head, self.matrices, self.features = head, matrices, features
-        tokens, sections = len(received), head.sections
+        self.head, self.features = head, features
+        self.matrices = {name: matrices[name] for name in head.sections}
+        self.reads, self.received = reads, received
+        self.sequences, self.gains, self.named = sequences, gains, named
+        self._factors, tokens, sections = factors, len(received), head.sections
         rows = head.features + sum(one.drawn for one in sections.values())
         pairs = head.pairs * tokens * tokens // sequences + getattr(head, "states", 0) * tokens
         count = self.count = int(np.clip(NUMBERS // (pairs + rows * tokens), LEAST, MOST))
 
         def drawn(many: int, kernel: Array, name: str) -> Array:
-            return np.swapaxes(rows_of(count, many, tokens, name) @ root_of(kernel), 1, 2)
+            return np.swapaxes(rows_of(count, many, len(kernel), name) @ root_of(kernel), 1, 2)
 
         entering = {
             name: drawn(
@@ -125,15 +134,9 @@ class Block:
             )
             for name, one in sections.items()
         }
-        random = np.random.default_rng(0)
-        own = head.own(random, count)
-        for name, one in getattr(head, "inner", {}).items():
-            entries = random.standard_normal((count, one.fan_in, one.fan_out))
-            own[name] = entries * (gains[name] / one.fan_in) ** 0.5
-        fixed = {name: one for name, one in own.items() if name in FIXED}
-        self.own = {name: one for name, one in own.items() if name not in FIXED}
+        self.own, fixed = self.parameters(np.random.default_rng(0), count)
         self.entering = entering
-        self._run = on_lists(head, list(entering), list(self.own), fixed, sequences)
+        self._run = self.function(fixed)
         given = *entering.values(), *self.own.values()
         self.output, pull = pullback(self._run, *given)
         _, self._push = pullback(pull, np.zeros(self.output.shape))
@@ -159,6 +162,38 @@ class Block:
             self.sent[name] = grown**0.5 * _of_all(sent[name], one.shared)
         for name in self.own:
             self.sent[name] = _of_all(sent[name], copies(head, name).shared)
+
+    def parameters(self, random: np.random.Generator, draws: int) -> tuple[Arrays, Arrays]:
+        """The function's own, and what draws differ in that no gradient reaches."""
+        own = self.head.own(random, draws)
+        for name, one in getattr(self.head, "inner", {}).items():
+            entries = random.standard_normal((draws, one.fan_in, one.fan_out))
+            own[name] = entries * (self.gains[name] / one.fan_in) ** 0.5
+        fixed = {name: one for name, one in own.items() if name in FIXED}
+        return {name: one for name, one in own.items() if name not in FIXED}, fixed
+
+    def function(self, fixed: Arrays) -> Callable[..., Array]:
+        """Of preactivations by section, and of what is the function's own."""
+        names, own = list(self.head.sections), list(self.own)
+        run = on_lists(self.head, names, own, fixed, self.sequences)
+        if not self._factors:
+            return run
+        factors = [self._factors.get(name, 1.0) for name in (*names, *own)]
+        return lambda *given: run(*(f * x for f, x in zip(factors, given, strict=True)))
+
+    def parted(self, name: str, y: Any, parts: int) -> Any:
+        """(N parts, T, rows in a draw) of (N, T, rows) of a section, by the draws that read it."""
+        heads = y.reshape(*y.shape[:2], -1, self.head.sections[name].drawn)
+        read = np.arange(parts) * heads.shape[2] // parts
+        return np.swapaxes(heads[:, :, read], 1, 2).reshape(-1, y.shape[1], heads.shape[3])
+
+    def gathered(self, sent: Any, parts: int, rows: int) -> Any:
+        """(N, T, rows) of what draws send back to a section: the transpose of `parted`."""
+        by_draw = np.swapaxes(sent.reshape(-1, parts, *sent.shape[1:]), 1, 2)
+        copies = rows // sent.shape[2]
+        read = np.arange(parts) * copies // parts
+        result = np.stack([by_draw[:, :, read == k].sum(2) for k in range(copies)], 2)
+        return result.reshape(*result.shape[:2], -1)
 
     def rows(self, name: str) -> DrawnRows:
         """Gradients of a section's rows across tokens, which are not Gaussian."""
@@ -284,7 +319,8 @@ class Block:
         left = np.where(there, each.mean(0) / np.where(there, linear, 1.0), 1.0)
         error = np.where(there, each.std(0) / np.where(there, linear, 1.0), 1.0) / self.count**0.5
         off = np.clip(left, 0.0, 1.0) - 1.0
-        return np.asarray(1.0 + off * off**2 / (off**2 + error**2 + 1e-12))
+        beyond = off**4 / (off**4 + (3 * error) ** 4 + 1e-12)
+        return np.asarray(1.0 + off * beyond)
 
     def followed(self, parts: Mapping[str, Array]) -> Array:
         """(T, T) how the output's kernel follows overlaps of the stream's tokens, from how those
@@ -339,8 +375,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class AttentionHead:
-    """A head of attention with what the closed forms of a step leave out: norms of queries and
-    keys, caps, sinks, gates, keys of latent attention.
+    """A head of attention.
 
     Attributes:
         leaf: the attention.
@@ -349,7 +384,7 @@ class AttentionHead:
         sizes: (T,) roots of the second moments of "query" and "key" over all heads.
     """
 
-    leaf: SelfAttention
+    leaf: SelfAttention | CrossAttention
     latent: LatentAttention | None = None
     gate: int = 0
     sizes: Mapping[str, Array] | None = None
@@ -383,9 +418,22 @@ class AttentionHead:
         return result
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
-        leaf, result = self.leaf, {}
-        if leaf.sink is not None:
-            result["attention_sink"] = random.standard_normal((draws, 1)) * leaf.sink**0.5
+        """Heads of draws follow one after the other; where these are fewer, some from the first to
+        the last."""
+        leaf, heads = self.leaf, int(self.leaf.heads)
+        result: Arrays = {}
+        if leaf.alibi:
+            some = np.arange(draws) % heads
+            if draws < heads:
+                some = np.linspace(0, heads - 1, draws).round().astype(int)
+            result["alibi"] = leaf.alibi * np.asarray(alibi_slopes(heads))[some]
+        if leaf.relative_bias is not None:
+            size = draws, leaf.relative_bias.buckets
+            result["relative_bias"] = (
+                random.standard_normal(size) * leaf.relative_bias.variance**0.5
+            )
+        if (sink := getattr(leaf, "sink", None)) is not None:
+            result["attention_sink"] = random.standard_normal((draws, 1)) * sink**0.5
         if leaf.qk_norm is not None and leaf.norm_affine:
             for name in ("query", "key"):
                 result[f"{name}.norm.gain"] = np.ones((draws, int(leaf.d_head)))
@@ -418,10 +466,12 @@ class AttentionHead:
         leaf, width = self.leaf, x.shape[-1]
         if leaf.rotary is None:
             return x
-        pairs = int(leaf.rotary.fraction * width) // 2
-        speeds = leaf.rotary.frequencies(width)[0]
-        speeds = speeds[len(speeds) - pairs :]  # behind 0, of what is not turned
-        phases = np.outer(np.arange(x.shape[1]), speeds)
+        pairs, places = int(leaf.rotary.fraction * width) // 2, np.arange(x.shape[1])
+        if leaf.rotary.grid is not None:
+            phases = leaf.rotary.angles(places, width)
+        else:
+            speeds = leaf.rotary.frequencies(width)[0]
+            phases = np.outer(places, speeds[len(speeds) - pairs :])  # behind 0, of what stays
         cos, sin = np.cos(phases), np.sin(phases)
         one, two, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
         return np.concatenate([cos * one - sin * two, cos * two + sin * one, rest], -1)
@@ -444,11 +494,16 @@ class AttentionHead:
         logits = (query @ np.swapaxes(key, -1, -2)) * scale
         if leaf.logit_softcap is not None:
             logits = leaf.logit_softcap * np.tanh(logits / leaf.logit_softcap)
-        count = query.shape[1]
-        offset = np.subtract.outer(np.arange(count), np.arange(count))
-        seen = offset >= 0 if leaf.causal else np.ones_like(offset, bool)
-        if leaf.window is not None:
-            seen = seen & (abs(offset) < leaf.window)
+        count, keys = logits.shape[-2:]
+        offset = np.subtract.outer(np.arange(count), np.arange(keys))
+        if "alibi" in own:
+            logits = logits - np.multiply.outer(own["alibi"], np.abs(offset))
+        if leaf.relative_bias is not None:
+            bucket = leaf.relative_bias.bucket(-offset, leaf.causal)
+            logits = logits + own["relative_bias"][:, bucket]
+        seen = np.ones((count, keys), bool)
+        if isinstance(leaf, SelfAttention):
+            (seen,) = self_masks(dataclasses.replace(leaf, sequences=1, padding=None), count, 1)
         most = np.where(seen, plain(logits), -np.inf).max(-1, keepdims=True)
         sink = own.get("attention_sink")
         if sink is not None:
@@ -458,7 +513,12 @@ class AttentionHead:
         total = np.sum(weights, -1, keepdims=True)
         if sink is not None:
             total = total + np.exp(sink - most)
-        result = (weights / total) @ value
+        weights = weights / total
+        if leaf.drop_prob:  # the same masks before and after a step
+            kept = 1.0 - float(leaf.drop_prob)
+            there = np.random.default_rng(6).random(weights.shape, np.float32) < kept
+            weights = weights * (there / kept)
+        result = weights @ value
         return result * sigmoid(entering["attention_gate"]) if self.gate else result
 
 
@@ -467,10 +527,24 @@ def _entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
     if laws.entrywise is None:
         raise DomainError(f"the first step does not cover {laws.name}: its function is not known")
     function, derivative = laws.entrywise
-    return primitive(
-        lambda x: np.asarray(function(NUMPY, x)),
-        lambda r, x: lambda g: g * np.asarray(derivative(NUMPY, x)),
+    slope = primitive(
+        lambda x: np.asarray(derivative(NUMPY, x)),
+        lambda r, x: lambda g: g * bend(derivative, plain(x)),
     )
+    return primitive(lambda x: np.asarray(function(NUMPY, x)), lambda r, x: lambda g: g * slope(x))
+
+
+def bend(derivative: Callable[..., Array], x: Array) -> Array:
+    """The second derivative by central differences of the first; a kink, at which there is none,
+    counts as none."""
+    step = 1e-3
+    with np.errstate(over="ignore"):
+        above, below = (np.asarray(derivative(NUMPY, x + one) + 0 * x) for one in (step, -step))
+    return np.where(np.abs(above - below) > KINK, 0.0, (above - below) / (2 * step))
+
+
+KINK = 0.1
+"""Change of a slope over two thousandths beyond which it jumps."""
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.derivative import pullback
 from ..engine.response import sum_of
 from ..formulas.algebra import NUMPY
+from ..layers.attention.gates import GatedHeads
 from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.elementary import Activation, Dropout, Linear, Scale
 from ..layers.gated import GatedLinear
 from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
+from ..layers.recurrent.leaf import Mixer
 from .change import Array, over, resolved
 from .ends import Words
-from .heads import Heads
+from .leaves import block_of
 from .rules import Sides, spread
-from .sites import ENCODER, bent
+from .sites import ENCODER
 
 if TYPE_CHECKING:
     from .sites import Reading, Site
@@ -204,7 +207,8 @@ class Draws:
                 lambda delta: sum_of([back(delta) for _, back, _ in found]),
                 found[-1][2],
             )
-        leaving = next(self._points)
+        inside = isinstance(part, GatedHeads)  # whose own sites are passed by
+        leaving = next(p for p in self._points if not inside or p.name.endswith(part.label))
         y, back = self.leaf(part, x, at, leaving)
         if not isinstance(part, _MET):
             return y, back, leaving
@@ -341,48 +345,45 @@ class Draws:
 
     @leaf.register(SelfAttention)
     @leaf.register(CrossAttention)
-    def attention(
-        self, leaf: SelfAttention | CrossAttention, x: Features, at: Site, leaving: Site
-    ) -> tuple[Features, Back]:
-        own = isinstance(leaf, SelfAttention)
-        read = (x, at) if own else self._memory
-        assert read is not None
-        memory, there = read
-        if bent(leaf):
-            raise _Undrawn
-        rows = self.reading.attention(leaf, at, leaving, there)
-        heads: Heads = rows.heads
-        inner = heads.d_head * heads.shared
-        sizes, gain = rows.sizes, np.float32(rows.gain**0.5)
-        # on the scale of the tokens
-        drawn = [self.behind(x, inner * heads.sharing, 1 / x.shape[2])]
-        drawn += [self.behind(memory, inner, 1 / memory.shape[2]) for _ in range(2)]
-        q, k, v = (_split(one, heads.d_head) for one, _ in drawn)
-        passed = heads.attended(q, k, v, self._rng)
-        prefix = self._prefix + leaf.prefix
+    @leaf.register(GatedHeads)
+    @leaf.register(Mixer)
+    def drawn(self, leaf: Any, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
+        crossed = isinstance(leaf, CrossAttention)
+        memory, there = self._memory if crossed and self._memory else (x, at)
+        block = block_of(leaf, self.reading, at, leaving, there)
+        features = block.head.features
+        parts = round(block.features / features)
+        read, ways, given = {}, {}, []
+        for name, matrix in block.matrices.items():
+            read[name] = memory if name in ("key", "value") else x
+            y, ways[name] = self.behind(read[name], matrix.fan_out, matrix.variance)
+            given.append(block.parted(name, y + self._bias(matrix.bias or 0.0, y), parts))
+        own, fixed = block.parameters(self._rng, self.count * parts)
+        output, pull = pullback(block.function(fixed), *given, *own.values())
 
         def back(delta: Features) -> Features:
-            sent = passed.back(gain * _split(delta, heads.d_head))
-            found = []
-            names = "query", "key", "value"
-            for name, one, size, (_, way) in zip(names, sent, sizes, drawn, strict=True):
-                read, key = x if name == "query" else memory, (leaving.layer, prefix + name)
-                one = _joined(one)
-                self._met(key, read, one / np.float32(size**0.5))
-                found.append(way(one))
-            if own:
-                return np.asarray(sum_of(found))
-            self._to_memory = self._to_memory + found[1] + found[2]
-            return found[0]
+            apart = np.swapaxes(delta.reshape(*delta.shape[:2], parts, features), 1, 2)
+            sent = pull(apart.reshape(output.shape).astype(float))
+            result = {}
+            for (name, way), one in zip(ways.items(), sent, strict=False):
+                matrix = block.matrices[name]
+                one = block.gathered(np.asarray(one, np.float32), parts, matrix.fan_out)
+                self._met((leaving.layer, self._prefix + matrix.name), read[name], one)
+                result[name] = way(one)
+            if not crossed:
+                return np.asarray(sum_of(list(result.values())))
+            self._to_memory = self._to_memory + result["key"] + result["value"]
+            return result["query"]
 
-        return gain * _joined(passed.given), back
+        y = np.swapaxes(output.reshape(self.count, parts, -1, features), 1, 2)
+        return y.reshape(*y.shape[:2], -1).astype(np.float32), back
 
 
 _MOST, _PAIRS = 64, 2**16
 """Draws: as many as have so many pairs of tokens together, of which two are enough where tokens,
 and with them pairs, are many."""
 
-_MET = SelfAttention, CrossAttention, GatedLinear, Dropout, Activation
+_MET = SelfAttention, CrossAttention, GatedHeads, Mixer, GatedLinear, Dropout, Activation
 """Behind these what is received is kept."""
 
 _SENDERS = 8
@@ -450,12 +451,3 @@ def _overlaps(x: Features) -> Array:
 
 def _turned(x: Features) -> Features:
     return np.swapaxes(x, -1, -2)
-
-
-def _split(x: Features, d_head: int) -> Features:
-    """(N, heads, T, d_head)."""
-    return np.swapaxes(x.reshape(*x.shape[:2], -1, d_head), 1, 2)
-
-
-def _joined(x: Features) -> Features:
-    return np.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)

@@ -252,10 +252,6 @@ def _exponent(aligned: float, width: float) -> float:
 LARGE = 0.9
 """Share of the new stream that the change is, beyond which kernels were 5 to 20 % off."""
 
-WIDE_LOGITS = 0.5
-"""Variance of attention's logits beyond which its change to first order is a guess."""
-
-
 SEVERAL = 0.3
 """Relative change of the last stream behind several steps beyond which gradients have changed."""
 
@@ -285,12 +281,6 @@ def _notes(
             "change came out up to 14 % small under Adam and Lion, up to 45 % under SGD (whose "
             "steps came out up to 2.7 times too large) and up to 60 % under Muon (18 % where the "
             "stream changes by .26)"
-        )
-    if reading.logit_spread > WIDE_LOGITS:
-        notes.append(
-            f"attention's logits have a variance of {reading.logit_spread:.2g}, and a step moves "
-            "them to first order: measured, heads of the first layer change by up to 12 % more, "
-            "and the loss's change comes out up to 10 % large once the stream changes by half"
         )
     return tuple(notes)
 

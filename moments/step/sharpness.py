@@ -30,7 +30,7 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -38,17 +38,24 @@ import numpy as np
 from scipy.linalg.lapack import spstrf
 
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
+from ..engine.derivative import pullback
 from ..engine.response import sum_of
 from ..errors import DomainError, ValidityWarning
 from ..files import as_frame
 from ..formulas.algebra import NUMPY
 from ..formulas.checks import check_choice, check_count
+from ..layers.attention.gates import GatedHeads
+from ..layers.attention.latent import LatentHeads
 from ..layers.attention.self_attention import SelfAttention
-from ..layers.elementary import Activation, Dropout, Linear, Scale
+from ..layers.elementary import Activation, Dropout, LayerScale, Linear, Scale
+from ..layers.experts.mixture import Mixture
 from ..layers.gated import GatedLinear
 from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
+from ..layers.recurrent.leaf import Mixer
+from .drawn import Block, bend, copies
 from .ends import Words
+from .leaves import SHARED_KEY, block_of, latent_block, mixture_block
 from .rules import Optimizer, named_optimizer, spread
 from .sites import Reading, Site
 
@@ -224,8 +231,8 @@ class Hessian:
                 raise DomainError(f"sharpness does not cover {name}")
         self.reading, self.squares, self.optimizer, self.rng = reading, squares, optimizer, rng
         shared = int(model.kv_heads or model.heads)
-        self.heads = min(shared, max(1, math.ceil(features * shared / model.d_model)))
-        self.share: float = self.heads / shared
+        heads = min(shared, max(1, math.ceil(features * shared / model.d_model)))
+        self.share: float = heads / shared
         self.shapes: dict[Space, tuple[int, ...]] = {}
         self._roots: dict[int, tuple[Array, Array]] = {}
         self._given: dict[Space, Array] = {}
@@ -296,10 +303,10 @@ class Hessian:
         square = self.squares.get(key, 0.0)
         return factor / ((square / entries) ** 0.5 + self.optimizer.epsilon) if square > 0 else 0.0
 
-    def _lower(self, key: Key, gram: Array, size: float, width: float) -> Step:
+    def _lower(self, key: Key, gram: Array, size: float, features: int) -> Step:
         """A step of a parameter, of `size` times that Gram matrix over P, where its output is."""
         space, root, factor = ("lower", key), self._root(gram), np.float32(size**0.5)
-        self.shapes[space] = root.shape[1], self._features(width)
+        self.shapes[space] = root.shape[1], features
 
         def back(delta: Array) -> Array:
             self._made[space] = factor * (root.T @ delta)
@@ -307,10 +314,11 @@ class Hessian:
 
         return lambda y: y + root @ (factor * self._given[space]), back
 
-    def _bias(self, key: Key, width: float) -> Step:
+    def _bias(self, key: Key, width: float, features: int) -> Step:
         """A step of a bias, which all tokens share."""
-        space, size = ("lower", key), np.float32(self._inverse(key, width) ** 0.5)
-        self.shapes[space] = (self._features(width),)
+        spread = features / (width * self.share)
+        space, size = ("lower", key), np.float32((spread * self._inverse(key, width)) ** 0.5)
+        self.shapes[space] = (features,)
 
         def back(delta: Array) -> Array:
             self._made[space] = size * delta.sum(0)
@@ -338,17 +346,23 @@ class Hessian:
         shape: tuple[float, float],
         variance: float,
         bias: bool,
+        inverse: float | None = None,
+        rows: int | None = None,
     ) -> Step:
-        """An (n, m) matrix that reads tokens of that kernel and receives that gradient."""
+        """An (n, m) matrix that reads tokens of that kernel and receives that gradient; `rows` of
+        it are drawn, if not as many as the share of all features."""
         n, m = shape
-        inverse = self._inverse(key, n * m)
-        weights = self._normal((self._features(n), self._features(m)))
+        if inverse is None:
+            inverse = self._inverse(key, n * m)
+        rows = self._features(m) if rows is None else rows
+        spread = rows / (m * self.share)
+        weights = self._normal((self._features(n), rows))
         weights *= np.float32((variance / self.share) ** 0.5)
         random = (lambda x: x @ weights), (lambda delta: delta @ weights.T)
         sees = self._upper(key, gradient, m * inverse, n)
-        steps = [sees, random, self._lower(key, kernel, n * inverse, m)]
+        steps = [sees, random, self._lower(key, kernel, spread * n * inverse, rows)]
         if bias:
-            steps.append(self._bias((key[0], f"{key[1]}.bias"), m))
+            steps.append(self._bias((key[0], f"{key[1]}.bias"), m, rows))
         return _chained(steps)
 
     # --- the network ---------------------------------------------------------------------------
@@ -361,7 +375,7 @@ class Hessian:
                 (0, table.name),
                 table.same,
                 table.amplitude**2 * self._inverse((0, table.name), table.count * width),
-                width,
+                self._features(width),
             )
             for table in stream.tables
         ]
@@ -415,7 +429,8 @@ class Hessian:
                 lambda delta: sum_of([back(delta) for (_, back), _ in both]),
             )
             return step, both[-1][1]
-        leaving = next(self._points)
+        inside = isinstance(part, GatedHeads)  # whose own sites are passed by
+        leaving = next(p for p in self._points if not inside or p.name.endswith(part.label))
         return self.leaf(part, at, leaving), leaving
 
     @functools.singledispatchmethod
@@ -458,7 +473,7 @@ class Hessian:
         for (name, variance), one in zip(variances.items(), slopes, strict=True):
             wide = one.astype(float)
             gradient = leaving.gradient * (wide @ wide.T / wide.shape[1])
-            key = (leaving.layer, name)
+            key = (leaving.layer, f"{leaf.prefix}{name}")
             maps.append(self._matrix(key, at.kernel, gradient, shape, variance, leaf.has_bias))
         (to_gate, from_gate), (to_factor, from_factor) = maps
         moved: list[Array] = []
@@ -509,9 +524,16 @@ class Hessian:
         gain = np.float32(leaf.gain)
         if not leaf.affine:
             return (lambda x: gain * x), (lambda delta: gain * delta)
-        name, entries = f"{leaf.label}.gain", y.shape[1] / self.share
-        factor = np.float32(self._inverse((layer, name), entries) ** 0.5)
-        lower, upper = ("lower", (layer, name)), ("upper", (layer, name))
+        steps = [self._gains((layer, f"{leaf.label}.gain"), y, b, gain)]
+        if leaf.bias:
+            entries = y.shape[1] / self.share
+            steps.append(self._bias((layer, f"{leaf.label}.bias"), entries, y.shape[1]))
+        return _chained(steps)
+
+    def _gains(self, key: Key, y: Array, b: Array, gain: Any) -> Step:
+        """Gains behind y that receive b."""
+        factor = np.float32(self._inverse(key, y.shape[1] / self.share) ** 0.5)
+        lower, upper = ("lower", key), ("upper", key)
         self.shapes[lower] = self.shapes[upper] = (y.shape[1],)
 
         def forward(x: Array) -> Array:
@@ -522,9 +544,7 @@ class Hessian:
             self._made[lower] = factor * (y * delta).sum(0)
             return np.asarray(gain * delta + factor * b * self._given[upper])
 
-        if not leaf.bias:
-            return forward, back
-        return _chained([(forward, back), self._bias((layer, f"{leaf.label}.bias"), entries)])
+        return forward, back
 
     @leaf.register(Dropout)
     def dropout(self, leaf: Dropout, at: Site, leaving: Site) -> Step:
@@ -542,49 +562,162 @@ class Hessian:
         weights = np.asarray(leaf.weights(len(at.kernel)), np.float32)
         return (lambda x: weights @ x), (lambda delta: weights.T @ delta)
 
+    @leaf.register(LayerScale)
+    def layer_scale(self, leaf: LayerScale, at: Site, leaving: Site) -> Step:
+        """Gains that multiply the branch behind this, and are 1 here."""
+        y, b = (self._drawn(kernel, at.width) for kernel in (at.kernel, leaving.gradient))
+        key, gain = (leaving.layer, leaf.label), float(leaf.gain)
+        return self._gains(key, y / np.float32(gain), b / np.float32(gain), 1.0)
+
     @leaf.register(SelfAttention)
-    def attention(self, leaf: SelfAttention, at: Site, leaving: Site) -> Step:
-        rows, has = self.reading.attention(leaf, at, leaving, at), leaf.has_bias
-        # sequences side by side, none of which sees another
-        count, tokens = rows.sequences, len(at.kernel) // rows.sequences
-        weights = rows.heads.weights.reshape(-1, count, tokens, count, tokens)
-        if len(weights) > 1:  # heads that differ: some from the first to the last
-            drawn_heads = self.heads * rows.heads.sharing
-            weights = weights[np.linspace(0, len(weights) - 1, drawn_heads).round().astype(int)]
-        weights = np.stack([weights[:, k, :, k] for k in range(count)])
-        places = rows.heads.positions[:tokens]
-        heads = dataclasses.replace(
-            rows.heads, shared=self.heads, weights=weights, positions=places
-        )
-        split = functools.partial(_split, count=count, d_head=heads.d_head)
-        width, d_head = float(leaf.d_model), heads.d_head
-        inner = float(rows.heads.shared * d_head)
-        widths = inner * heads.sharing, inner, inner
-        maps, drawn = [], []
-        for k, name in enumerate(("query", "key", "value")):
-            size, gradient = float(rows.sizes[k]), np.asarray(rows.gradients[k])
-            biased = name in has if isinstance(has, tuple) else bool(has)
-            shape, key = (width, widths[k]), (leaving.layer, name)
-            to, back_from = self._matrix(key, at.kernel, gradient, shape, size / width, biased)
-            maps.append((to, back_from, np.float32(size**0.5)))
-            drawn.append(split(self._drawn(at.kernel, widths[k])))
-        passed = heads.attended(drawn[0], drawn[1], drawn[2], self.rng)
-        gain = np.float32(rows.gain**0.5)
+    @leaf.register(GatedHeads)
+    @leaf.register(Mixer)
+    def drawn(self, leaf: Any, at: Site, leaving: Site) -> Step:
+        return self._block(block_of(leaf, self.reading, at, leaving), leaving.layer)
+
+    @leaf.register(LatentHeads)
+    def latent(self, leaf: LatentHeads, at: Site, leaving: Site) -> Step:
+        block, latents = latent_block(leaf, self.reading, at, leaving)
+        before, d = [], float(leaf.attention.d_model)
+        layer, shared = leaving.layer, int(leaf.block.rope_dim)
+        for one in latents:
+            shape = d, one.at.width
+            rows = one.at.width + (shared if one.name == "kv_down" else 0)
+            inverse = self._inverse((layer, one.name), d * rows)
+            down = self._matrix(
+                (layer, one.name), at.kernel, one.at.gradient, shape, one.variance, False, inverse
+            )
+            norm = self.norm(one.norm, one.at, dataclasses.replace(one.behind, layer=layer))
+            before.append((one.readers, _chained([down, norm])))
+        return self._block(block, layer, before)
+
+    @leaf.register(Mixture)
+    def mixture(self, leaf: Mixture, at: Site, leaving: Site) -> Step:
+        block, hidden, out, gates = mixture_block(leaf, self.reading, at, leaving)
+        mean = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
+        parts, entering = self._entering(block)
+        own = block.head.gates(entering[leaf.name][:1])[0]
+        # tokens meet in the weights of the experts that this draw's router gives to both
+        there = mean > 1e-9 * mean.max()
+        met = np.where(there, own @ own.T / np.where(there, mean, 1.0), 0.0)
+        hidden = dataclasses.replace(hidden, kernel=met * hidden.kernel)
+        sent = {
+            name: one if name == leaf.name else met * one for name, one in block.gradients.items()
+        }
+        steps = [self._block(block, leaving.layer, gradients=sent, drawn=(parts, entering))]
+        key, shape = (leaving.layer, out.name), (float(out.fan_in), float(out.fan_out))
+        gradient = leaving.gradient
+        steps.append(self._matrix(key, hidden.kernel, gradient, shape, out.variance, False))
+        if out.bias is not None:
+            key = leaving.layer, f"{out.name}.bias"
+            inverse = self._inverse(key, own.shape[1] * shape[1])
+            steps.append(self._lower(key, own @ own.T, inverse, self._features(shape[1])))
+        return _chained(steps)
+
+    def _entering(self, block: Block) -> tuple[int, dict[str, Array]]:
+        """How many draws of a block its drawn features are, and preactivations (parts, T, rows)."""
+        features = block.head.features
+        parts = math.ceil(block.features / features * self.share - 1e-9)
+        result = {}
+        for name, matrix in block.matrices.items():
+            kernel = matrix.fan_in * matrix.variance * block.reads[name] + (matrix.bias or 0.0)
+            root, rows = self._root(np.asarray(kernel)), self._rows(block, name)
+            drawn = root @ self._normal((root.shape[1], rows))
+            result[name] = block.parted(name, drawn[None], parts).astype(float)
+        return parts, result
+
+    def _rows(self, block: Block, name: str) -> int:
+        """Rows of a section's matrix that are drawn, in whole draws."""
+        drawn: int = block.head.sections[name].drawn
+        return drawn * math.ceil(block.matrices[name].fan_out / drawn * self.share - 1e-9)
+
+    def _block(
+        self,
+        block: Block,
+        layer: int,
+        before: Sequence[tuple[tuple[str, ...], Step]] = (),
+        gradients: Mapping[str, Array] | None = None,
+        drawn: tuple[int, dict[str, Array]] | None = None,
+    ) -> Step:
+        """A drawn function of preactivations, with its second derivatives: of <b, f(p)>, b what it
+        receives. `before` are steps from what enters to what some of the matrices read."""
+        head, sent = block.head, block.gradients if gradients is None else gradients
+        parts, entering = self._entering(block) if drawn is None else drawn
+        maps, rows = [], {name: self._rows(block, name) for name in entering}
+        for name, matrix in block.matrices.items():
+            shape, key = (float(matrix.fan_in), float(matrix.fan_out)), (layer, matrix.name)
+            inverse, shared = None, name == SHARED_KEY
+            if shared:  # rows of the matrix to the latent
+                inverse = self._inverse(key, shape[0] * (shape[1] + block.head.latent.kv_rank))
+                key = layer, f"{matrix.name}.{name}"
+            step = self._matrix(
+                key,
+                block.reads[name],
+                sent[name],
+                shape,
+                matrix.variance,
+                matrix.bias is not None,
+                inverse,
+                rows[name],
+            )
+            maps.append(step)
+        own, fixed = block.parameters(self.rng, parts)
+        spaces = {name: self._own(block, layer, name, one) for name, one in own.items()}
+        run, given = block.function(fixed), (*entering.values(), *own.values())
+        output, pull = pullback(run, *given)
+        _, push = pullback(pull, np.zeros(output.shape))
+        root = self._root(block.received)
+        features = parts * head.features
+        kept, moved = self._features(block.features), list[tuple[Array, ...]]()
+        gradient = root @ self._normal((root.shape[1], features))
+        gradient[:, kept:] = 0.0
+        received = _apart(gradient, parts)
+        _, bent = pullback(lambda *p: pullback(run, *p)[1](received), *given)
 
         def forward(x: Array) -> Array:
-            # heads are drawn on the scale of the tokens
-            query, key, value = (split(to(x) / size) for to, _, size in maps)
-            value = np.repeat(value, heads.sharing, axis=1)
-            return _joined(gain * (passed.moved(query, key) + passed.seen @ value))
+            reads = dict.fromkeys(entering, x)
+            for names, (to, _) in before:
+                reads |= dict.fromkeys(names, to(x))
+            ways = [
+                block.parted(name, to(reads[name])[None], parts)
+                for name, (to, _) in zip(entering, maps, strict=True)
+            ]
+            for space, read, size in spaces.values():
+                ways.append(size * self._given[space][read])
+            moved[:] = [tuple(np.asarray(way, float) for way in ways)]
+            y = np.swapaxes(push(moved[0])[0], 0, 1)
+            return np.asarray(y.reshape(len(y), -1)[:, :kept], np.float32)
 
         def back(delta: Array) -> Array:
-            sent = passed.back(gain * split(delta))
-            three = zip(sent, maps, strict=True)
-            return np.asarray(
-                sum_of([back_from(_joined(one) / size) for one, (_, back_from, size) in three])
-            )
+            wide = np.zeros((len(delta), features))
+            wide[:, :kept] = delta
+            both = zip(pull(_apart(wide, parts)), bent(moved[0]), strict=True)
+            every = [np.asarray(one + two, np.float32) for one, two in both]
+            for one, (space, read, size) in zip(every[len(maps) :], spaces.values(), strict=True):
+                total = np.zeros(self.shapes[space], np.float32)
+                np.add.at(total, read, one)
+                self._made[space] = size * total
+            sent = {
+                name: back_from(block.gathered(one, parts, rows[name])[0])
+                for name, one, (_, back_from) in zip(entering, every, maps, strict=False)
+            }
+            for names, (_, back_from) in before:
+                sent[names[0]] = back_from(sum_of([sent.pop(name) for name in names]))
+            return np.asarray(sum_of(list(sent.values())))
 
         return forward, back
+
+    def _own(
+        self, block: Block, layer: int, name: str, values: Array
+    ) -> tuple[Space, Array, np.float32]:
+        """Steps of a function's own parameter, which draws read, and their size."""
+        key, parts = (layer, block.named(name)), len(values)
+        space, times = ("lower", key), copies(block.head, name).times
+        count = max(1, min(parts, math.ceil(times * self.share - 1e-9)))
+        self.shapes[space] = count, *values.shape[1:]
+        inverse = self._inverse(key, times * values[0].size)
+        size = np.float32((inverse * count / (times * self.share)) ** 0.5)
+        return space, np.arange(parts) * count // parts, size
 
 
 _LEFT = 1e-4, 1e-2
@@ -636,29 +769,15 @@ def _bent(
 
 
 def _derivatives(laws: Any, x: Array) -> tuple[Array, Array, Array]:
-    """A function's values, slopes and second derivatives, these by central differences of slopes;
-    a kink, beside which one is no derivative, counts as none."""
+    """A function's values, slopes and second derivatives."""
     if laws.entrywise is None:
         raise DomainError(f"sharpness does not cover {laws.name}: its function is not known")
     function, derivative = laws.entrywise
-    wide, step = x.astype(float), 1e-3
+    wide = x.astype(float)
     with np.errstate(over="ignore"):
-        value, slope, above, below = (
-            np.asarray(of(NUMPY, at) + 0 * wide)
-            for of, at in (
-                (function, wide),
-                (derivative, wide),
-                (derivative, wide + step),
-                (derivative, wide - step),
-            )
-        )
-    bend = (above - below) / (2 * step)
-    bend[np.abs(above - below) > _KINK] = 0.0
-    return value.astype(np.float32), slope.astype(np.float32), bend.astype(np.float32)
-
-
-_KINK = 0.1
-"""Change of a slope over two thousandths beyond which it jumps."""
+        value, slope = (np.asarray(of(NUMPY, wide) + 0 * wide) for of in (function, derivative))
+    second = bend(derivative, wide)
+    return value.astype(np.float32), slope.astype(np.float32), second.astype(np.float32)
 
 
 def _about_mean(x: Array) -> Array:
@@ -669,11 +788,6 @@ def _as_it_is(x: Array) -> Array:
     return x
 
 
-def _split(x: Array, count: int, d_head: int) -> Array:
-    """(sequences, heads, tokens, d_head)."""
-    return np.swapaxes(x.reshape(count, len(x) // count, -1, d_head), 1, 2)
-
-
-def _joined(x: Array) -> Array:
-    """(T, features)."""
-    return np.swapaxes(x, 1, 2).reshape(len(x) * x.shape[2], -1)
+def _apart(x: Array, parts: int) -> Array:
+    """(parts, T, features) of (T, parts features)."""
+    return np.swapaxes(np.reshape(x, (len(x), parts, -1)), 0, 1).astype(float)

@@ -22,16 +22,12 @@ from ..engine.texts import TextClasses
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..layers.architecture import declare, declare_embedding, declare_output
-from ..layers.attention.layers import TokenLayer, self_masks
-from ..layers.attention.self_attention import AttentionPulled, CrossAttention, SelfAttention
 from ..layers.embedding import joint_kernel, table_rows
 from ..layers.head.readout import Readout
 from ..layers.images import image_kernel, patch_layout
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding, SoundEmbedding
-from .attention import Rows, Three
 from .change import Array
-from .heads import Heads
 from .several import Batches, Updates
 
 if TYPE_CHECKING:
@@ -41,18 +37,6 @@ Made = TypeVar("Made")
 
 ENCODER = "encoder."
 """Stands before the names of an encoder's sites and parameters beside a decoder's."""
-
-
-def bent(leaf: Any) -> list[str]:
-    """What attention has that the closed forms of a step leave out."""
-    parts = {
-        "qk_norm": leaf.qk_norm is not None,
-        "logit_softcap": leaf.logit_softcap is not None,
-        "attention_sink": getattr(leaf, "sink", None) is not None,
-        "biases of queries": bool(leaf.query_bias),
-        "biases of keys": bool(leaf.key_bias),
-    }
-    return [name for name, there in parts.items() if there]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +50,6 @@ class Site:
         kernel: E x_t x_s per feature.
         gradient: E delta delta per feature, of the loss on the whole batch.
         width: features.
-        attended: what the attention that reads it can tell; None: none does.
         weights: (T,) what multiplied the gradients of its tokens; None: nothing.
     """
 
@@ -77,7 +60,6 @@ class Site:
     kernel: Array
     gradient: Array
     width: float
-    attended: Any = None
     weights: Array | None = None
 
     def weighted(self, batches: Batches) -> Site:
@@ -99,7 +81,7 @@ class Site:
         return dataclasses.replace(other, signal=total, kernel=kernel)
 
     @classmethod
-    def of(cls, index: int, prefix: str, point: Point, attended: Any = None) -> Site:
+    def of(cls, index: int, prefix: str, point: Point) -> Site:
         assert point.gradient is not None
         return cls(
             index,
@@ -109,7 +91,6 @@ class Site:
             over_tokens(point.signal.second_moment()),
             over_tokens(point.gradient.kernel),
             float(point.signal.width),
-            attended,
         )
 
     def excess(self) -> float:
@@ -127,72 +108,6 @@ class Site:
         if size == 0.0:
             return 0.0
         return max(float(np.asarray(varies.off_diagonal).sum()) / size - 1 / self.width, 0.0)
-
-    def attention_rows(
-        self, leaf: Any, leaving: Site, memory: Site, norm: Callable[[str], float | None]
-    ) -> Rows:
-        """The attention that reads this site and the tokens of `memory`, whose heads are
-        `leaving`. `norm` gives that of the gradient of queries or keys, squared; None: that of the
-        mean overlaps."""
-        for name in bent(leaf):
-            raise DomainError(f"the first step does not cover {name} ({leaf.label})")
-        heads, d = float(leaf.heads * leaf.d_head), float(leaf.memory_width)
-        shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
-        value, query, key = (
-            max(float(getattr(leaf, name)), 1e-60) for name in ("value", "query", "key")
-        )
-        received = Kernel.of_matrix(leaving.gradient).scaled(heads * value)
-        if not isinstance(self.attended, AttentionPulled):
-            raise DomainError(f"the first step resolves attention by token ({leaf.label})")
-        way, paths = self.attended.way, self.attended.sides
-        layer, tokens = way.layer, len(self.kernel)
-        sent = [over_tokens(path) for path in (paths.query, paths.key, paths.value)]
-        by_query, by_key, by_value = (
-            pairs * (1.0 if at.weights is None else np.outer(at.weights, at.weights))
-            for pairs, at in zip(sent, (self, memory, memory), strict=True)
-        )
-        # of the mean overlaps alone
-        bare = {
-            "query": d * float((sent[0] * self.kernel).sum()) / query,
-            "key": d * float((sent[1] * memory.kernel).sum()) / key,
-        }
-
-        def grown(name: str) -> float:
-            size = bare.get(name, 0.0)
-            return (norm(name) or size) / size if size > 0 else 1.0
-
-        pairs = int(leaf.d_head) // 2
-        frequencies = np.zeros(0)
-        if leaf.rotary is not None:
-            turning = leaf.rotary.frequencies(int(leaf.d_head))[0]
-            frequencies = turning[turning > 0][:pairs]
-        return Rows(
-            Heads(
-                self.kernel,
-                memory.kernel,
-                _head_weights(leaf, layer, tokens),
-                float(way.law.scale),
-                int(leaf.d_head),
-                round(float(leaf.kv_heads or leaf.heads)),
-                round(float(leaf.heads) / float(leaf.kv_heads or leaf.heads)),
-                float(leaf.drop_prob),
-                frequencies,
-                np.arange(tokens, dtype=float) % (tokens // int(leaf.sequences)),
-            ),
-            over_tokens(layer.response()),
-            d * value,
-            np.asarray(received.off_diagonal),
-            by_key,
-            Three(
-                # the paths are on the scale of the tokens attended to
-                by_query * d / (float(leaf.d_model) * heads * query),
-                by_key / (shared * key),
-                by_value / (shared * value),
-            ),
-            Three(float(leaf.d_model) * query, d * key, d * value),
-            grown,
-            int(leaf.sequences),
-        )
 
 
 def over_tokens(kernel: Kernel) -> Array:
@@ -221,16 +136,6 @@ def over_tokens(kernel: Kernel) -> Array:
     assert classes.ids is not None
     words = np.ravel(classes.ids)
     return np.where(words[:, None] == words, kinds[1], kinds[0])
-
-
-def _head_weights(leaf: Any, layer: Any, tokens: int) -> Array:
-    """(heads, T, T) mean attention; on classes all keys that a row sees have the same."""
-    if isinstance(layer, TokenLayer):
-        return np.asarray(layer.head_weights())
-    if leaf.relative_bias is not None:
-        raise DomainError(f"tables of relative biases are followed by token alone ({leaf.label})")
-    (seen,) = self_masks(leaf, tokens, 1)
-    return np.asarray(seen / seen.sum(-1, keepdims=True))[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -440,16 +345,6 @@ class Reading:
         return bool(self.model.head.tied)
 
     @functools.cached_property
-    def logit_spread(self) -> float:
-        """The largest variance of attention's logits within rows, averaged over a layer's rows, of
-        attention in closed form."""
-        ways = [
-            one.attended.way for one in self.points if isinstance(one.attended, AttentionPulled)
-        ]
-        seen = [way.output.diagnostics for way in ways if not bent(way.leaf)]
-        return max((float(np.mean(one["logit_variance"])) for one in seen if one), default=0.0)
-
-    @functools.cached_property
     def made(self) -> dict[Any, Any]:
         """What steps of all learning rates share, by what it is and of what."""
         return {}
@@ -460,19 +355,6 @@ class Reading:
             self.made[key] = make()
         result: Made = self.made[key]
         return result
-
-    def attention(self, leaf: Any, entering: Site, leaving: Site, memory: Site) -> Rows:
-        """The attention that reads a site."""
-        before = ENCODER if leaving.name.startswith(ENCODER) else ""
-        # not this reading, which holds the rows that hold `norm`
-        norms = self.norms
-
-        def norm(name: str) -> float | None:
-            return norms().get((leaving.layer, before + leaf.prefix + name))
-
-        return self.once(
-            Rows, entering.index, make=lambda: entering.attention_rows(leaf, leaving, memory, norm)
-        )
 
     @property
     def last(self) -> Site:
@@ -492,25 +374,19 @@ def _norms(prediction: Prediction) -> dict[tuple[int, str], float]:
 
 
 def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
-    """Every point in the order of the forward pass, with the attention that reads it."""
-    found: list[tuple[str, Point, Any]] = []
-    attended: dict[int, Any] = {}
+    """Every point in the order of the forward pass."""
+    points: list[tuple[str, Point]] = []
     for prefix, trace in traces:
         for record in (trace.embedding, None, trace.stack, trace.ending):
             if record is None:
-                if not any(point.site == "stream" for own, point, _ in found if own == prefix):
+                if not any(point.site == "stream" for own, point in points if own == prefix):
                     sent = None if trace.stack is None else trace.stack.grad_in
-                    found.append((prefix, Point(0, "stream", trace.entering, sent), trace.entering))
+                    points.append((prefix, Point(0, "stream", trace.entering, sent)))
                 continue
             for one in record.walk():
-                if isinstance(one.component, SelfAttention | CrossAttention):
-                    attended[id(one.input)] = one.pulled
                 if one.component.label or not one.component.children:
-                    found.append((prefix, one.point, one.output))
-    return tuple(
-        Site.of(k, prefix, point, attended.get(id(signal)))
-        for k, (prefix, point, signal) in enumerate(found)
-    )
+                    points.append((prefix, one.point))
+    return tuple(Site.of(k, *point) for k, point in enumerate(points))
 
 
 def _check(prediction: Prediction) -> None:
@@ -534,7 +410,6 @@ def _check(prediction: Prediction) -> None:
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
         "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
-        "rotary positions of patches": any(one and one.grid for one in model.rotaries),
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,

@@ -19,13 +19,11 @@ from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
 from ..layers.attention.gates import GatedHeads
-from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.by_law import LawLeaf
 from ..layers.elementary import Activation, Dropout, Linear, Scale
 from ..layers.gated import GatedLinear
 from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
-from .attention import Three
 from .by_law import Segments
 from .change import (
     Array,
@@ -438,47 +436,6 @@ class Walk:
             return found
         return self.bias(f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer)
 
-    @leaf.register(SelfAttention)
-    @leaf.register(CrossAttention)
-    def attention(
-        self, leaf: SelfAttention | CrossAttention, change: Change, entering: Site, leaving: Site
-    ) -> Change:
-        own = change, entering
-        memory = own if isinstance(leaf, SelfAttention) else self.memory
-        assert memory is not None
-        rows = self.reading.attention(leaf, entering, leaving, memory[1])
-        width = float(leaf.heads * leaf.d_head)
-        shared = float(leaf.kv_heads or leaf.heads) * float(leaf.d_head)
-        moved, asking = [], (self.overlaps, self.response)
-        for name, (tokens, at), m, gradient in zip(
-            ("query", "key", "value"),
-            (own, memory, memory),
-            (width, shared, shared),
-            rows.gradients,
-            strict=True,
-        ):
-            variance, full = max(float(getattr(leaf, name)), 1e-60), leaf.prefix + name
-            n = float(leaf.d_model if name == "query" else leaf.memory_width)
-            if self.optimizer.rule != "sign":
-                gradient = gradient * rows.grown(name)
-            if at is not entering and self.overlaps is not None:
-                # keys and values follow the scatter of the tokens that they read
-                self.overlaps = Overlaps.of(at.kernel, at.width)
-                self.response = np.outer(self.overlaps.sizes, self.overlaps.sizes)
-            found = self.matrix(full, tokens, at, gradient, leaving.layer, (n, m), variance)
-            there = leaf.has_bias is True or (leaf.has_bias and name in leaf.has_bias)
-            if there and name != "key":  # a bias common to all keys cancels in the softmax
-                found = self.bias(f"{full}.bias", found, gradient, m, leaving.layer)
-            moved.append(found.times(1 / (n * variance)))
-        self.overlaps, self.response = asking
-        # the last of the three were values
-        received = self._received, self._scatter(leaving.index, leaving.gradient)
-        found = rows.carried(Three(*moved), leaving.gradient, received)
-        self.response = 0.0
-        if leaf.drop_prob:
-            found = _masked(found, rows.heads.weights, moved[2], rows.gain, float(leaf.drop_prob))
-        return found
-
     @leaf.register(GatedLinear)
     def gated(self, leaf: GatedLinear, change: Change, entering: Site, leaving: Site) -> Change:
         if leaf.shift or leaf.clamp:
@@ -641,18 +598,3 @@ def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:
 def columns_of(given: Callable[[Array], Drawn], spectrum: Spectrum) -> Signs:
     """Of features that are drawn, by their kernel."""
     return sign_of_columns(spectrum, given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512])
-
-
-def _masked(found: Change, weights: Array, value: Change, gain: float, drop_prob: float) -> Change:
-    """With attention dropout, whose masks are those of the pass before: each row keeps
-    p/(1 - p) sum_j w_ij^2 of what its own keys change."""
-    odds, square = drop_prob / (1 - drop_prob), (weights * weights).mean(0)
-
-    def more(part: Array) -> Array:
-        return np.diag(gain * odds * (square @ np.diag(part)))
-
-    parts = {
-        name: getattr(found, name) + more(getattr(value, name))
-        for name in ("coherent", "overlap", "total")
-    }
-    return dataclasses.replace(found, **parts)

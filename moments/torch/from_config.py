@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DomainError, MomentsError, Undeclared, domain_error, optional, refused
 from ..formulas.checks import check_count
@@ -113,6 +113,7 @@ def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
     with quietly():
         config, unknown = settings(entries)
         try:
+            _sizes(config)
             made = module_class(entries, config)
         except DomainError as error:
             raise Undeclared(str(error)) from error
@@ -226,19 +227,29 @@ class _Copy:
         for name in _windows_of(config):
             setattr(narrow, name, window)
         narrow.vocab_size = min(VOCABULARY, getattr(config, "vocab_size", VOCABULARY))
-        for name in _TOKENS:
-            token = getattr(config, name, None)
-            if isinstance(token, int) and token >= narrow.vocab_size:
-                setattr(narrow, name, narrow.vocab_size - 1)
-        what = f"a narrow copy of {made.__name__}"
-        with refused(what):
-            with torch.device("meta"):
-                size = sum(p.numel() for p in made(narrow).parameters())
-            if size > LARGEST:
-                raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
-            module = made(narrow)
+        _, module = built_narrow(made, cut_tokens(narrow))
         rescale(module, squares)
         return cls(width, window, heads, kv_heads, module)
+
+
+def cut_tokens(config: Any) -> Any:
+    """A config whose special tokens are rows of its vocabulary."""
+    rows = getattr(config, "vocab_size", None)
+    for name, token in list(vars(config).items()) if isinstance(rows, int) else ():
+        if name.endswith("token_id") and type(token) is int:
+            setattr(config, name, min(token, rows - 1))
+    return config
+
+
+def built_narrow(made: Any, narrow: Any) -> tuple[str, nn.Module]:
+    """What it is, and a module of a config whose widths are small."""
+    what = f"a narrow copy of {made.__name__}"
+    with refused(what):
+        with torch.device("meta"):
+            size = sum(p.numel() for p in made(narrow).parameters())
+        if size > LARGEST:
+            raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
+        return what, made(narrow)
 
 
 def rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
@@ -258,8 +269,7 @@ def rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
                 raise DomainError(f"{name} is zero in a narrow copy and drawn in the true one")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     d_model: int
     heads: int
     kv_heads: int
@@ -318,9 +328,11 @@ def _sampled(
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     first = {alias: names[0] for names in aliases(whole).values() for alias in names}
     for name in (name for name in names if first[name] in shapes):
-        rows, *columns = shapes[first[name]]
-        edge = edges[first[name]] or (rows, max(columns, default=1))
-        cut = min(rows, edge[0]), *(min(n, edge[1]) for n in columns)
+        cut, edge = shapes[first[name]], edges[first[name]]
+        if edge is not None:
+            rows, *columns = cut
+            most = round(edge[1] ** (1 / max(len(columns), 1)))
+            cut = min(rows, edge[0]), *(min(n, most) for n in columns)
         path, _, last = name.rpartition(".")
         setattr(whole.get_submodule(path), last, nn.Parameter(torch.full(cut, math.nan)))
     for part in whole.modules():

@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..engine.layout import restarted
-from ..errors import DomainError, domain_error, optional
+from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
 from ..layers.head.targets import NO_TARGET
 from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
+from ..simulation.collector import Collector, squared_norm
 from .anatomy import Measured, anatomy_of, measured_parts
-from .hook_points import ENCODER, HookPoint, WeightPart
+from .roles import ENCODER, HookPoint, WeightPart
 from .running import (
     as_named,
     batch_first,
@@ -33,14 +37,7 @@ from .running import (
     thawed,
     watch_tensor,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
-
-    from ..simulation.collector import Collector, squared_norm
-    from .scales import ScaleBranch
+from .scales import ScaleBranch
 
 Loss = Callable[[Any, Any], Tensor]
 _STACKS = ("", ENCODER)
@@ -123,8 +120,7 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
     """One pass forward and backward, and the number of sequences it held."""
     points, weights = parts
     inputs = _tensors(module, batch)
-    if loss is None:
-        _add_labels(module, inputs)
+    labels = _add_labels(module, inputs) if loss is None else None
     first = batch_first(module)
     seen = {stack: Collector(_kept(inputs, stack, points), batch_first=first) for stack in _STACKS}
     hooks = (
@@ -135,6 +131,8 @@ def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> 
     with kept_buffers(module), in_mode(module, True), thawed(module), hooked(hooks):
         output = module(*inputs.positional, **inputs.named)
         top, cotangent = _objective(output, inputs, loss)
+        if labels is not None and cotangent is None:
+            top = _of_next_token(top, output, labels)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         ends = [*parameters.values(), *inputs.differentiable()]
         gradients = torch.autograd.grad(top, ends, cotangent, allow_unused=True)
@@ -221,11 +219,11 @@ def _tensors(module: nn.Module, batch: Any) -> _Inputs:
     return _Inputs([value], {})
 
 
-def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
-    """Let a causal head predict the next token where the batch has no labels."""
+def _add_labels(module: nn.Module, inputs: _Inputs) -> Tensor | None:
+    """Let a causal head predict the next token where the batch has no labels: those it got."""
     kind = type(module).__name__
     if "labels" in inputs.named:
-        return
+        return None
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
         ids = inputs.named.get("input_ids", inputs.positional[0] if inputs.positional else None)
         if ids is not None:
@@ -236,13 +234,28 @@ def _add_labels(module: nn.Module, inputs: _Inputs) -> None:
                 first[:, 1:] = documents[:, 1:] != documents[:, :-1]
                 ids = ids.masked_fill(first, NO_TARGET)
             inputs.named["labels"] = ids
-        return
+        return ids
     for ends, maker in _NEED_LABELS.items():
         if kind.endswith(ends):
             raise DomainError(
                 f"batch has no 'labels' and {kind} cannot make its own: pass "
                 f"them along with the inputs, as {maker} makes them, or a loss"
             )
+    return None
+
+
+def _of_next_token(loss: Tensor, output: Any, labels: Tensor) -> Tensor:
+    """The loss of the next token, where a class holds every token against its own label, as
+    decoders of two stacks do."""
+    logits = module_logits(output)
+    if logits is None or logits.shape[:2] != labels.shape:
+        return loss
+    entropy = functools.partial(nn.functional.cross_entropy, ignore_index=NO_TARGET)
+    own = entropy(logits.flatten(0, 1).float(), labels.flatten())
+    given = float(loss.detach())
+    if abs(float(own.detach()) - given) > 1e-5 * abs(given):
+        return loss
+    return entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 def needs_labels(kind: str) -> bool:

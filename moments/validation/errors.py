@@ -174,10 +174,3 @@ def by_class(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> pd.DataFrame:
         key=lambda of: of.map(THEORIES.index) if of.name == "theory" else of,
         ignore_index=True,
     )
-
-
-def worst(frame: pd.DataFrame, theory: Theory = "refined", count: int = 5) -> pd.DataFrame:
-    """The configurations of the largest `grad_beyond` under one theory, failures first."""
-    rows = frame[frame["theory"] == theory].copy()
-    rows["grad_beyond"] = rows["grad_beyond"].where(rows["failure"] == "", np.inf)
-    return rows.nlargest(count, "grad_beyond")

@@ -1,9 +1,9 @@
-"""The validation as a table, a picture and a page."""
+"""The validation as tables and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.box import SIMPLE
@@ -13,8 +13,7 @@ from ..formulas.law import THEORIES
 from ..show.palette import BLACK, BLUE, GREY, VERMILION
 from ..show.plot import Picture, styled
 from ..show.report import tabled
-from .errors import CLASS, MEASURES, by_class, worst
-from .grid import ARRAY, BASELINES, FACTORIAL, FACTORS
+from .errors import CLASS, by_class
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,20 +24,20 @@ CAPTION = (
     "standard errors; s.e.: of the simulated gradient; typical: of the geometric mean; "
     "profile: by token; runs without numbers (not covered, or overflow) count in no mean"
 )
-COLUMNS: tuple[tuple[str, str], ...] = (
-    ("noise", "s.e."),
-    ("grad", "gradient |log|"),
-    ("grad_beyond", ">2σ"),
-    ("grad_bias", "signed"),
-    ("variance", "variance"),
-    ("variance_beyond", ">2σ"),
-    ("correlation", "correlation"),
-    ("correlation_beyond", ">2σ"),
-    ("typical", "typical |log|"),
-    ("typical_beyond", ">2σ"),
-    ("profile", "profile |log|"),
-    ("profile_beyond", ">2σ"),
-)
+COLUMNS = {
+    "noise": "s.e.",
+    "grad": "|log|",
+    "grad_beyond": ">2σ",
+    "grad_bias": "signed",
+    "variance": "variance",
+    "variance_beyond": ">2σ",
+    "correlation": "correlation",
+    "correlation_beyond": ">2σ",
+    "typical": "typical",
+    "typical_beyond": ">2σ",
+    "profile": "profile",
+    "profile_beyond": ">2σ",
+}
 COLORS = {"published": VERMILION, "simplified": GREY, "refined": BLUE}
 MARKERS = {"published": "s", "simplified": "^", "refined": "o"}
 LABELS = {
@@ -58,33 +57,12 @@ def _cell(measure: str, value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.0f}"
 
 
-def _shown(frame: pd.DataFrame) -> list[tuple[str, str]]:
-    """Columns of measures that some row has."""
-    return [(name, title) for name, title in COLUMNS if frame[name].notna().any()]
-
-
-def _rows(
-    classes: pd.DataFrame, keys: Sequence[str], columns: Sequence[tuple[str, str]]
-) -> list[list[str]]:
-    """Cells of the class table; what a row shares with the one above is left blank."""
-    rows: list[list[str]] = []
-    above: list[str] = []
-    for _, row in classes.iterrows():
-        group = [str(row[key]) for key in keys]
-        named = [""] * len(group) if group == above else group
-        above = group
-        runs = f"{row['runs'] - row['failed']}/{row['runs']}" if row["failed"] else row["runs"]
-        cells = (_cell(name, row[name]) for name, _ in columns)
-        rows.append([*named, str(row["theory"]), str(runs), *cells])
-    return rows
-
-
 def class_tables(frame: pd.DataFrame) -> tuple[Table, Table]:
     """Errors by class and theory, of the gradient and of the signal, for a terminal."""
     classes = by_class(frame)
-    shown = dict(_shown(classes))
-    gradient = [name for name in shown if not name.startswith(("variance", "correlation"))]
-    signal = [name for name in shown if name not in gradient]
+    shown = [name for name in COLUMNS if classes[name].notna().any()]
+    signal = [name for name in shown if name.startswith(("variance", "correlation"))]
+    gradient = [name for name in shown if name not in signal]
     return (
         _class_table(classes, "gradient variance", gradient, CAPTION),
         _class_table(classes, "signal", signal, ""),
@@ -92,19 +70,22 @@ def class_tables(frame: pd.DataFrame) -> tuple[Table, Table]:
 
 
 def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str], caption: str) -> Table:
-    short = dict(COLUMNS) | {"grad": "|log|", "typical": "typical", "profile": "profile"}
-    columns = [(name, short[name]) for name in names]
-    found = _rows(classes, CLASS, columns)
+    """A row per class and theory; what it shares with the row above is left blank."""
     table = tabled(
         f"errors of the theories against simulations: {title}",
-        ("models", "theory", "runs", *(head for _, head in columns)),
-        ([" ".join(row[: len(CLASS)]), *row[len(CLASS) :]] for row in found),
+        ("models", "theory", "runs", *(COLUMNS[name] for name in names)),
+        (),
         caption,
         text=2,
     )
     table.box, table.padding = SIMPLE, (0, 1, 0, 0)
-    for row, below in zip(table.rows, [*found[1:], ["another class"]], strict=True):
-        row.end_section = bool(below[0])
+    for _, rows in classes.groupby(list(CLASS), sort=False):
+        table.add_section()
+        for place, (_, row) in enumerate(rows.iterrows()):
+            runs = f"{row['runs'] - row['failed']}/{row['runs']}" if row["failed"] else row["runs"]
+            models = "" if place else " ".join(str(row[key]) for key in CLASS)
+            cells = (_cell(name, row[name]) for name in names)
+            table.add_row(models, str(row["theory"]), str(runs), *cells)
     return table
 
 
@@ -155,93 +136,3 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
     title = f"Gradient variance predicted over simulated, {models} models"
     figure.head(title)
     return figure
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    titles = [name.replace("|", "\\|") for name in header]
-    lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(header)}"]
-    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
-
-
-def page(frame: pd.DataFrame) -> str:
-    """The whole validation as Markdown: design, errors by class, worst runs, every run."""
-    runs = frame.drop_duplicates("name")
-    draws, minutes = runs["seeds"], runs["simulated_seconds"].sum() / 60
-    lines = [
-        "# Validation",
-        "",
-        "Written by `moments validate --markdown`.",
-        "",
-        f"{frame['name'].nunique()} whole models were simulated once, {draws.min()} to "
-        f"{draws.max()} draws of all weights each, one sequence per draw. Their moments and "
-        "standard errors are data of the package (`moments/data/validation.json`). No formula "
-        "reads them and nothing is fitted to them. `moments validate --run` simulates them again: "
-        f"{minutes:.0f} minutes, the sum of the stored wall times.",
-        "",
-        "## The grid",
-        "",
-        f"{len(ARRAY)} runs of an orthogonal array of strength 2 and {len(BASELINES)} baselines. "
-        "In the array every pair of levels of any two factors occurs equally often (a level listed "
-        "twice counts twice); every combination of the first four factors occurs exactly once.",
-        "",
-        *_markdown(
-            ["factor", "levels", "crossed in full"],
-            [
-                (name, ", ".join(map(str, levels)), "yes" if name in FACTORIAL else "")
-                for name, levels in FACTORS.items()
-            ],
-        ),
-        "",
-        "Input and last gradient have variance 1; d_ff is 4 d_model; `dropout` acts on attention "
-        "weights too. `doubled-qk` is Xavier with query and key variances doubled, `lns` Xavier "
-        "with layernorm scaling, `dslm` the DeepScaleLM recursion with its scales.",
-        "",
-        "## Measures",
-        "",
-        *(f"- `{name}`: {meaning}" for name, meaning in MEASURES.items()),
-        "- `gradient s.e.`: relative standard error of the simulated gradient variance, mean over "
-        "layers",
-        "",
-        "The published theories ignore masks and state moments of tokens alike, so they have no "
-        "profile. `runs` counts those that gave numbers: the simplified tables cover ReLU only, "
-        "and numbers can overflow; the others count in no mean.",
-        "",
-        "## Errors by norm placement and mask",
-        "",
-        *_overview(frame),
-        "",
-        "## Errors by depth",
-        "",
-        *_overview(frame, CLASS),
-        "",
-        "## Errors by weights",
-        "",
-        *_overview(frame, ("norm", "mask", "weights")),
-        "",
-        "## The five worst runs of the refined theory",
-        "",
-        *_every_run(worst(frame)),
-        "",
-        "## Every run of the refined theory",
-        "",
-        *_every_run(frame[frame["theory"] == "refined"].sort_values("name")),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _overview(frame: pd.DataFrame, keys: Sequence[str] = CLASS[:2]) -> list[str]:
-    classes = by_class(frame, keys)
-    columns = _shown(classes)
-    header = [*keys, "theory", "runs", *(title for _, title in columns)]
-    return _markdown(header, _rows(classes, keys, columns))
-
-
-def _every_run(rows: pd.DataFrame) -> list[str]:
-    cells = []
-    for _, row in rows.iterrows():
-        measures = [_cell(name, row[name]) for name, _ in COLUMNS]
-        if row["failure"]:
-            measures[1:] = ["none", *[""] * (len(COLUMNS) - 2)]
-        cells.append([f"`{row['name']}`", row["seeds"], *measures])
-    return _markdown(["run", "seeds", *(title for _, title in COLUMNS)], cells)

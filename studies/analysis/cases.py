@@ -13,8 +13,8 @@ import numpy as np
 
 from moments.errors import domain_error
 from moments.formulas.activation import RELU
+from moments.formulas.attention import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.law import Source
-from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.references import NOCI, SUN, kedia
 from moments.model.embedding import Embedding
 from moments.model.positions import Rotary

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moments.errors import DomainError, MomentsError, domain_error
-from moments.formulas.kedia_chain import PRE_LN_CHAIN
 from moments.formulas.law import Theory
 from moments.grids.together import predict_together
 from moments.model.transformer import Transformer
 
+from ..formulas.kedia_chain import PRE_LN_CHAIN
 from .kedia import chain_constants
 from .results import Result, predict_alike
 

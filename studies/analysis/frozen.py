@@ -17,9 +17,9 @@ import numpy as np
 from moments.errors import domain_error
 from moments.formulas.activation import activation_laws
 from moments.formulas.checks import POSITIVE, Interval, check_in
-from moments.formulas.softmax import RANDOM_ENERGY
 from moments.model.transformer import Transformer
 
+from ..formulas.random_energy import RANDOM_ENERGY
 from .results import Result
 
 

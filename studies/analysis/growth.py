@@ -13,13 +13,13 @@ import numpy as np
 
 from moments.errors import DomainError, domain_error
 from moments.formulas.checks import check_count
-from moments.formulas.kedia_chain import POST_LN_CHAIN, PRE_LN_CHAIN
 from moments.formulas.law import Theory
 from moments.model.transformer import Transformer
 from moments.model.weights import Weights
 from moments.prediction.result import Prediction
 from moments.show.scheme_table import block_sensitivity
 
+from ..formulas.kedia_chain import POST_LN_CHAIN, PRE_LN_CHAIN
 from .fixed_points import correlation_fixed_points, repeated_layer
 from .kedia import chain_constants, received_correlation
 from .results import Result, predict_alike

@@ -11,12 +11,12 @@ import numpy as np
 from moments.errors import DomainError, domain_error
 from moments.formulas.block import ATTENTION_BLOCK, FFN_BLOCK
 from moments.formulas.checks import Interval, check_count, check_in
-from moments.formulas.kedia_chain import DSLM_CHAIN
 from moments.formulas.law import Theory
 from moments.model.transformer import Transformer
 from moments.prediction.result import Prediction
 from moments.show.scheme_table import block_sensitivity
 
+from ..formulas.kedia_chain import DSLM_CHAIN
 from .results import Result, predict_alike
 
 # --- Kedia et al.'s constants of a stack: what a block adds at unit input, from Table 2's laws ----

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from moments.errors import domain_error
+from moments.formulas.attention import UNIFORM_ATTENTION_GRADIENTS
 from moments.formulas.checks import POSITIVE, Interval, check_count, check_flag, check_in
-from moments.formulas.noci import UNIFORM_ATTENTION_GRADIENTS, UNIFORM_ATTENTION_STACK
 from moments.model.transformer import Transformer
 from moments.model.weights import Weights
 from moments.prediction.result import Prediction
 
+from ..formulas.noci import UNIFORM_ATTENTION_STACK
 from .results import Result, expected
 
 # --- Noci et al.'s linear stack under uniform attention: closed forms, their limits, the engine ---

@@ -14,7 +14,7 @@ import numpy as np
 
 from moments.errors import DomainError, domain_error
 from moments.formulas.checks import CORRELATION, check_in
-from moments.formulas.kedia_chain import CORRELATED_RESIDUAL
+from moments.formulas.linear import CORRELATED_RESIDUAL
 from moments.prediction.result import Prediction
 
 from .results import Result

@@ -10,9 +10,9 @@ import numpy as np
 
 from moments.errors import domain_error
 from moments.formulas.checks import POSITIVE, check_in
-from moments.formulas.sun import CURSE_OF_DEPTH
 from moments.prediction.result import Prediction
 
+from ..formulas.sun import CURSE_OF_DEPTH
 from .recursion import variance_recursion
 from .results import Result
 

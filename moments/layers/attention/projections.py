@@ -200,6 +200,10 @@ def bent(
         the integrals of `_bent_row`; see docs/theory/logits.md, Soft caps.
     """
     most = max(LOGIT_VARIANCE_MAX, 0.0 if cap is None else 100.0 * cap**2)
+    # A text that opens with a zero row has no logits there, which is refused where they end.
+    diagonal, shared, dimension = (
+        np.nan_to_num(one, posinf=np.inf) for one in (diagonal, shared, dimension)
+    )
     shared = shared * np.minimum(most / np.maximum(diagonal, most), 1.0)
     diagonal = np.minimum(np.maximum(diagonal, BENT_LEAST), most)
     diagonal, shared, dimension = np.broadcast_arrays(diagonal, np.maximum(shared, 0.0), dimension)

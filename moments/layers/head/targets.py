@@ -219,7 +219,7 @@ def position_targets(head: Head, vocab_size: int, classes: PositionClasses) -> T
 def _chosen_at_random(head: Head, vocab_size: int, classes: PositionClasses) -> Targets:
     """Of tokens that are masked at random, whose targets are drawn by Zipf's law."""
     each = dict(vars(alike_targets(head, vocab_size, classes.length)))
-    for name in each.keys() - {"count"}:
+    for name in each.keys() - {"count", "blank"}:
         axes = 1 if name in ("active", "own") else 2
         each[name] = np.full((len(classes.nodes),) * axes, each[name])
     return Targets(**each)

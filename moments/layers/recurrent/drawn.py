@@ -72,7 +72,7 @@ class Inner(NamedTuple):
 
 OF_SECTION = {"mixer_norm": "value", "rate": "mixer_step", "skip": "mixer_step"}
 
-FIXED = ("decay",)
+FIXED = ("decay", "alibi", "relative_bias")
 """What heads differ in that no gradient reaches."""
 
 
@@ -215,16 +215,20 @@ class DrawnHeads:
 
     def forward(self) -> Array:
         """(L, L) second moments per feature of what leaves."""
-        total, squares = 0.0, []
+        total, products, squares = 0.0, 0.0, []
         for part in self.parts:
             entering, own = self._given(part)
             run = on_lists(self.head, list(entering), list(own), {}, self.sequences)
             leaving = run(*entering.values(), *own.values())
             total = total + gram(leaving)
+            products = products + sum((one @ one.T) ** 2 for one in leaving)
             squares.append(np.mean(leaving * leaving, -1))
         apart, value = np.concatenate(squares), self.head.sections["value"]
         self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
         self.norms = np.atleast_2d(np.cov(apart.T, ddof=0)) * self.part
+        mean, features = total / self.draws, self.head.features
+        varies = np.maximum(products / self.draws - mean * mean, 0.0) / features**2
+        self.overlaps = of_overlaps(varies * self.part, self.norms)
         self.scatter = float(np.sqrt(np.mean(np.diag(self.norms)) / self.part / self.draws))
         self.scatter /= max(float(apart.mean()), TINY)
         self.sizes = 1.0 + self.part * (apart / np.maximum(apart.mean(0), TINY) - 1.0)
@@ -335,15 +339,32 @@ def on_lists(
         given = dict(zip(names, first, strict=True))
         if sequences == 1:
             return head(given, parameters)
-        draws, tokens, _ = next(iter(given.values())).shape
+        draws = len(next(iter(given.values())))
         apart = {
-            k: np.reshape(x, (draws * sequences, tokens // sequences, x.shape[-1]))
+            k: np.reshape(x, (draws * sequences, x.shape[1] // sequences, x.shape[2]))
             for k, x in given.items()
         }
         each = {k: _for_each(x, sequences) for k, x in parameters.items()}
-        return np.reshape(head(apart, each), (draws, tokens, head.features))
+        result = head(apart, each)
+        return np.reshape(result, (draws, result.shape[1] * sequences, result.shape[2]))
 
     return run
+
+
+def of_overlaps(varies: Array, norms: Array) -> Array:
+    """Y of `moments.engine.fluctuation` whose own parts give different tokens' overlaps these
+    variances, beside what their squared norms share.
+
+    Norms may vary much more than overlaps of tokens that are not alike, as those of products do.
+    """
+    own = np.maximum(2.0 * varies - norms, 0.0)
+    np.fill_diagonal(own, 0.0)
+    if not (total := own.sum()):
+        return norms
+    # y_kk y_ll is `own`: its rows' sums over the root of their own
+    result = np.maximum(norms, 0.0)
+    np.fill_diagonal(result, (own.sum(-1) ** 2) / total)
+    return result
 
 
 def gram(x: Array) -> Array:

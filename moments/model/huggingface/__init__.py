@@ -2,20 +2,21 @@
 
 entries          reading a config and naming what is left unread
 family, sizes    what a family is, with the heads that most share; its architecture at another size
+families.json    of every type its class in transformers, entries that are ignored, with a reason
+                 "why", and the "usual" values at which others change nothing; both as of a type
+                 that it is "like"; whether the class draws otherwise than its authors ("slip")
 defaults.json    what entries that are left out mean, from the config classes themselves
                  (`python benchmarks/config_options.py defaults --kinds KIND`)
 bert, gpt, parallel, llama, t5, vit: one group of families each
 relatives, encoders: dense types, of which a module is read by what it computes
 latent, moe, recurrent, hybrid: families whose blocks `moments.torch` does not know in a module
+newer            types that are one of these with another block or pattern
 pictures         what they read enters through patches or convolutions
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from types import ModuleType
 
 from . import (
     bert,
@@ -25,6 +26,7 @@ from . import (
     latent,
     llama,
     moe,
+    newer,
     parallel,
     pictures,
     recurrent,
@@ -37,25 +39,20 @@ from .family import Family
 __all__ = ["DENSE", "FAMILIES", "NEAREST", "OF_BLOCKS", "READERS", "REFUSED", "Family"]
 
 _GROUPS = (bert, gpt, parallel, llama, t5, vit)
-_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures)
-
-_DEFAULTS = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
+_OF_BLOCKS = (latent, moe, recurrent, hybrid, pictures, newer)
 
 
-def _of(*groups: Mapping[str, Family]) -> dict[str, Family]:
-    return {
-        kind: dataclasses.replace(family, defaults=_DEFAULTS.get(kind, {}))
-        for group in groups
-        for kind, family in group.items()
-    }
+def _of(*modules: ModuleType) -> dict[str, Family]:
+    return {kind: Family.of(kind, read) for m in modules for kind, read in m.READERS.items()}
 
 
-FAMILIES = _of(*(group.FAMILIES for group in _GROUPS))
+FAMILIES = _of(*_GROUPS)
 """`model_type` -> family."""
-OF_BLOCKS = _of(*(group.FAMILIES for group in _OF_BLOCKS))
+OF_BLOCKS = _of(*_OF_BLOCKS)
 """The same of those that are read from their config alone: of a module of theirs `moments.torch`
 does not know every part."""
-DENSE = _of(relatives.FAMILIES, encoders.FAMILIES, t5.POSITIONED)
+DENSE = _of(relatives, encoders)
+DENSE |= {kind: Family.of(kind, read) for kind, read in t5.POSITIONED.items()}
 """The same of those whose modules `moments.torch.from_config` reads."""
 READERS = FAMILIES | DENSE | OF_BLOCKS
 
@@ -67,6 +64,8 @@ _BEYOND = {
     "queries, keys and values that are clipped": "dbrx",
     "experts drawn at random among near ties": "phimoe",
     "experts that drop tokens": "switch_transformers",
+    "experts that give back their input": "longcat_flash",
+    "norms before the blocks of some layers and behind those of others": "olmo_hybrid",
     "a block whose weights several layers share": "zamba",
     "a stack that pools its tokens": "funnel",
     "several streams side by side": "gemma3n",

@@ -7,7 +7,7 @@ import math
 from ...errors import domain_error
 from ..transformer import Transformer
 from .entries import Entries
-from .family import Family, declared, masked_head
+from .family import Reader, declared, masked_head
 
 
 def _bert(
@@ -21,29 +21,23 @@ def _bert(
     read.expect("is_decoder", False, "full attention is assumed")
     read.expect("add_cross_attention", False, "no cross-attention is assumed")
     read.expect("position_embedding_type", "absolute", "learned absolute positions are assumed")
-    variance, epsilon = read.variance(), read.number("layer_norm_eps")
+    variance = read.variance()
     segments = read("type_vocab_size", 0) > 0
-    dropout = read.number("hidden_dropout_prob")
-    activation = read.activation("hidden_act")
     read.count("vocab_size")
     return declared(
         read,
-        epsilon,
-        seq_len=length or read.length("max_position_embeddings", seq_len),
-        d_ff=read("intermediate_size"),
+        seq_len,
+        length=length,
         norm="post",
-        activation=activation,
-        dropout=dropout,
-        attention_dropout=read.number("attention_probs_dropout_prob"),
         embedding={
             "position_variance": variance,
             "segment_variance": variance if segments else 0.0,
             "norm": True,
-            "norm_epsilon": epsilon,
-            "dropout": dropout,
+            "norm_epsilon": read.number("layer_norm_eps"),
+            "dropout": read.number("hidden_dropout_prob"),
             "padding_id": read.padding(),
         },
-        head=masked_head(read, variance, hidden or activation),
+        head=masked_head(read, variance, hidden or read.activation("hidden_act")),
     )
 
 
@@ -77,21 +71,14 @@ def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
     """BERT without segments and without dropout behind attention's output projection; every epsilon
     is written into the code."""
     fixed = read.flag("sinusoidal_pos_embds", False)
-    variance = read.variance()
-    dropout = read.number("dropout")
-    activation = read.activation("activation")
-    epsilon = 1e-12
+    variance, dropout, epsilon = read.variance(), read.number("dropout"), 1e-12
     return declared(
         read,
-        epsilon,
-        shape=("n_layers", "dim", "n_heads"),
-        seq_len=read.length("max_position_embeddings", seq_len),
-        d_ff=read("hidden_dim"),
+        seq_len,
+        epsilon=epsilon,
         norm="post",
-        activation=activation,
         dropout=0.0,
         ffn_dropout=dropout,
-        attention_dropout=read.number("attention_dropout"),
         embedding={
             "position_variance": 0.0 if fixed else variance,
             "positions": "sinusoidal" if fixed else "learned",
@@ -100,7 +87,7 @@ def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
             "dropout": dropout,
             "padding_id": read.padding(),
         },
-        head=masked_head(read, variance, activation),
+        head=masked_head(read, variance, read.activation("activation")),
     )
 
 
@@ -134,25 +121,13 @@ def _deberta(read: Entries, seq_len: int | None) -> Transformer:
     return model.replace(temperature=math.sqrt(1 + used))
 
 
-FAMILIES = {
-    "bert": Family(_bert, "BertForMaskedLM", "masked"),
-    "electra": Family(_electra, "ElectraForMaskedLM", "masked"),
-    "ernie": Family(
-        _bert, "ErnieForMaskedLM", "masked", {"use_task_id": False, "task_type_vocab_size": ...}
-    ),
-    "roberta": Family(_roberta, "RobertaForMaskedLM", "masked"),
-    "camembert": Family(_roberta, "CamembertForMaskedLM", "masked"),
-    "xlm-roberta": Family(_roberta, "XLMRobertaForMaskedLM", "masked"),
-    "distilbert": Family(
-        _distilbert,
-        "DistilBertForMaskedLM",
-        "masked",
-        {"qa_dropout": ..., "seq_classif_dropout": ..., "tie_weights_": True},
-    ),
-    "deberta-v2": Family(
-        _deberta,
-        "DebertaV2ForMaskedLM",
-        "masked",
-        {"legacy": ..., "conv_act": ..., "conv_groups": ...},
-    ),
+READERS: dict[str, Reader] = {
+    "bert": _bert,
+    "electra": _electra,
+    "ernie": _bert,
+    "roberta": _roberta,
+    "camembert": _roberta,
+    "xlm-roberta": _roberta,
+    "distilbert": _distilbert,
+    "deberta-v2": _deberta,
 }

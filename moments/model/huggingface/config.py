@@ -108,13 +108,27 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries of `text_config`, where that is of a type with a reader and the whole is not."""
-    kind, text = entries.get("model_type"), entries.get("text_config") or {}
+    """The entries of `text_config`, where that is of a type with a reader and the whole is not; of
+    a type that is not known, those of the type whose class its architectures name."""
+    kind, text = entries.get("model_type"), entries.get("text_config")
+    if text is None:  # older ones have its entries beside the others
+        text = {name: one for name, one in entries.items() if not name.endswith("_config")}
+        text = {name: one for name, one in text.items() if name not in _OUTER}
     if not isinstance(kind, str) or kind in READERS | REFUSED or not isinstance(text, Mapping):
         return entries
     own = text.get("model_type", f"{kind}_text")
     if not isinstance(own, str) or own not in READERS:
-        return entries
+        classes = entries.get("architectures")
+        classes = classes if isinstance(classes, list) else []
+        own = next((name for name, one in READERS.items() if one.module in classes), None)
+        if own is None:
+            return entries
+        warnings.warn(
+            f"model_type = {kind!r} is read as {own!r}, whose class architectures name",
+            ValidityWarning,
+            stacklevel=4,
+        )
+        return {**entries, "model_type": own}
     sides = [name for name in entries if name.endswith("_config") and name != "text_config"]
     warnings.warn(
         f"model_type = {kind!r}: its text side, {own!r}, is read; what it reads pictures or sound "
@@ -124,6 +138,11 @@ def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
     )
     shared = ("_name_or_path", "tie_word_embeddings")
     return {**text, "model_type": own} | {k: entries[k] for k in shared if k in entries}
+
+
+_OUTER = ("model_type", "image_token_id", "video_token_id", "vision_token_id")
+_OUTER += ("vision_start_token_id", "vision_end_token_id")
+"""Entries of a model that also reads pictures, which its text side does not have."""
 
 
 def _named(config: str) -> str:

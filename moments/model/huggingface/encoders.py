@@ -12,11 +12,9 @@ from ..transformer import Transformer
 from ..weights import Weights
 from .bert import _bert, _narrow, _roberta
 from .entries import FULL, SLIDING, Entries
-from .family import Family, declared
-from .llama import _BOTH, _decoder
-from .relatives import _by_type, _of_kinds, _turned
-
-_ATTENTION = ("query", "key", "value", "output")
+from .family import Reader, declared, tied_or
+from .llama import _BOTH, INWARD, _biased, _decoder, _length, head_width
+from .relatives import _by_type, _of_kinds
 
 
 def cut_normal(variance: float, cut: float) -> float:
@@ -36,19 +34,15 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
     """
     layers, every = read.layers("num_hidden_layers"), read.count("global_attn_every_n_layers", 3)
     kinds = read.kinds([SLIDING if n % every else FULL for n in range(layers)])
-    length = read.length("max_position_embeddings", seq_len, table=False)
+    length = _length(read, seq_len)
     reach = read.count("local_attention") // 2 + 1
     windows = [reach if kind == SLIDING and reach < length else None for kind in kinds]
-    epsilon, cut = read.number("norm_eps"), read.positive("initializer_cutoff_factor")
+    cut = read.positive("initializer_cutoff_factor")
     read.refuse("position_embedding_type", "absolute", "another kind of positions")
     drawn = cut_normal(read.variance(), cut)
     weights = Weights.normal(drawn, output_divisor=2 * layers)
-    biased: tuple[str, ...] = _ATTENTION if read.flag("attention_bias") else ()
-    biased += ("ffn_in", "ffn_out", "gate") if read.flag("mlp_bias") else ()
-    tied, dropout = read.flag("tie_word_embeddings"), read.number("attention_dropout")
     head = Head(
-        tied=tied,
-        weight_variance=None if tied else drawn / (2 * layers),
+        **tied_or(read, drawn / (2 * layers)),
         transform=read.activation("classifier_activation"),
         transform_variance=drawn / (2 * layers),
         transform_bias_variance=0.0 if read.flag("classifier_bias") else None,
@@ -57,23 +51,21 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
     )
     return declared(
         read,
-        epsilon,
+        seq_len,
+        length=length,
         variance=drawn,
-        seq_len=length,
-        d_ff=read("intermediate_size"),
         gated=True,
-        activation=read.activation("hidden_activation"),
-        dropout=dropout,
+        dropout=read.number("attention_dropout"),
+        attention_dropout=None,
         ffn_dropout=0.0,
         activation_dropout=read.number("mlp_dropout"),
         norm_bias=read.flag("norm_bias"),
         weights=weights.replace(distribution="truncated") if cut == 2 else weights,
-        biases=read.biases(biased),
+        biases=read.biases(_biased(read, _BOTH)),
         window=windows if any(windows) else None,
         embedding={
             "norm": True,
-            "norm_epsilon": epsilon,
-            "dropout": read.number("embedding_dropout"),
+            "norm_epsilon": read.number("norm_eps"),
             "padding_id": read.padding(),
         },
         head=head,
@@ -85,14 +77,8 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
 
 def _eurobert(read: Entries, seq_len: int | None) -> Transformer:
     """Llama without a causal mask; its logits have a bias where the feed-forward blocks have."""
-    tied = read.flag("tie_word_embeddings")
-    head = Head(
-        tied=tied,
-        weight_variance=None if tied else read.variance(),
-        bias=read.flag("mlp_bias"),
-        loss="masked",
-    )
-    model = _decoder(read, seq_len, biased=_BOTH, head=head, **_turned(read))
+    head = Head(**tied_or(read, read.variance()), bias=read.flag("mlp_bias"), loss="masked")
+    model = _decoder(read, seq_len, biased=_BOTH, head=head)
     return model.replace(causal=False)
 
 
@@ -116,22 +102,22 @@ def _mpnet(read: Entries, seq_len: int | None) -> Transformer:
 
 def _rotated(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     """BERT with rotary positions in place of its table."""
-    length = read.length("max_position_embeddings", seq_len, table=False)
-    model = _bert(read, seq_len, length=length)
+    model = _bert(read, seq_len, length=_length(read, seq_len))
     embedding = model.embedding.replace(position_variance=0.0)
     return model.replace(**({"embedding": embedding, "rotary": read.rotary()} | changes))
 
 
 def _nomic(read: Entries, seq_len: int | None) -> Transformer:
     """Gated units and no biases in the layers."""
-    heads, d_model = read.count("num_attention_heads"), read.count("hidden_size")
-    width = read.count("head_dim", d_model // heads)
-    return _rotated(read, seq_len, gated=True, biases=None, d_head=width)
+    return _rotated(read, seq_len, gated=True, biases=None, d_head=head_width(read))
 
 
 def _gte(read: Entries, seq_len: int | None) -> Transformer:
     """Gated units without biases but for what they give, whose features are dropped too."""
-    biases, dropout = read.biases((*_ATTENTION, "ffn_out")), read.number("hidden_dropout_prob")
+    biases, dropout = (
+        read.biases((*INWARD, "output", "ffn_out")),
+        read.number("hidden_dropout_prob"),
+    )
     return _rotated(read, seq_len, gated=True, biases=biases, activation_dropout=dropout)
 
 
@@ -187,29 +173,18 @@ def _xlm_roberta_xl(read: Entries, seq_len: int | None) -> Transformer:
     return model.replace(ffn_dropout=0.0)
 
 
-_MODERNBERT = {"reference_compile": ..., "repad_logits_with_grad": ..., "layer_norm_eps": ...}
-_MODERNBERT |= {"sparse_prediction": ..., "sparse_pred_ignore_index": ...}
-_MODERNBERT |= {"classifier_pooling": ..., "deterministic_flash_attn": ...}
-_ALBERT: dict[str, Any] = {"net_structure_type": 0, "gap_size": 0, "num_memory_blocks": 0}
-_ALBERT |= {"down_scale_factor": 1, "layers_to_keep": ...}
-_NOMIC = {"pad_vocab_size_multiple": ..., "rotary_scaling_factor": None}
-FAMILIES = {
-    "albert": Family(_albert, "AlbertForMaskedLM", "masked", _ALBERT),
-    "data2vec-text": Family(_roberta, "Data2VecTextForMaskedLM", "masked"),
-    "eurobert": Family(
-        _eurobert,
-        "EuroBertForMaskedLM",
-        "masked",
-        {"classifier_pooling": ..., "hidden_dropout": 0.0},
-    ),
-    "gte": Family(_gte, "GteForMaskedLM", "masked"),
-    "jina_embeddings_v3": Family(_rotated, "JinaEmbeddingsV3ForMaskedLM", "masked"),
-    "megatron-bert": Family(_megatron, "MegatronBertForMaskedLM", "masked"),
-    "modernbert": Family(_modernbert, "ModernBertForMaskedLM", "masked", _MODERNBERT),
-    "mpnet": Family(_mpnet, "MPNetForMaskedLM", "masked"),
-    "nomic_bert": Family(_nomic, "NomicBertForMaskedLM", "masked", _NOMIC),
-    "rembert": Family(_rembert, "RemBertForMaskedLM", "masked"),
-    "roberta-prelayernorm": Family(_prelayernorm, "RobertaPreLayerNormForMaskedLM", "masked"),
-    "roformer": Family(_roformer, "RoFormerForMaskedLM", "masked"),
-    "xlm-roberta-xl": Family(_xlm_roberta_xl, "XLMRobertaXLForMaskedLM", "masked"),
+READERS: dict[str, Reader] = {
+    "albert": _albert,
+    "data2vec-text": _roberta,
+    "eurobert": _eurobert,
+    "gte": _gte,
+    "jina_embeddings_v3": _rotated,
+    "megatron-bert": _megatron,
+    "modernbert": _modernbert,
+    "mpnet": _mpnet,
+    "nomic_bert": _nomic,
+    "rembert": _rembert,
+    "roberta-prelayernorm": _prelayernorm,
+    "roformer": _roformer,
+    "xlm-roberta-xl": _xlm_roberta_xl,
 }

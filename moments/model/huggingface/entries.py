@@ -39,11 +39,11 @@ _SILENT = {
     "identities and files": "_commit_hash _name_or_path architectures auto_map model_type "
     "name_or_path tokenizer_class transformers_version",
     "outputs, cache, precision, speed": "_attn_implementation _attn_implementation_internal "
-    "_output_attentions attn_implementation dtype gradient_checkpointing output_attentions "
-    "output_hidden_states output_past pretraining_tp return_dict slow_but_exact torch_dtype "
-    "torchscript use_bfloat16 use_cache",
-    "special tokens": "bos_token_id cls_token_id decoder_start_token_id eos_token_id "
-    "mask_token_id pad_token_id sep_token_id",
+    "_output_attentions attn_implementation cache_implementation dtype gradient_checkpointing "
+    "output_attentions output_hidden_states output_past pretraining_tp return_dict slow_but_exact "
+    "torch_dtype torchscript use_bfloat16 use_cache",
+    "special tokens": "bos_token bos_token_id cls_token_id decoder_start_token_id eos_token "
+    "eos_token_id mask_token mask_token_id pad_token pad_token_id sep_token_id",
     "generation": "bad_words_ids begin_suppress_tokens diversity_penalty do_sample "
     "early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty "
     "forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
@@ -71,6 +71,26 @@ USUAL: Mapping[str, Any] = {
     "quantization_config": None,
 }
 
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"),
+    "width": ("hidden_size", "n_embd", "dim", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    "hidden": ("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "dff"),
+    "length": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
+    "activation": ("hidden_act", "activation_function", "hidden_activation", "activation", "afn"),
+    "epsilon": (
+        *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    ),
+    "dropout": (
+        *("hidden_dropout_prob", "hidden_dropout", "resid_pdrop", "resid_dropout"),
+        *("residual_dropout", "dropout"),
+    ),
+    "attention_dropout": ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"),
+    "embedding_dropout": ("embd_pdrop", "embed_dropout", "embedding_dropout"),
+    "variance": ("initializer_range", "init_std"),
+}
+"""What families call the same thing; none has two of these."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, with all tokens and with those of a window."""
@@ -115,6 +135,14 @@ class Entries:
         if usual is ...:
             raise DomainError(f"config of type {self.kind!r} lacks the entry {name!r}")
         return usual
+
+    def known(self, what: str) -> str | None:
+        """What the family calls one of `NAMES`; None: its class has no such entry."""
+        return next((name for name in NAMES[what] if name in self._defaults), None)
+
+    def called(self, what: str) -> str:
+        """The same; the usual name where its class has none."""
+        return self.known(what) or NAMES[what][0]
 
     def has(self, name: str) -> bool:
         """Whether the config itself has the entry."""
@@ -190,8 +218,9 @@ class Entries:
             raise domain_error(name, value, f"at most {MOST_LAYERS}")
         return value
 
-    def variance(self, name: str = "initializer_range", default: Any = ...) -> float:
-        """The square of a deviation."""
+    def variance(self, name: str | None = None, default: Any = ...) -> float:
+        """The square of a deviation; None: of that which most matrices have."""
+        name = self.called("variance") if name is None else name
         value = self.number(name, default)
         if abs(value) > MOST_DEVIATION:
             raise domain_error(name, value, f"a standard deviation of at most {MOST_DEVIATION:g}")
@@ -327,6 +356,11 @@ class Entries:
             self.leave_out("partial_rotary_factor", part, "the module turns every feature")
             part = 1.0
         return Rotary(part, found["rope_theta"])
+
+    def without(self, name: str, meaning: str) -> None:
+        """Note a number that is 0 where nothing is left out."""
+        if value := self.number(name):
+            self.leave_out(name, value, meaning)
 
     def leave_out(self, name: str, value: Any, meaning: str) -> None:
         """Note an entry that switches on something that is not modelled."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..embedding import Embedding
@@ -13,6 +15,22 @@ from ..weights import Biases, Weights
 from .entries import USUAL, Entries
 
 Reader = Callable[[Entries, int | None], Transformer]
+
+TASKS = {
+    "ForCausalLM": "causal",
+    "ForMaskedLM": "masked",
+    "ForConditionalGeneration": "translation",
+    "ForImageClassification": "images",
+}
+"""Ends of classes' names -> what these are trained on."""
+
+
+def _table(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return found
+
+
+_KNOWN, _DEFAULTS = _table("families.json"), _table("defaults.json")
 
 
 @dataclass(frozen=True)
@@ -34,9 +52,20 @@ class Family:
     read: Reader
     module: str
     task: str
-    usual: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    slip: bool = False
+    usual: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    slip: bool
+
+    @classmethod
+    def of(cls, kind: str, read: Reader) -> Family:
+        """What `families.json` and `defaults.json` say of a type."""
+        row = _KNOWN[kind]
+        module, like = row["module"], _KNOWN[row.get("like", kind)]
+        task = row.get("task") or next(TASKS[end] for end in TASKS if module.endswith(end))
+        ignored = like.get("ignored", [])
+        names = ignored.split() if isinstance(ignored, str) else " ".join(ignored).split()
+        usual = dict.fromkeys(names, ...) | like.get("usual", {})
+        return cls(read, module, task, usual, _DEFAULTS.get(kind, {}), row.get("slip", False))
 
     def declare(
         self, given: Mapping[str, Any], seq_len: int | None
@@ -62,75 +91,78 @@ class Family:
 
 # --- what most families have in common ------------------------------------------------------------
 
-_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+
+_PLAIN: Mapping[str, Any] = {}
 
 
 def declared(
     read: Entries,
-    epsilon: float,
+    seq_len: int | None,
     *,
+    names: Mapping[str, str] | None = None,
+    table: bool = True,
+    length: int | None = None,
     variance: float | None = None,
-    shape: tuple[str, str, str] = _SHAPE,
-    embedding: Mapping[str, Any] | None = None,
+    epsilon: float | None = None,
+    embedding: Any = _PLAIN,
+    head: Head | Mapping[str, Any] | None = _PLAIN,
     **fields: Any,
 ) -> Transformer:
-    """Tables, matrices and norms of one variance and one epsilon: what a family adds are `fields`.
-
-    Without a head of its own it predicts the next token.
+    """What the entries say by their family's `NAMES`: matrices and tables of one variance, norms of
+    one epsilon.
 
     Args:
-        variance: of tables and matrices; None: that of initializer_range.
-        shape: the entries for the depth, the width and the heads.
-        embedding: of the tables, beside their variance.
+        names: of "layers", "width" and "heads", where they are others.
+        table: whether positions have one, so that a text can be no longer.
+        length, variance, epsilon: where no entry says them.
+        embedding: the family's own, or fields of plain tables.
+        head: the family's own, fields of one that predicts the next token, or None: there is none.
+        fields: what else the family has, or has otherwise.
     """
     variance = read.variance() if variance is None else variance
-    layers, d_model, heads = (read(name) for name in shape)
+    epsilon = read.number(read.called("epsilon")) if epsilon is None else epsilon
+    shape = {what: read.called(what) for what in ("layers", "width", "heads")} | dict(names or {})
     usual: dict[str, Any] = {
         "norm": "pre",
         "weights": Weights.normal(variance),
         "biases": Biases(),
         "norm_affine": True,
     }
-    tables = {"vocab_size": read("vocab_size"), "token_variance": variance}
-    usual["embedding"] = Embedding(**(tables | dict(embedding or {})))
-    if "head" not in fields:
-        usual |= {"causal": True, "head": causal_head(read, variance, epsilon)}
-    return Transformer(layers, d_model, heads, norm_epsilon=epsilon, **(usual | fields))
+    for field, what, of in (
+        ("d_ff", "hidden", read),
+        ("activation", "activation", read.activation),
+        ("dropout", "dropout", read.number),
+        ("attention_dropout", "attention_dropout", read.number),
+    ):
+        name = read.known(what)
+        if name is not None and field not in fields:
+            usual[field] = of(name)
+    if length is None:
+        length = read.length(read.called("length"), seq_len, table=table)
+    if isinstance(embedding, Mapping):
+        tables = {"vocab_size": read("vocab_size"), "token_variance": variance}
+        if (name := read.known("embedding_dropout")) is not None:
+            tables["dropout"] = read.number(name)
+        embedding = Embedding(**(tables | dict(embedding)))
+    if isinstance(head, Mapping):
+        usual["causal"] = True
+        head = Head(**tied_or(read, variance, False), loss="causal", **head)
+    layers = read.layers(shape["layers"])
+    d_model, heads = read(shape["width"]), read(shape["heads"])
+    usual |= {"norm_epsilon": epsilon, "embedding": embedding, "head": head}
+    return Transformer(layers, d_model, heads, length, **(usual | fields))
 
 
-def causal_head(
-    read: Entries,
-    variance: float,
-    epsilon: float | None,
-    *,
-    bias: bool = False,
-    output_scale: float = 1.0,
-    logit_softcap: float | None = None,
-) -> Head:
-    """A final norm and one matrix, which `tie_word_embeddings` may make the token table.
-
-    Args:
-        variance: of the matrix where it is its own.
-        epsilon: of the final norm; None: there is none.
-    """
-    tied = read.flag("tie_word_embeddings")
-    return Head(
-        tied=tied,
-        weight_variance=None if tied else variance,
-        norm=epsilon is not None,
-        bias=bias,
-        output_scale=output_scale,
-        logit_softcap=logit_softcap,
-        loss="causal",
-    )
+def tied_or(read: Entries, variance: float, default: Any = ...) -> dict[str, Any]:
+    """Whether a head's matrix is the token table, else its variance."""
+    tied = read.flag("tie_word_embeddings", default)
+    return {"tied": tied, "weight_variance": None if tied else variance}
 
 
 def masked_head(read: Entries, variance: float, activation: str) -> Head:
     """BERT's: a hidden layer with activation and norm, then the token table and a bias."""
-    tied = read.flag("tie_word_embeddings", True)
     return Head(
-        tied=tied,
-        weight_variance=None if tied else variance,
+        **tied_or(read, variance, True),
         norm=False,
         transform=activation,
         transform_variance=variance,

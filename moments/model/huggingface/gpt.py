@@ -9,7 +9,7 @@ from ...errors import domain_error
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family, causal_head, declared
+from .family import Reader, declared
 
 
 def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
@@ -22,17 +22,12 @@ def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
         temperature = tuple(scale * number for number in range(1, layers + 1))
     return declared(
         read,
-        read.number("layer_norm_epsilon"),
-        shape=("n_layer", "n_embd", "n_head"),
-        seq_len=read.length("n_positions", seq_len),
+        seq_len,
         d_ff=read("n_inner", 4 * d_model),
-        activation=read.activation("activation_function"),
-        dropout=read.number("resid_pdrop"),
-        attention_dropout=read.number("attn_pdrop"),
         # Both output projections carry 1/sqrt(2 N), as one variance factor 1/(2 N).
         weights=Weights.normal(variance, output_divisor=2 * layers),
         temperature=temperature,
-        embedding={"position_variance": variance, "dropout": read.number("embd_pdrop")},
+        embedding={"position_variance": variance},
     )
 
 
@@ -44,20 +39,12 @@ def _gpt_neo(read: Entries, seq_len: int | None) -> Transformer:
     length = read.length("max_position_embeddings", seq_len)
     return declared(
         read,
-        read.number("layer_norm_epsilon"),
-        shape=("num_layers", "hidden_size", "num_heads"),
-        seq_len=length,
+        seq_len,
         d_ff=read("intermediate_size", 4 * d_model),
-        activation=read.activation("activation_function"),
-        dropout=read.number("resid_dropout"),
-        attention_dropout=read.number("attention_dropout"),
         biases=read.biases(("output", "ffn_in", "ffn_out")),
         temperature=math.sqrt(heads / d_model),
         window=read.windows(_neo_kinds(read, layers), "local", "window_size", length),
-        embedding={
-            "position_variance": read.variance(),
-            "dropout": read.number("embed_dropout"),
-        },
+        embedding={"position_variance": read.variance()},
     )
 
 
@@ -82,28 +69,20 @@ def _opt(read: Entries, seq_len: int | None) -> Transformer:
     """
     d_model = read.count("hidden_size")
     read.refuse("_remove_final_layer_norm", False, "a Pre-LN stack without a final norm")
-    variance = read.variance("init_std")
-    epsilon = 1e-5  # LayerNorm's own default, which the code does not change
+    variance = read.variance()
     pre = read.flag("do_layer_norm_before")
     factor: dict[str, Any] = {}
     if (narrow := read.count("word_embed_proj_dim", d_model)) != d_model:
         factor = {"factor_dim": narrow, "factor_variance": variance}
-    head = causal_head(read, variance, epsilon if pre else None)
     return declared(
         read,
-        epsilon,
-        variance=variance,
-        seq_len=read.length("max_position_embeddings", seq_len),
-        d_ff=read("ffn_dim"),
+        seq_len,
+        epsilon=1e-5,  # LayerNorm's own default, which the code does not change
         norm="pre" if pre else "post",
-        activation=read.activation("activation_function"),
-        dropout=read.number("dropout"),
-        attention_dropout=read.number("attention_dropout"),
-        causal=True,
         biases=Biases() if read.flag("enable_bias") else None,
         norm_affine=read.flag("layer_norm_elementwise_affine"),
         embedding={"position_variance": variance, "padding_id": read.padding()} | factor,
-        head=head.replace(**factor),
+        head={"norm": pre} | factor,
     )
 
 
@@ -114,34 +93,20 @@ def _bloom(read: Entries, seq_len: int | None) -> Transformer:
     )
     width = "n_embed" if read.has("n_embed") else "hidden_size"
     read.same_as("num_attention_heads", "n_head")
-    epsilon = read.number("layer_norm_epsilon")
     return declared(
         read,
-        epsilon,
-        shape=("n_layer", width, "n_head"),
-        seq_len=read.length("seq_length", seq_len, table=False),
+        seq_len,
+        names={"width": width},
+        table=False,
         activation="gelu_tanh",
-        dropout=read.number("hidden_dropout"),
-        attention_dropout=read.number("attention_dropout"),
         alibi=True,
-        embedding={"norm": True, "norm_epsilon": epsilon},
+        embedding={"norm": True, "norm_epsilon": read.number("layer_norm_epsilon")},
     )
 
 
-_SILENT = (
-    "attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
-    "skip_bias_add skip_bias_add_qkv unk_token_id"
-)
-FAMILIES = {
-    "gpt2": Family(
-        _gpt2, "GPT2LMHeadModel", "causal", {"reorder_and_upcast_attn": ..., "n_ctx": ...}
-    ),
-    "gpt_neo": Family(_gpt_neo, "GPTNeoForCausalLM", "causal"),
-    "opt": Family(_opt, "OPTForCausalLM", "causal", {"layerdrop": 0.0, "activation_dropout": 0.0}),
-    "bloom": Family(
-        _bloom,
-        "BloomForCausalLM",
-        "causal",
-        {"n_inner": None} | dict.fromkeys(_SILENT.split(), ...),
-    ),
+READERS: dict[str, Reader] = {
+    "gpt2": _gpt2,
+    "gpt_neo": _gpt_neo,
+    "opt": _opt,
+    "bloom": _bloom,
 }

@@ -12,9 +12,9 @@ from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import FULL, SLIDING, Entries
-from .family import Family, causal_head
+from .family import Reader
 from .latent import latent_attention
-from .llama import _decoder, _granite
+from .llama import _decoder, _granite, sliding
 from .moe import first_dense, routed, sigmoid_experts, softmax_experts
 from .recurrent import (
     _LINEAR,
@@ -24,7 +24,7 @@ from .recurrent import (
     rescaled_output,
     step_range,
 )
-from .relatives import _kinds, _windows
+from .relatives import _kinds
 
 _NAMES = {"mamba": _LINEAR, "attention": FULL}
 """Of kinds of layers, before transformers 5."""
@@ -92,7 +92,6 @@ def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(
         read,
         seq_len,
-        epsilon="layer_norm_epsilon",
         activation=activation,
         gated=False,
         rotary=None,
@@ -128,8 +127,7 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
             f"mlp_multipliers = {[gate, down]}: the first is in the variance of the gate's matrix, "
             f"of which the module's own has {gate * gate:.3g} of the squared gradient"
         )
-    variance, epsilon = read.variance(), read.number("rms_norm_eps")
-    scale, square = read.number("lm_head_multiplier"), read.variance("attention_in_multiplier")
+    variance, square = read.variance(), read.variance("attention_in_multiplier")
     temperature = 1 / (read.positive("key_multiplier") * square)
     return _decoder(
         read,
@@ -139,7 +137,7 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
         weights=Weights.normal(variance).replace(gate=variance * gate**2),
         branch_scale=[[1.0, down]] * read.layers("num_hidden_layers"),
         embedding={"scale": read.number("embedding_multiplier")},
-        head=causal_head(read, variance, epsilon, output_scale=scale),
+        head={"output_scale": read.number("lm_head_multiplier")},
         mixer=both,
     )
 
@@ -257,18 +255,15 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         if of("rope_type", "default") not in ("default", "proportional") or of.has("factor"):
             said = read("rope_parameters")
             read.leave_out("rope_parameters", said, "unscaled rotary frequencies are assumed")
-    variance, epsilon = read.variance(), read.number("rms_norm_eps")
-    cap = read.cap("final_logit_softcapping", None)
     return _decoder(
         read,
         seq_len,
-        activation=read.activation("hidden_activation"),
         norm="sandwich",
         rotary=[rotaries[kind] for kind in kinds],
         temperature=temperatures,
-        window=_windows(read, kinds, seq_len),
+        window=sliding(read, seq_len, kinds),
         embedding={"scale": math.sqrt(read.count("hidden_size"))},
-        head=causal_head(read, variance, epsilon, logit_softcap=cap),
+        head={"logit_softcap": read.cap("final_logit_softcapping", None)},
         mixer=mixers,
     )
 
@@ -282,59 +277,13 @@ _KIMI = {
     "num_shared_experts": "n_shared_experts",
 }
 """Names of entries in released configs, and those of transformers' class."""
-_BALANCE = {"router_aux_loss_coef": ..., "num_logits_to_keep": ...}
-_KERNELS = {"use_mamba_kernels": ..., "use_mambapy": ..., "use_associative_scan": ...}
 
 
-def _none(*names: str) -> dict[str, Any]:
-    """Entries that no line of the module reads, or that say how it is computed."""
-    return dict.fromkeys(names, ...)
-
-
-_POSITIONS = _none("rope_theta", "rope_scaling", "rope_parameters")  # of layers without any
-FAMILIES = {
-    kind: Family(read, f"{module}ForCausalLM", "causal", _BALANCE | usual)
-    for kind, read, module, usual in (
-        (
-            "granitemoehybrid",
-            _granitemoehybrid,
-            "GraniteMoeHybrid",
-            _POSITIONS
-            | _none("mamba_chunk_size", "init_method")
-            | {"normalization_function": "rmsnorm"},
-        ),
-        (
-            "nemotron_h",
-            _nemotron_h,
-            "NemotronH",
-            _KERNELS
-            | _none("num_nextn_predict_layers", "mtp_layers_block_type")
-            | _none("mtp_hybrid_override_pattern", "chunk_size", "mamba_ssm_cache_dtype")
-            | _none("residual_in_fp32", "expand", "hidden_dropout", "moe_shared_expert_overlap")
-            | _none("sliding_window", "attention_bias", "time_step_limit", "attention_head_dim")
-            | _none("num_query_groups", "rms_norm_eps", "time_step_rank"),
-        ),
-        (
-            "falcon_h1",
-            _falcon_h1,
-            "FalconH1",
-            _none("mamba_chunk_size", "mlp_expansion_factor") | {"mamba_use_mlp": True},
-        ),
-        (
-            "gemma4_text",
-            _gemma4,
-            "Gemma4",
-            _none("vocab_size_per_layer_input", "use_double_wide_mlp", "num_experts")
-            | _none("top_k_experts", "moe_intermediate_size"),  # of what is refused
-        ),
-        ("jamba", _jamba, "Jamba", _KERNELS | _none("n_ctx") | {"mamba_inner_layernorms": True}),
-        (
-            "kimi_linear",
-            _kimi_linear,
-            "KimiLinear",
-            _POSITIONS
-            | _none("use_grouped_topk", "head_dim", "qk_head_dim", "num_nextn_predict_layers")
-            | {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "mla_use_nope": True},
-        ),
-    )
+READERS: dict[str, Reader] = {
+    "granitemoehybrid": _granitemoehybrid,
+    "nemotron_h": _nemotron_h,
+    "falcon_h1": _falcon_h1,
+    "gemma4_text": _gemma4,
+    "jamba": _jamba,
+    "kimi_linear": _kimi_linear,
 }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ...errors import domain_error
 from ..mixers import LatentAttention
 from ..transformer import Transformer
+from ..weights import Biases
 from .entries import FULL, SLIDING, Entries
-from .family import Family, causal_head
-from .llama import _decoder, _granite, _length, _longrope, yarn
+from .family import Reader
+from .llama import _BOTH, FFN, _decoder, _granite, _length, _longrope, sliding, yarn
 from .moe import first_dense, routed, sigmoid_experts, softmax_experts
 
 LATENT_EPSILON = 1e-6
@@ -81,8 +83,7 @@ _FACTOR = "the turned part of queries and keys keeps its size"
 
 def _minicpm3(read: Entries, seq_len: int | None) -> Transformer:
     """Branches, embedding and logits times constants of depth and width."""
-    length, width = _length(read, seq_len), read.count("qk_rope_head_dim")
-    turned = _longrope(read, width, length)
+    turned = _longrope(read, read.count("qk_rope_head_dim"), _length(read, seq_len))
     if turned.get("temperature", 1.0) != 1.0:
         read.leave_out("attention_factor", turned["temperature"] ** -0.5, _FACTOR)
     depth, d_model = read.layers("num_hidden_layers"), read.count("hidden_size")
@@ -95,9 +96,7 @@ def _minicpm3(read: Entries, seq_len: int | None) -> Transformer:
         temperature=1.0,
         branch_scale=scale,
         embedding={"scale": read.number("scale_emb")},
-        head=causal_head(
-            read, read.variance(), read.number("rms_norm_eps"), output_scale=base / d_model
-        ),
+        head={"output_scale": base / d_model},
     )
 
 
@@ -110,38 +109,41 @@ def _youtu(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         variance=variance,
-        head=causal_head(read, variance, read.number("rms_norm_eps")),
         embedding={"token_variance": table},
     )
 
 
-def _granite_swa(read: Entries, seq_len: int | None) -> Transformer:
+def _granite_swa(
+    read: Entries, seq_len: int | None, biased: tuple[str, ...] = _BOTH, **changes: Any
+) -> Transformer:
     """Granite's multipliers, windows, a rotary base per layer (0: no positions), and sinks at 0."""
     layers, rotary = read.layers("num_hidden_layers"), read.rotary()
     bases = read.several("layer_rope_theta", 0.0, layers) or [rotary.base] * layers
-    usual = [SLIDING if number % 4 else FULL for number in range(layers)]
-    kinds = read.kinds(usual)
+    kinds = read.kinds([SLIDING if number % 4 else FULL for number in range(layers)])
     return _granite(
         read,
         seq_len,
+        biased,
         attention_sink=0.0,
         rotary=[rotary.replace(base=float(base)) if base else None for base in bases],
-        window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
+        window=sliding(read, seq_len, kinds),
+        **changes,
     )
 
 
 def _apertus(read: Entries, seq_len: int | None) -> Transformer:
     """No gate; queries and keys normalised. The parameters of xIELU stay out of the table."""
-    rotary, factor = yarn(read, read.count("hidden_size") // read.count("num_attention_heads"))
-    fields: dict[str, Any] = {"rotary": rotary, "temperature": factor**-2}
-    return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm", **fields)
+    return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm")
 
 
 # --- with experts ---------------------------------------------------------------------------------
 
 
-def _deepseek_v3(read: Entries, seq_len: int | None) -> Transformer:
-    experts = routed(read, sigmoid_experts(read), first_dense(read))
+def _deepseek_v3(
+    read: Entries, seq_len: int | None, sparse: Iterable[int] | None = None
+) -> Transformer:
+    sparse = first_dense(read) if sparse is None else sparse
+    experts = routed(read, sigmoid_experts(read), sparse)
     return _latent_decoder(read, seq_len, ffn=experts)
 
 
@@ -179,8 +181,7 @@ def _glm4_moe_lite(read: Entries, seq_len: int | None) -> Transformer:
 
 def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
     """Sinks, windows in every second layer; what experts multiply by counts from 1, clamped."""
-    width, layers = read.count("head_dim"), read.layers("num_hidden_layers")
-    rotary, factor = yarn(read, width)
+    layers = read.layers("num_hidden_layers")
     kinds = read.kinds([FULL if number % 2 else SLIDING for number in range(layers)])
     alpha = read.number("swiglu_alpha")
     if alpha != 1.702:
@@ -193,27 +194,20 @@ def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         activation="quick_gelu",
-        rotary=rotary,
-        temperature=factor**-2,
         attention_sink=variance,
-        window=read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len)),
-        biases=read.biases((*_HEADS, *_FFN) if read.flag("attention_bias") else _FFN),
+        window=sliding(read, seq_len, kinds),
+        biases=Biases() if read.flag("attention_bias") else read.biases(FFN),
         ffn=routed(read, experts),
     )
 
 
-_HEADS, _FFN = ("query", "key", "value", "output"), ("ffn_in", "ffn_out", "gate")
-_BALANCE = {"router_aux_loss_coef": ..., "hidden_act": ...}
-_MADE = {"head_dim": ..., "qk_head_dim": ...}  # by the config's class of other entries
-_UNUSED = {"rope_interleave": ..., "num_mtp_layers": ..., "num_nextn_predict_layers": ...}
-_UNUSED |= {"norm_topk_prob": ..., "topk_group": ..., "n_group": ...}  # by what else is said
-FAMILIES = {
-    "minicpm3": Family(_minicpm3, "MiniCPM3ForCausalLM", "causal", _MADE),
-    "youtu": Family(_youtu, "YoutuForCausalLM", "causal", _MADE | {"rope_interleave": ...}),
-    "apertus": Family(_apertus, "ApertusForCausalLM", "causal", {"mlp_bias": ...}),
-    "deepseek_v2": Family(_deepseek_v2, "DeepseekV2ForCausalLM", "causal", _MADE | _UNUSED),
-    "deepseek_v3": Family(_deepseek_v3, "DeepseekV3ForCausalLM", "causal", _MADE | _UNUSED),
-    "glm4_moe_lite": Family(_glm4_moe_lite, "Glm4MoeLiteForCausalLM", "causal", _MADE | _UNUSED),
-    "gpt_oss": Family(_gpt_oss, "GptOssForCausalLM", "causal", _BALANCE),
-    "granite_swa": Family(_granite_swa, "GraniteSWAForCausalLM", "causal"),
+READERS: dict[str, Reader] = {
+    "minicpm3": _minicpm3,
+    "youtu": _youtu,
+    "apertus": _apertus,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "gpt_oss": _gpt_oss,
+    "granite_swa": _granite_swa,
 }

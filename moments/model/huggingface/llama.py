@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import domain_error
@@ -12,7 +12,7 @@ from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import FULL, SLIDING, Entries
-from .family import Family, causal_head, declared
+from .family import Reader, declared
 
 _OF_ATTENTION = (
     *("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "temperature"),
@@ -25,48 +25,43 @@ def _decoder(
     read: Entries,
     seq_len: int | None,
     *,
-    normalization: str = "rmsnorm",
-    epsilon: str | float = "rms_norm_eps",
     biased: tuple[str, ...] = ("attention_bias",),
     **changes: Any,
 ) -> Transformer:
-    """Llama; `changes` are the fields in which a relative differs.
+    """Llama; `changes` are the fields of `declared` in which a relative differs.
 
     `biased` are the entries for biases that the module reads, of attention_bias and mlp_bias.
     """
-    d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    fields: dict[str, Any] = {
-        "activation": read.activation("hidden_act") if "activation" not in changes else None,
-        "gated": True,
-        "d_ff": read("intermediate_size") if "d_ff" not in changes else None,
-        "attention_dropout": None
-        if "attention_dropout" in changes
-        else read.number("attention_dropout"),
-        "dropout": 0.0,
-        "biases": read.biases(_biased(read, biased)) if "biases" not in changes else None,
-        "rotary": read.rotary() if "rotary" not in changes else None,
-        "kv_heads": read("num_key_value_heads", heads) if "kv_heads" not in changes else None,
-        "d_head": read.count("head_dim", d_model // heads) if "d_head" not in changes else None,
-    } | changes
+    heads = read.count("num_attention_heads")
+    usual: dict[str, Callable[[], Any]] = {
+        "biases": lambda: read.biases(_biased(read, biased)),
+        "kv_heads": lambda: read("num_key_value_heads", heads),
+        "d_head": lambda: head_width(read),
+    }
+    fields: dict[str, Any] = {"normalization": "rmsnorm", "gated": True, "dropout": 0.0}
+    if "rotary" not in changes:
+        positions, temperature = positions_of(read), changes.get("temperature", 1.0)
+        fields |= positions
+        changes["temperature"] = temperature * positions["temperature"]
+    fields |= {name: of() for name, of in usual.items() if name not in changes} | changes
     mixers = changes.get("mixer")
     without = (*RECURRENT, Absent)
     if isinstance(mixers, tuple | list) and all(isinstance(one, without) for one in mixers):
         fields = {name: one for name, one in fields.items() if name not in _OF_ATTENTION}
+        read("attention_dropout", None)
+        fields["attention_dropout"] = None
     return declared(
         read,
-        epsilon if isinstance(epsilon, float) else read.number(epsilon),
-        seq_len=_length(read, seq_len),
-        normalization=normalization,
-        causal=True,
+        seq_len,
+        table=False,
         embedding={"padding_id": read.padding()} | fields.pop("embedding", {}),
         **fields,
     )
 
 
-_BIASED = {
-    "attention_bias": ("query", "key", "value", "output"),
-    "mlp_bias": ("ffn_in", "ffn_out", "gate"),
-}
+INWARD = ("query", "key", "value")
+FFN = ("ffn_in", "ffn_out", "gate")
+_BIASED = {"attention_bias": (*INWARD, "output"), "mlp_bias": FFN}
 _BOTH = tuple(_BIASED)
 
 
@@ -78,6 +73,11 @@ def _length(read: Entries, seq_len: int | None) -> int:
     return read.length("max_position_embeddings", seq_len, table=False)
 
 
+def head_width(read: Entries) -> int:
+    """Features of a head."""
+    return read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+
+
 def _llama(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(read, seq_len, biased=_BOTH)
 
@@ -87,23 +87,27 @@ def _mistral(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(read, seq_len, biased=(), window=window)
 
 
-def _qwen2(read: Entries, seq_len: int | None) -> Transformer:
+def _qwen2(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     """Query, key and value have biases, the output projection has none."""
-    window = _qwen_windows(read, _length(read, seq_len))
-    return _decoder(read, seq_len, window=window, biases=read.biases(("query", "key", "value")))
+    window = _qwen_windows(read, seq_len)
+    return _decoder(read, seq_len, window=window, biases=read.biases(INWARD), **changes)
 
 
 def _qwen3(read: Entries, seq_len: int | None) -> Transformer:
-    window = _qwen_windows(read, _length(read, seq_len))
-    return _decoder(read, seq_len, window=window, qk_norm="rmsnorm")
+    return _decoder(read, seq_len, window=_qwen_windows(read, seq_len), qk_norm="rmsnorm")
 
 
-def _qwen_windows(read: Entries, seq_len: int) -> Any:
+def _qwen_windows(read: Entries, seq_len: int | None) -> Any:
     """Windows from layer max_window_layers on, if they are used at all."""
     layers, first = read.layers("num_hidden_layers"), read("max_window_layers")
     used = read.flag("use_sliding_window")
     usual = [SLIDING if used and number >= first else FULL for number in range(layers)]
-    return read.windows(read.kinds(usual), SLIDING, "sliding_window", seq_len)
+    return sliding(read, seq_len, read.kinds(usual))
+
+
+def sliding(read: Entries, seq_len: int | None, kinds: Sequence[str]) -> Any:
+    """Reach of every layer, of which those of the kind `SLIDING` have a window."""
+    return read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len))
 
 
 def _gemma(read: Entries, seq_len: int | None) -> Transformer:
@@ -128,24 +132,19 @@ def _gemma(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-def _gemma2(read: Entries, seq_len: int | None) -> Transformer:
+def _gemma2(read: Entries, seq_len: int | None, norm: str = "sandwich") -> Transformer:
     """Norms before and after every block, windows in every second layer, capped logits."""
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
-    layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
-    usual = [FULL if number % 2 else SLIDING for number in range(layers)]
-    tokens = _length(read, seq_len)
-    width = read.count("head_dim", read.count("hidden_size") // heads)
-    cap = read.cap("final_logit_softcapping")
+    layers = range(read.layers("num_hidden_layers"))
     return _decoder(
         read,
         seq_len,
-        activation=read.activation("hidden_activation"),
-        norm="sandwich",
+        norm=norm,
         embedding={"scale": math.sqrt(read.count("hidden_size"))},
-        head=causal_head(read, read.variance(), read.number("rms_norm_eps"), logit_softcap=cap),
+        head={"logit_softcap": read.cap("final_logit_softcapping")},
         logit_softcap=read.cap("attn_logit_softcapping"),
-        temperature=math.sqrt(read.positive("query_pre_attn_scalar") / width),
-        window=read.windows(read.kinds(usual), SLIDING, "sliding_window", tokens),
+        temperature=math.sqrt(read.positive("query_pre_attn_scalar") / head_width(read)),
+        window=sliding(read, seq_len, read.kinds([FULL if n % 2 else SLIDING for n in layers])),
     )
 
 
@@ -187,6 +186,15 @@ def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
 
 SCALED = ("linear", "llama3", "yarn")
 """Kinds of positions for longer texts, which slow pairs down by their frequency alone."""
+
+
+def positions_of(read: Entries) -> dict[str, Any]:
+    """Positions, scaled where the config says so, and the temperature that their factor gives on
+    the share of the features that they turn."""
+    given, plain = read.rope() or read.usual("rope_parameters"), read.rotary(scaled=SCALED)
+    rotary, factor = slowed(read, given, plain, round(plain.fraction * head_width(read)))
+    size = plain.fraction * factor**4 + 1 - plain.fraction
+    return {"rotary": rotary, "temperature": size**-0.5}
 
 
 def yarn(read: Entries, width: int) -> tuple[Rotary, float]:
@@ -255,14 +263,14 @@ def slowed(
 
 
 def _phi3(read: Entries, seq_len: int | None) -> Transformer:
-    width = read.count("hidden_size") // read.count("num_attention_heads")
     return _decoder(
         read,
         seq_len,
         biased=(),
-        **_longrope(read, read.count("head_dim", width), _length(read, seq_len)),
+        **_longrope(read, head_width(read), _length(read, seq_len)),
         dropout=read.number("resid_pdrop"),
         window=read.window("sliding_window", _length(read, seq_len)),
+        embedding={"dropout": 0.0},
     )
 
 
@@ -271,12 +279,10 @@ def _starcoder2(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         normalization="layernorm",
-        epsilon="norm_epsilon",
         gated=False,
         dropout=read.number("residual_dropout"),
         biases=Biases() if read.flag("use_bias") else None,
         window=read.window("sliding_window", _length(read, seq_len)),
-        embedding={"dropout": read.number("embedding_dropout")},
     )
 
 
@@ -289,33 +295,34 @@ def _stablelm(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         normalization="layernorm",
-        epsilon="layer_norm_eps",
         ffn_dropout=read.number("hidden_dropout"),
         parallel=read.flag("use_parallel_residual"),
-        biases=read.biases(("query", "key", "value") if read.flag("use_qkv_bias") else ()),
+        biases=read.biases(INWARD if read.flag("use_qkv_bias") else ()),
     )
 
 
 def _olmo(read: Entries, seq_len: int | None) -> Transformer:
     """LayerNorm without gains or biases, its epsilon written into the code."""
-    clip = read("clip_qkv", None)
-    if clip is not None:
-        read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
+    unclipped(read)
     return _decoder(read, seq_len, normalization="layernorm", epsilon=1e-5, norm_affine=False)
+
+
+def unclipped(read: Entries) -> None:
+    """Note bounds on queries, keys and values."""
+    if (clip := read("clip_qkv", None)) is not None:
+        read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
 
 
 def _cohere(read: Entries, seq_len: int | None) -> Transformer:
     """Parallel blocks behind one LayerNorm without bias; logits times a constant."""
     read.refuse("use_qk_norm", False, "a norm with gains of its own for every head")
-    variance, epsilon = read.variance(), read.number("layer_norm_eps")
     return _decoder(
         read,
         seq_len,
         normalization="layernorm",
-        epsilon="layer_norm_eps",
         norm_bias=False,
         parallel=True,
-        head=causal_head(read, variance, epsilon, output_scale=read.number("logit_scale")),
+        head={"output_scale": read.number("logit_scale")},
     )
 
 
@@ -323,41 +330,30 @@ def _granite(
     read: Entries, seq_len: int | None, biased: tuple[str, ...] = _BOTH, **changes: Any
 ) -> Transformer:
     """Llama with multipliers of the embedding, the logits of attention, branches and output."""
-    width = read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
+    scale = read.positive("attention_multiplier") * math.sqrt(head_width(read))
     return _decoder(
         read,
         seq_len,
         biased=biased,
-        temperature=1 / (read.positive("attention_multiplier") * math.sqrt(width)),
+        temperature=1 / scale,
         branch_scale=read.number("residual_multiplier"),
         embedding={"scale": read.number("embedding_multiplier")},
-        head=causal_head(
-            read,
-            read.variance(),
-            read.number("rms_norm_eps"),
-            output_scale=1 / read.positive("logits_scaling"),
-        ),
+        head={"output_scale": 1 / read.positive("logits_scaling")},
         **changes,
     )
 
 
-FAMILIES = {
-    "llama": Family(_llama, "LlamaForCausalLM", "causal"),
-    "mistral": Family(_mistral, "MistralForCausalLM", "causal"),
-    "qwen2": Family(_qwen2, "Qwen2ForCausalLM", "causal"),
-    "qwen3": Family(_qwen3, "Qwen3ForCausalLM", "causal"),
-    "gemma": Family(_gemma, "GemmaForCausalLM", "causal"),
-    "gemma2": Family(_gemma2, "Gemma2ForCausalLM", "causal"),
-    "phi3": Family(
-        _phi3,
-        "Phi3ForCausalLM",
-        "causal",
-        # embd_pdrop is read by no line of the module.
-        {"embd_pdrop": ..., "original_max_position_embeddings": ...},
-    ),
-    "starcoder2": Family(_starcoder2, "Starcoder2ForCausalLM", "causal"),
-    "stablelm": Family(_stablelm, "StableLmForCausalLM", "causal"),
-    "olmo": Family(_olmo, "OlmoForCausalLM", "causal"),
-    "cohere": Family(_cohere, "CohereForCausalLM", "causal"),
-    "granite": Family(_granite, "GraniteForCausalLM", "causal"),
+READERS: dict[str, Reader] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "phi3": _phi3,
+    "starcoder2": _starcoder2,
+    "stablelm": _stablelm,
+    "olmo": _olmo,
+    "cohere": _cohere,
+    "granite": _granite,
 }

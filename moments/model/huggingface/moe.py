@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ...errors import domain_error
@@ -10,8 +10,8 @@ from ..experts import Experts
 from ..mixers import LayerAttention
 from ..transformer import Transformer
 from .entries import FULL, SLIDING, Entries
-from .family import Family
-from .llama import _decoder, _granite, _length
+from .family import Reader
+from .llama import INWARD, _decoder, _granite, _length, positions_of, sliding, unclipped
 
 
 def routed(
@@ -53,7 +53,7 @@ def softmax_experts(
 
 
 def _normalised(read: Entries) -> str:
-    return "chosen" if read.flag("norm_topk_prob") else "all"
+    return "chosen" if read.flag("norm_topk_prob", True) else "all"
 
 
 def sigmoid_experts(read: Entries, name: str = "n_routed_experts") -> Experts:
@@ -87,7 +87,7 @@ def first_dense(read: Entries) -> Iterable[int]:
 
 def _stepped(read: Entries) -> list[int]:
     """Every decoder_sparse_step-th layer, unless it is one of mlp_only_layers."""
-    step, dense = read.count("decoder_sparse_step"), read.several("mlp_only_layers", 0)
+    step, dense = read.count("decoder_sparse_step", 1), read.several("mlp_only_layers", 0)
     layers = range(read.layers("num_hidden_layers"))
     return [number for number in layers if number not in dense and not (number + 1) % step]
 
@@ -103,7 +103,7 @@ def _mixtral(read: Entries, seq_len: int | None) -> Transformer:
 
 def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
     """A shared expert behind a sigmoid; windows in every second of the first layers, if any."""
-    tokens, first = _length(read, seq_len), read("max_window_layers")
+    first = read("max_window_layers")
     used, layers = read.flag("use_sliding_window"), read.layers("num_hidden_layers")
     usual = [FULL if n % 2 or n >= first or not used else SLIDING for n in range(layers)]
     kinds = read.kinds(usual)
@@ -118,14 +118,14 @@ def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(
         read,
         seq_len,
-        window=read.windows(kinds, SLIDING, "sliding_window", tokens) if used else None,
-        biases=read.biases(("query", "key", "value") if read.flag("qkv_bias") else ()),
+        window=sliding(read, seq_len, kinds) if used else None,
+        biases=read.biases(INWARD if read.flag("qkv_bias") else ()),
         ffn=routed(read, experts, _stepped(read)),
     )
 
 
 def _qwen3_moe(read: Entries, seq_len: int | None) -> Transformer:
-    used = read.flag("use_sliding_window")
+    used = read.flag("use_sliding_window", False)
     window = read.window("sliding_window", _length(read, seq_len)) if used else None
     experts = softmax_experts(
         read,
@@ -142,9 +142,7 @@ def _qwen3_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _olmoe(read: Entries, seq_len: int | None) -> Transformer:
-    clip = read("clip_qkv", None)
-    if clip is not None:
-        read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
+    unclipped(read)
     experts = softmax_experts(read, *_QWEN, normalised=_normalised(read))
     return _decoder(read, seq_len, qk_norm="rmsnorm-all", ffn=routed(read, experts))
 
@@ -177,25 +175,23 @@ def _ernie4_5_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 def _glm4_moe(read: Entries, seq_len: int | None) -> Transformer:
     """Rotary positions on half of a head's features; no bias on attention's output."""
-    biased = ("query", "key", "value") if read.flag("attention_bias") else ()
+    biased = INWARD if read.flag("attention_bias") else ()
     return _decoder(
         read,
         seq_len,
         biases=read.biases(biased),
-        qk_norm="rmsnorm" if read.flag("use_qk_norm") else None,
+        qk_norm="rmsnorm" if read.flag("use_qk_norm", False) else None,
         ffn=routed(read, sigmoid_experts(read), first_dense(read)),
     )
 
 
 def _dots1(read: Entries, seq_len: int | None) -> Transformer:
-    tokens, first = _length(read, seq_len), read("max_window_layers")
-    layers = range(read.layers("num_hidden_layers"))
-    usual = [SLIDING if number >= first else FULL for number in layers]
-    kinds = read.kinds(usual)
+    first, layers = read("max_window_layers"), range(read.layers("num_hidden_layers"))
+    kinds = read.kinds([SLIDING if number >= first else FULL for number in layers])
     return _decoder(
         read,
         seq_len,
-        window=read.windows(kinds, SLIDING, "sliding_window", tokens),
+        window=sliding(read, seq_len, kinds),
         qk_norm="rmsnorm",
         ffn=routed(read, sigmoid_experts(read), first_dense(read)),
     )
@@ -230,7 +226,7 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     turned = read.several("no_rope_layers", 0, layers) or [
         int((n + 1) % every != 0) for n in range(layers)
     ]
-    rotary, normed = read.rotary(), LayerAttention(qk_norm="rmsnorm", qk_gains=False)
+    rotary, normed = positions_of(read)["rotary"], LayerAttention(qk_norm="rmsnorm", qk_gains=False)
     used = read.flag("use_qk_norm")
     step = read.count("interleave_moe_layer_step")
     chosen = read.several("moe_layers", 0) or range(step - 1, layers, step)
@@ -253,31 +249,16 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     return model.replace(d_ff=read.count("intermediate_size_mlp"))
 
 
-_BALANCE = {"router_aux_loss_coef": ...}  # beside output_router_logits alone
-_WINDOW = {"sliding_window": ..., "max_window_layers": ...}  # that may not be used
-_NEXT = {"num_mtp_layers": ..., "num_nextn_predict_layers": ...}  # not built
-_DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-_DEEPSEEK |= {"ep_size": ..., "aux_loss_alpha": ..., "seq_aux": ...}  # of training
-_MINIMAX = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"}
-_MINIMAX |= {"use_routing_bias": True, "shared_intermediate_size": 0}
-_MINIMAX |= {"use_mtp": ..., "num_mtp_modules": ..., "mtp_transformer_layers": ...}  # not built
-_LEAST = {"moe_norm_min": ...}  # the least sum of gates that one may divide by
-
-
-def _family(read: Any, module: str, usual: Mapping[str, Any] | None = None) -> Family:
-    return Family(read, f"{module}ForCausalLM", "causal", _BALANCE | dict(usual or {}))
-
-
-FAMILIES = {
-    "mixtral": _family(_mixtral, "Mixtral"),
-    "qwen2_moe": _family(_qwen2_moe, "Qwen2Moe", _WINDOW),
-    "qwen3_moe": _family(_qwen3_moe, "Qwen3Moe", _WINDOW),
-    "olmoe": _family(_olmoe, "Olmoe"),
-    "granitemoe": _family(_granitemoe, "GraniteMoe"),
-    "granitemoeshared": _family(_granitemoe, "GraniteMoeShared"),
-    "ernie4_5_moe": _family(_ernie4_5_moe, "Ernie4_5_Moe", _LEAST),
-    "glm4_moe": _family(_glm4_moe, "Glm4Moe", _NEXT | _DEEPSEEK),
-    "dots1": _family(_dots1, "Dots1", _DEEPSEEK),
-    "minimax_m2": _family(_minimax_m2, "MiniMaxM2", _MINIMAX),
-    "llama4_text": _family(_llama4_text, "Llama4"),
+READERS: dict[str, Reader] = {
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "granitemoe": _granitemoe,
+    "granitemoeshared": _granitemoe,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "glm4_moe": _glm4_moe,
+    "dots1": _dots1,
+    "minimax_m2": _minimax_m2,
+    "llama4_text": _llama4_text,
 }

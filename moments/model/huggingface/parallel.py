@@ -6,69 +6,49 @@ from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Biases
 from .entries import Entries
-from .family import Family, causal_head, declared
+from .family import Reader, declared
 
 _FFN = ("ffn_in", "ffn_out")
 _ALL = ("query", "key", "value", "output", *_FFN)
 
 
 def _gpt_neox(read: Entries, seq_len: int | None) -> Transformer:
-    dropout = read.number("hidden_dropout")
     return declared(
         read,
-        read.number("layer_norm_eps"),
-        seq_len=read.length("max_position_embeddings", seq_len, table=False),
-        d_ff=read("intermediate_size"),
-        activation=read.activation("hidden_act"),
-        dropout=dropout,
-        attention_dropout=read.number("attention_dropout"),
+        seq_len,
+        table=False,
         biases=read.biases(_ALL if read.flag("attention_bias") else _FFN),
         parallel=read.flag("use_parallel_residual"),
         parallel_norms=2,
         rotary=read.rotary("rotary_emb_base", "rotary_pct"),
-        embedding={"dropout": dropout},
+        embedding={"dropout": read.number("hidden_dropout")},
     )
 
 
 def _gptj(read: Entries, seq_len: int | None) -> Transformer:
-    variance, epsilon = read.variance(), read.number("layer_norm_epsilon")
     d_model, heads = read.count("n_embd"), read.count("n_head")
-    turned = read.count("rotary_dim")
     return declared(
         read,
-        epsilon,
-        shape=("n_layer", "n_embd", "n_head"),
-        seq_len=read.length("n_positions", seq_len),
+        seq_len,
         d_ff=read("n_inner", 4 * d_model),
-        activation=read.activation("activation_function"),
-        dropout=read.number("resid_pdrop"),
-        attention_dropout=read.number("attn_pdrop"),
-        causal=True,
         biases=read.biases(_FFN),
         parallel=True,
-        rotary=Rotary(turned * heads / d_model),
-        embedding={"dropout": read.number("embd_pdrop")},
-        head=causal_head(read, variance, epsilon, bias=True),
+        rotary=Rotary(read.count("rotary_dim") * heads / d_model),
+        head={"bias": True},
     )
 
 
 def _phi(read: Entries, seq_len: int | None) -> Transformer:
-    variance, epsilon = read.variance(), read.number("layer_norm_eps")
     return declared(
         read,
-        epsilon,
+        seq_len,
+        table=False,
         kv_heads=read("num_key_value_heads", read("num_attention_heads")),
-        seq_len=read.length("max_position_embeddings", seq_len, table=False),
-        d_ff=read("intermediate_size"),
-        activation=read.activation("hidden_act"),
-        dropout=read.number("resid_pdrop"),
-        attention_dropout=read.number("attention_dropout"),
-        causal=True,
         parallel=True,
         rotary=read.rotary(),
         qk_norm="layernorm" if read.flag("qk_layernorm", False) else None,
-        embedding={"dropout": read.number("embd_pdrop"), "padding_id": read.padding()},
-        head=causal_head(read, variance, epsilon, bias=True),
+        embedding={"padding_id": read.padding()},
+        head={"bias": True},
     )
 
 
@@ -91,11 +71,10 @@ def _falcon(read: Entries, seq_len: int | None) -> Transformer:
     alibi = read.flag("alibi")
     return declared(
         read,
-        read.number("layer_norm_epsilon"),
+        seq_len,
+        table=False,
         kv_heads=kv_heads,
-        seq_len=read.length("max_position_embeddings", seq_len, table=False),
         d_ff=read("ffn_hidden_size", 4 * d_model),
-        activation=read.activation("activation"),
         dropout=dropout if parallel else attention_dropout,
         ffn_dropout=dropout,
         attention_dropout=attention_dropout if alibi else 0.0,
@@ -107,19 +86,9 @@ def _falcon(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
-FAMILIES = {
-    "gpt_neox": Family(_gpt_neox, "GPTNeoXForCausalLM", "causal"),
-    "gptj": Family(
-        _gptj,
-        "GPTJForCausalLM",
-        "causal",
-        {"rotary": True, "scale_attn_weights": True, "n_ctx": ...},
-    ),
-    "phi": Family(_phi, "PhiForCausalLM", "causal"),
-    "falcon": Family(
-        _falcon,
-        "FalconForCausalLM",
-        "causal",
-        {"apply_residual_connection_post_layernorm": False, "unk_token_id": ...},
-    ),
+READERS: dict[str, Reader] = {
+    "gpt_neox": _gpt_neox,
+    "gptj": _gptj,
+    "phi": _phi,
+    "falcon": _falcon,
 }

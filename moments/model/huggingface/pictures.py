@@ -16,14 +16,8 @@ from ..positions import RelativeBias, Rotary
 from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
-from .family import Family
-from .vit import POOLER, classifier, encoder, patches
-
-
-def _drop_path(read: Entries) -> None:
-    rate = read.number("drop_path_rate")
-    if rate:
-        read.leave_out("drop_path_rate", rate, "no branch is dropped whole")
+from .family import Reader, declared, tied_or
+from .vit import classifier, encoder, patches
 
 
 def _deit(read: Entries, seq_len: int | None) -> Transformer:
@@ -40,7 +34,7 @@ def _beit(read: Entries, seq_len: int | None) -> Transformer:
     for name in ("use_relative_position_bias", "use_shared_relative_position_bias"):
         if read.flag(name):
             read.leave_out(name, True, "biases of logits start at zero, and have no gradients here")
-    _drop_path(read)
+    read.without("drop_path_rate", "no branch is dropped whole")
     absolute = read.flag("use_absolute_position_embeddings")
     embedding = patches(
         read, variance, positions="learned" if absolute else "none", dropout=dropout
@@ -75,9 +69,7 @@ def _vit_mae(read: Entries, seq_len: int | None) -> Transformer:
     Drawn as its class says; the one of transformers 5 skips that rule, so that a fresh module has
     no positions, and a class token at zero.
     """
-    ratio = read.number("mask_ratio")
-    if ratio:
-        read.leave_out("mask_ratio", ratio, "the encoder reads all patches, and has no decoder")
+    read.without("mask_ratio", "the encoder reads all patches, and has no decoder")
     variance, width = read.variance(), read.count("hidden_size")
     fan_in = read.count("num_channels") * read.count("patch_size") ** 2
     embedding = patches(read, 2 / (fan_in + width), class_variance=variance, positions="sinusoidal")
@@ -86,7 +78,7 @@ def _vit_mae(read: Entries, seq_len: int | None) -> Transformer:
 
 def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
     """A gain on every branch."""
-    _drop_path(read)
+    read.without("drop_path_rate", "no branch is dropped whole")
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
     embedding = patches(
         read, variance, position_variance=variance, class_variance=variance, dropout=dropout
@@ -113,7 +105,7 @@ def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
 def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
     """Registers behind the class token; the places of patches turn queries and keys, and no table
     is added."""
-    _drop_path(read)
+    read.without("drop_path_rate", "no branch is dropped whole")
     for name in ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"):
         if (value := read(name, None)) is not None:
             read.leave_out(name, value, "places are those of evaluation")
@@ -224,20 +216,8 @@ def _tower(
 
 def _text(read: Entries, seq_len: int | None, variance: float, **fields: Any) -> Transformer:
     """A Pre-LN stack of tokens and learned positions, drawn alike."""
-    embedding = Embedding(read("vocab_size"), variance, variance)
-    return Transformer(
-        read.layers("num_hidden_layers"),
-        read("hidden_size"),
-        read("num_attention_heads"),
-        read.length("max_position_embeddings", seq_len),
-        d_ff=read("intermediate_size"),
-        activation=read.activation("hidden_act"),
-        attention_dropout=read.number("attention_dropout"),
-        norm_epsilon=read.number("layer_norm_eps"),
-        norm_affine=True,
-        embedding=embedding,
-        **fields,
-    )
+    positions = {"position_variance": variance}
+    return declared(read, seq_len, variance=variance, embedding=positions, head=None, **fields)
 
 
 def _clip_text(read: Entries, seq_len: int | None) -> Transformer:
@@ -264,8 +244,7 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
     default."""
     variance, dropout = read.variance("init_std"), read.number("dropout")
     for name in ("encoder_layerdrop", "decoder_layerdrop"):
-        if rate := read.number(name):
-            read.leave_out(name, rate, "no layer is dropped")
+        read.without(name, "no layer is dropped")
     if read.flag("apply_spec_augment", False):
         read.leave_out("apply_spec_augment", True, "no stretch of the spectrogram is masked")
     shared: dict[str, Any] = {
@@ -300,7 +279,6 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
     text = Embedding(
         read("vocab_size"), variance, variance, dropout=dropout, padding_id=read.padding()
     )
-    tied = read.flag("tie_word_embeddings")
     return Transformer(
         read.layers("decoder_layers"),
         width,
@@ -310,7 +288,7 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
         causal=True,
         encoder=encoder,
         embedding=text,
-        head=Head(tied=tied, weight_variance=None if tied else variance, loss="causal"),
+        head=Head(**tied_or(read, variance), loss="causal"),
         **shared,
     )
 
@@ -320,29 +298,20 @@ def _wav2vec2(read: Entries, seq_len: int | None) -> Transformer:
     `predict`: of variance 1 where layers are Post-LN, as a norm precedes layer 1."""
     front = "what enters layer 1 is given to predict, as variance and correlation or as kernel"
     read.leave_out("conv_dim", read("conv_dim"), front)
-    if rate := read.number("layerdrop"):
-        read.leave_out("layerdrop", rate, "no layer is dropped")
+    read.without("layerdrop", "no layer is dropped")
     if read.flag("apply_spec_augment"):
         for name in ("mask_time_prob", "mask_feature_prob"):
-            if rate := read.number(name):
-                read.leave_out(name, rate, "nothing that enters is masked")
+            read.without(name, "nothing that enters is masked")
     read.refuse("add_adapter", False, "a stack of convolutions behind the last layer")
     read.refuse("adapter_attn_dim", None, "a third block in every layer")
-    return Transformer(
-        read.layers("num_hidden_layers"),
-        read("hidden_size"),
-        read("num_attention_heads"),
-        1500 if seq_len is None else seq_len,
-        d_ff=read("intermediate_size"),
+    return declared(
+        read,
+        seq_len,
+        length=1500 if seq_len is None else seq_len,
         norm="pre" if read.flag("do_stable_layer_norm") else "post",
-        activation=read.activation("hidden_act"),
-        dropout=read.number("hidden_dropout"),
-        attention_dropout=read.number("attention_dropout"),
         activation_dropout=read.number("activation_dropout"),
-        weights=Weights.normal(read.variance()),
-        biases=Biases(),
-        norm_epsilon=read.number("layer_norm_eps"),
-        norm_affine=True,
+        embedding=None,
+        head=None,
     )
 
 
@@ -362,70 +331,22 @@ def _wavlm(read: Entries, seq_len: int | None) -> Transformer:
     return _wav2vec2(read, seq_len).replace(relative_bias=bias)
 
 
-# --- families -------------------------------------------------------------------------------------
-
-_WHISPER = (
-    "scale_embedding use_weighted_layer_sum classifier_proj_size mask_time_prob mask_time_length "
-    "mask_time_min_masks mask_feature_prob mask_feature_length mask_feature_min_masks "
-    "median_filter_width forced_decoder_ids alignment_heads num_hidden_layers lang_ids"
-)
-# Of the convolutions, of masking, of losses and of other tasks
-_FRONT = (
-    "adapter_kernel_size adapter_stride classifier_proj_size codevector_dim contrastive_logits_"
-    "temperature conv_bias conv_kernel conv_pos_batch_norm conv_stride ctc_loss_reduction "
-    "ctc_zero_infinity diversity_loss_weight feat_extract_activation feat_extract_norm "
-    "feat_proj_dropout feat_proj_layer_norm feat_quantizer_dropout final_dropout "
-    "freeze_feat_extract_train mask_feature_length mask_feature_min_masks mask_feature_prob "
-    "mask_time_length mask_time_min_masks mask_time_prob no_mask_channel_overlap "
-    "no_mask_time_overlap num_adapter_layers num_codevector_groups num_codevectors_per_group "
-    "num_conv_pos_embedding_groups num_conv_pos_embeddings num_ctc_classes num_feat_extract_layers "
-    "num_negatives output_hidden_size proj_codevector_dim tdnn_dilation tdnn_dim tdnn_kernel "
-    "use_weighted_layer_sum vocab_size xvector_output_dim"
-)
-_SEGMENTATION = (
-    "pool_scales use_auxiliary_head auxiliary_loss_weight auxiliary_channels auxiliary_num_convs "
-    "auxiliary_concat_input semantic_loss_ignore_index add_fpn out_indices out_features "
-    "_out_indices _out_features reshape_hidden_states apply_layernorm stage_names"
-)
-_BACKBONE = dict.fromkeys(_SEGMENTATION.split(), ...)
-_BEIT = _BACKBONE | {"use_mask_token": ..., "vocab_size": ...}
-_DECODER = (
-    "decoder_num_attention_heads decoder_hidden_size decoder_num_hidden_layers "
-    "decoder_intermediate_size norm_pix_loss"
-)
-_CLIP = {"projection_dim": ..., "dropout": ...}  # the second of earlier configs
-FAMILIES = {
-    kind: Family(read, module, task, usual, slip=kind.startswith("clip"))
-    for kind, read, module, task, usual in (
-        ("deit", _deit, "DeiTForImageClassification", "images", POOLER),
-        ("vit_msn", _deit, "ViTMSNForImageClassification", "images", POOLER),
-        ("beit", _beit, "BeitForImageClassification", "images", _BEIT),
-        ("data2vec-vision", _beit, "Data2VecVisionForImageClassification", "images", _BEIT),
-        ("ijepa", _ijepa, "IJepaForImageClassification", "images", POOLER),
-        ("vit_mae", _vit_mae, "ViTMAEModel", "images", dict.fromkeys(_DECODER.split(), ...)),
-        ("dinov2", _dinov2, "Dinov2Model", "images", _BACKBONE | {"use_mask_token": ...}),
-        ("dinov3_vit", _dinov3, "DINOv3ViTModel", "images", _BACKBONE),
-        ("audio-spectrogram-transformer", _spectrogram, "ASTForAudioClassification", "sound", {}),
-        ("clip_vision_model", _clip_vision, "CLIPVisionModel", "images", _CLIP),
-        (
-            "clip_text_model",
-            _clip_text,
-            "CLIPTextModel",
-            "text",
-            _CLIP | {"initializer_range": ...},
-        ),
-        ("siglip_vision_model", _siglip_vision, "SiglipVisionModel", "images", {}),
-        ("siglip_text_model", _siglip_text, "SiglipTextModel", "text", {"projection_size": ...}),
-    )
-}
-FAMILIES |= {
-    "whisper": Family(
-        _whisper,
-        "WhisperForConditionalGeneration",
-        "sound",
-        {"is_encoder_decoder": True} | dict.fromkeys(_WHISPER.split(), ...),
-    ),
-    "wav2vec2": Family(_wav2vec2, "Wav2Vec2Model", "sound", dict.fromkeys(_FRONT.split(), ...)),
-    "hubert": Family(_wav2vec2, "HubertModel", "sound", dict.fromkeys(_FRONT.split(), ...)),
-    "wavlm": Family(_wavlm, "WavLMModel", "sound", dict.fromkeys(_FRONT.split(), ...)),
+READERS: dict[str, Reader] = {
+    "deit": _deit,
+    "vit_msn": _deit,
+    "beit": _beit,
+    "data2vec-vision": _beit,
+    "ijepa": _ijepa,
+    "vit_mae": _vit_mae,
+    "dinov2": _dinov2,
+    "dinov3_vit": _dinov3,
+    "audio-spectrogram-transformer": _spectrogram,
+    "clip_vision_model": _clip_vision,
+    "clip_text_model": _clip_text,
+    "siglip_vision_model": _siglip_vision,
+    "siglip_text_model": _siglip_text,
+    "whisper": _whisper,
+    "wav2vec2": _wav2vec2,
+    "hubert": _wav2vec2,
+    "wavlm": _wavlm,
 }

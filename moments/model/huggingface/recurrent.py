@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,8 +21,8 @@ from ..mixers import (
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import FULL, Entries
-from .family import Family, causal_head, declared
-from .llama import _BOTH, _decoder, _length
+from .family import Reader, declared
+from .llama import _BOTH, FFN, INWARD, _decoder, _length
 from .moe import _QWEN, _normalised, _stepped, routed, softmax_experts
 
 _LINEAR = "linear_attention"
@@ -36,14 +35,14 @@ def _mixed(read: Entries, usual: Sequence[str], blocks: Mapping[str, Any]) -> tu
     return tuple(map(blocks.get, read.kinds(usual, (FULL, *blocks))))
 
 
-def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
+def _lfm2(read: Entries, seq_len: int | None, ffn: Any = None) -> Transformer:
     """Gated short convolutions and attention by `layer_types`; two thirds of intermediate_size."""
     read.refuse("conv_bias", False, "biases of a short convolution's matrices")
     layers = read.layers("num_hidden_layers")
     attends = read.several("full_attn_idxs", 0) if read.has("full_attn_idxs") else range(layers)
     usual = [FULL if n in attends else "conv" for n in range(layers)]
     width = read.count("intermediate_size")
-    if read.flag("block_auto_adjust_ff_dim"):
+    if read.flag("block_auto_adjust_ff_dim", False):
         multiple = read.count("block_multiple_of")
         width = int(read.number("block_ffn_dim_multiplier") * int(2 * width / 3))
         width = multiple * -(-width // multiple)
@@ -52,18 +51,18 @@ def _lfm2(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(
         read,
         seq_len,
-        epsilon="norm_eps",
         activation="silu",
         biases=None,
         d_ff=width,
         attention_dropout=0.0,
         qk_norm="rmsnorm",
         mixer=mixers,
+        ffn=ffn,
     )
 
 
 def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
-    """Three gated delta nets to one layer of gated attention, with experts."""
+    """Three gated delta nets to one layer of gated attention, mostly with experts."""
     read.refuse("attention_bias", False, "biases together with gates of attention's output")
     layers, variance = read.layers("num_hidden_layers"), read.variance()
     every = read.count("full_attention_interval", 4)
@@ -79,7 +78,7 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
         norm_epsilon=read.number("rms_norm_eps"),
     )
     experts = None
-    if int(read("num_experts")) > 0:
+    if int(read("num_experts", 0)) > 0:
         mixture = softmax_experts(
             read,
             *_QWEN,
@@ -94,6 +93,7 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         biases=None,
+        d_ff=read("intermediate_size", None),  # where some layer is dense
         qk_norm="rmsnorm",
         attention_gate="elementwise",
         mixer=mixers,
@@ -163,7 +163,7 @@ def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
         norm_epsilon=read.number("layer_norm_epsilon"),
         **step_limits(read),
     )
-    return _alone(read, seq_len, block, inner, ("num_hidden_layers", "hidden_size", "num_heads"))
+    return _alone(read, seq_len, block, inner)
 
 
 def step_limits(read: Entries) -> dict[str, Any]:
@@ -193,17 +193,17 @@ def rescaled_output(read: Entries, inner: int) -> float:
 
 
 def _alone(
-    read: Entries, seq_len: int | None, block: Block, inner: int, shape: tuple[Any, Any, Any]
+    read: Entries, seq_len: int | None, block: Block, inner: int, **names: str
 ) -> Transformer:
     """Mixers and nothing else."""
     return declared(
         read,
-        read.number("layer_norm_epsilon"),
-        shape=shape,
+        seq_len,
+        names=names,
+        length=read.at_most(LONGEST, seq_len, "", table=False),
         d_head=1,
-        seq_len=read.at_most(LONGEST, seq_len, "", table=False),
         normalization="rmsnorm",
-        dropout=0.0,
+        activation="relu",  # of no block
         biases=None,
         weights=Weights.normal(read.variance()).replace(output=rescaled_output(read, inner)),
         embedding={"padding_id": read.padding()},
@@ -248,8 +248,7 @@ def _mamba(read: Entries, seq_len: int | None, **fields: Any) -> Transformer:
     step_variance = read.variance("time_step_scale") / (3 * rank)
     fields |= {"step_variance": step_variance, "steps": step_range(read)}
     block = mamba_block(read, _MAMBA, **fields)
-    depth = "num_hidden_layers", "hidden_size", "state_size"
-    return _alone(read, seq_len, block, block.width, depth)
+    return _alone(read, seq_len, block, block.width, heads="state_size")
 
 
 def _falcon_mamba(read: Entries, seq_len: int | None) -> Transformer:
@@ -277,44 +276,21 @@ def _recurrent_gemma(read: Entries, seq_len: int | None) -> Transformer:
     if not given or not set(given) <= set(blocks):
         raise domain_error("block_types", given, f"a list of {' and '.join(map(repr, blocks))}")
     mixers = [blocks[given[number % len(given)]] for number in range(layers)]
-    inward = ("query", "key", "value") if read.flag("attention_bias") else ()
+    inward = INWARD if read.flag("attention_bias") else ()
     output = [2.0 / (layers * (width if one else d_model)) for one in mixers]
-    cap = read.cap("logits_soft_cap")
     return _decoder(
         read,
         seq_len,
         variance=base,
-        activation=read.activation("hidden_activation"),
         d_ff=read.count("intermediate_size") // 2,
-        biases=read.biases((*inward, "output", "ffn_in", "ffn_out", "gate")),
+        biases=read.biases((*inward, "output", *FFN)),
         rotary=read.rotary(),
         window=read.window("attention_window_size", _length(read, seq_len)),
         weights=Weights(*(1 / d_model,) * 3, output, base, base),
         embedding={"scale": math.sqrt(d_model)},
-        head=causal_head(read, base, read.number("rms_norm_eps"), logit_softcap=cap),
+        head={"logit_softcap": read.cap("logits_soft_cap")},
         mixer=mixers,
     )
-
-
-_IRRELEVANT = {
-    "chunk_size": ...,
-    "residual_in_fp32": ...,
-    "time_step_rank": ...,
-    "use_cache": ...,
-}
-"""Of Mamba-2: how it is computed, and an entry that nothing reads."""
-_COMPUTED: dict[str, Any] = {
-    "residual_in_fp32": ...,
-    "use_mambapy": ...,
-    "use_associative_scan": ...,
-}
-_COMPUTED |= dict.fromkeys(("intermediate_size", "d_inner", "d_model", "n_layer"), ...)
-_COMPUTED |= {
-    "fused_add_norm": ...,
-    "pad_vocab_size_multiple": ...,
-    "rms_norm": True,
-    "ssm_cfg": {},
-}
 
 
 def _minimax(read: Entries, seq_len: int | None) -> Transformer:
@@ -323,6 +299,13 @@ def _minimax(read: Entries, seq_len: int | None) -> Transformer:
     A block's sum keeps what its norm made of the stream. So layers are Post-LN behind a norm of the
     embedding, the last one's second norm being the final one; the stream is what those norms leave.
     """
+    kinds = read.several("attn_type_list", 0)  # the authors' names, with factors of both
+    older = {"layer_types": [FULL if one else _LINEAR for one in kinds]} if kinds else {}
+    for side in ("alpha", "beta"):
+        for old, new in (("full_attention", "full_attn"), ("linear_attention", "linear_attn")):
+            older[f"{new}_{side}_factor"] = read(f"layernorm_{old}_{side}", None)
+        older[f"mlp_{side}_factor"] = read(f"layernorm_mlp_{side}", None)
+    read = read.replaced(**{name: one for name, one in older.items() if one is not None})
     layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
     width, variance = read.count("hidden_size"), read.variance()
     d_head = read.count("head_dim", width // heads)
@@ -349,8 +332,6 @@ def _minimax(read: Entries, seq_len: int | None) -> Transformer:
         for side in ("alpha", "beta")
         for mlp in (read.number(f"mlp_{side}_factor", 1.0),)
     )
-    epsilon = read.number("rms_norm_eps")
-    head = dataclasses.replace(causal_head(read, variance, epsilon), norm=False)
     return _decoder(
         read,
         seq_len,
@@ -359,35 +340,21 @@ def _minimax(read: Entries, seq_len: int | None) -> Transformer:
         norm="post",
         skip_scale=skip,
         branch_scale=branch,
-        embedding={"norm": True, "norm_epsilon": epsilon},
-        head=head,
+        embedding={"norm": True, "norm_epsilon": read.number("rms_norm_eps")},
+        head={"norm": False},
         window=read.window("sliding_window", _length(read, seq_len)),
         mixer=mixers,
         ffn=routed(read, softmax_experts(read)),
     )
 
 
-FAMILIES: dict[str, Family] = {
-    "bamba": Family(
-        _bamba,
-        "BambaForCausalLM",
-        "causal",
-        {"mamba_chunk_size": ..., "num_logits_to_keep": ..., "z_loss_coefficient": 0.0},
-    ),
-    "lfm2": Family(_lfm2, "Lfm2ForCausalLM", "causal"),
-    "mamba": Family(_mamba, "MambaForCausalLM", "causal", _COMPUTED),
-    "falcon_mamba": Family(_falcon_mamba, "FalconMambaForCausalLM", "causal", _COMPUTED),
-    "mamba2": Family(_mamba2, "Mamba2ForCausalLM", "causal", _IRRELEVANT),
-    "minimax": Family(
-        _minimax, "MiniMaxForCausalLM", "causal", {"router_aux_loss_coef": ..., "block_size": ...}
-    ),
-    "recurrent_gemma": Family(
-        _recurrent_gemma,
-        "RecurrentGemmaForCausalLM",
-        "causal",
-        {"final_w_init_variance_scale": ..., "head_dim": ..., "embeddings_scale_by_sqrt_dim": True},
-    ),
-    "qwen3_next": Family(
-        _qwen3_next, "Qwen3NextForCausalLM", "causal", {"router_aux_loss_coef": ...}
-    ),
+READERS: dict[str, Reader] = {
+    "bamba": _bamba,
+    "lfm2": _lfm2,
+    "mamba": _mamba,
+    "falcon_mamba": _falcon_mamba,
+    "mamba2": _mamba2,
+    "minimax": _minimax,
+    "recurrent_gemma": _recurrent_gemma,
+    "qwen3_next": _qwen3_next,
 }

@@ -8,25 +8,13 @@ from typing import Any
 from ...errors import domain_error, unknown_name
 from ...formulas.checks import check_count
 from . import READERS
+from .entries import NAMES
 
-# What families call the same thing
-LAYERS = (
-    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"),
-    *("encoder_layers", "decoder_layers"),
-)
-WIDTHS = (
-    *("hidden_size", "n_embd", "dim", "d_model"),
-    *("embedding_size", "input_embedding_size", "output_embedding_size"),
-)
-HEADS = (
-    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    *("encoder_attention_heads", "decoder_attention_heads"),
-)
-FFN_WIDTHS = (
-    *("intermediate_size", "ffn_dim", "hidden_dim", "d_ff", "dff"),
-    *("encoder_ffn_dim", "decoder_ffn_dim"),
-)
-_LENGTH = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+# All of them, of either stack
+LAYERS = (*NAMES["layers"], "num_decoder_layers", "encoder_layers")
+WIDTHS = (*NAMES["width"], "embedding_size", "input_embedding_size", "output_embedding_size")
+HEADS = (*NAMES["heads"], "encoder_attention_heads", "decoder_attention_heads")
+FFN_WIDTHS = (*NAMES["hidden"], "encoder_ffn_dim", "decoder_ffn_dim")
 _HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
 # What a class's own defaults lack to be a model that is read
 _NEEDED: dict[str, dict[str, Any]] = {
@@ -100,7 +88,7 @@ def sized_config(
     width = d_model // heads
     sizes: dict[str, Any] = dict.fromkeys(WIDTHS, d_model)
     sizes |= dict.fromkeys(HEADS, heads) | dict.fromkeys(FFN_WIDTHS, 4 * d_model)
-    sizes |= dict.fromkeys(_LENGTH, seq_len) | dict.fromkeys(_HEAD_WIDTH, width)
+    sizes |= dict.fromkeys(NAMES["length"], seq_len) | dict.fromkeys(_HEAD_WIDTH, width)
     shared = heads if "kv_lora_rank" in defaults else heads // 2
     sizes |= {"num_key_value_heads": shared, "rotary_dim": width // 2}
     sizes |= {"vocab_size": vocab_size, "image_size": 32, "patch_size": 8}

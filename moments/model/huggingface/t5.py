@@ -14,7 +14,7 @@ from ..positions import RelativeBias
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import ACTIVATIONS, Entries
-from .family import Family, declared
+from .family import Reader, declared, tied_or
 from .relatives import spread_base
 
 
@@ -102,11 +102,7 @@ def _feed_forward(read: Entries) -> tuple[str, bool]:
     return ACTIVATIONS[name], kind == "gated"
 
 
-_USUAL = {"is_encoder_decoder": True}
-FAMILIES = {
-    "t5": Family(_t5, "T5ForConditionalGeneration", "translation", _USUAL),
-    "mt5": Family(_t5, "MT5ForConditionalGeneration", "translation", _USUAL),
-}
+READERS: dict[str, Reader] = {"t5": _t5, "mt5": _t5}
 
 # --- BART, Marian, M2M-100 and their relatives: positions are added to token rows -----------------
 
@@ -114,7 +110,7 @@ _EPSILON = 1e-5  # LayerNorm's own default, which the code does not change
 
 
 def stack(
-    read: Entries, side: str, *, norm: str, head: Head, seq_len: int, **fields: Any
+    read: Entries, side: str, *, norm: str, head: Head, length: int, **fields: Any
 ) -> Transformer:
     """The "encoder" or the "decoder" of a config that has entries of its own for either.
 
@@ -124,20 +120,15 @@ def stack(
         head: of the stack; whether a norm is before it is `norm`'s to say.
         fields: of `declared`.
     """
-    layerdrop = read.number(f"{side}_layerdrop")
-    if layerdrop:
-        read.leave_out(f"{side}_layerdrop", layerdrop, "no whole layer is dropped")
+    read.without(f"{side}_layerdrop", "no whole layer is dropped")
     return declared(
         read,
-        _EPSILON,
-        variance=read.variance("init_std"),
-        shape=(f"{side}_layers", "d_model", f"{side}_attention_heads"),
-        seq_len=seq_len,
+        None,
+        names={"layers": f"{side}_layers", "heads": f"{side}_attention_heads"},
+        length=length,
+        epsilon=_EPSILON,
         d_ff=read(f"{side}_ffn_dim"),
         norm=norm,
-        activation=read.activation("activation_function"),
-        dropout=read.number("dropout"),
-        attention_dropout=read.number("attention_dropout"),
         activation_dropout=read.number("activation_dropout"),
         head=head.replace(norm=norm == "pre"),
         **fields,
@@ -156,8 +147,14 @@ def _bart(
     """
     read.same_as("num_hidden_layers", "encoder_layers")
     read("num_hidden_layers", None)
+    for entry, usual in (
+        ("add_final_layer_norm", norm == "pre"),
+        ("normalize_before", norm == "pre"),
+        ("normalize_embedding", normed),
+        ("static_position_embeddings", fixed),
+    ):
+        read.expect(entry, usual, "it is left out")
     variance, d_model = read.variance("init_std"), read.count("d_model")
-    tied = read.flag("tie_word_embeddings")
     shared = read.flag("share_encoder_decoder_embeddings", True)
     vocab_size = read.count("vocab_size")
     target = read.count("decoder_vocab_size", vocab_size)
@@ -175,57 +172,36 @@ def _bart(
     }
     fields: dict[str, Any] = {
         "norm": norm,
-        "seq_len": read.length("max_position_embeddings", seq_len),
+        "length": read.length("max_position_embeddings", seq_len),
         "embedding": embedding,
     }
     encoder = stack(read, "encoder", head=Head(loss=None), **fields)
     fields["embedding"] = embedding if shared else embedding | {"vocab_size": target}
+    if read.kind == "blenderbot-small":
+        fields["embedding"] = fields["embedding"] | {"position_variance": 0.0}
+        read.notes.append(
+            f"the decoder adds positions of variance {variance:.3g} to tokens that are normalised "
+            "before, not after: they are left out of what enters its layer 1"
+        )
     # Inputs are the targets shifted by one, so that every token has its own target.
-    head = Head(tied=tied, weight_variance=None if tied else variance, loss="causal")
+    head = Head(**tied_or(read, variance), loss="causal")
     return stack(read, "decoder", head=head, causal=True, encoder=encoder, **fields)
 
 
-# Of every type its module, where its norms are, whether its positions are sines and cosines, and
-# whether its embedding is normalised
+# Of every type where its norms are, whether its positions are sines and cosines, and whether its
+# embedding is normalised
 _BUILT = {
-    "bart": ("BartForConditionalGeneration", "post", False, True),
-    "blenderbot": ("BlenderbotForConditionalGeneration", "pre", False, False),
-    "blenderbot-small": ("BlenderbotSmallForConditionalGeneration", "post", False, True),
-    "m2m_100": ("M2M100ForConditionalGeneration", "pre", True, False),
-    "marian": ("MarianMTModel", "post", True, False),
-    "mbart": ("MBartForConditionalGeneration", "pre", False, True),
-    "mvp": ("MvpForConditionalGeneration", "post", False, True),
-    "pegasus": ("PegasusForConditionalGeneration", "pre", True, False),
-    "plbart": ("PLBartForConditionalGeneration", "post", False, True),
+    "bart": ("post", False, True),
+    "blenderbot": ("pre", False, False),
+    "blenderbot-small": ("post", False, True),
+    "m2m_100": ("pre", True, False),
+    "marian": ("post", True, False),
+    "mbart": ("pre", False, True),
+    "mvp": ("post", False, True),
+    "pegasus": ("pre", True, False),
+    "plbart": ("post", False, True),
 }
-# Of configs' other entries, those that no module reads
-_UNREAD = (
-    "classif_dropout do_blenderbot_90_layernorm extra_pos_embeddings "
-    "force_bos_token_to_be_generated layernorm_variant prompt_length prompt_mid_dim save_step"
-)
-
-
-def _family(module: str, norm: str, fixed: bool, normed: bool) -> Family:
-    usual = dict.fromkeys(_UNREAD.split(), ...) | {
-        "add_bias_logits": False,
-        "add_final_layer_norm": norm == "pre",
-        "is_encoder_decoder": True,
-        "normalize_before": norm == "pre",
-        "normalize_embedding": normed,
-        "static_position_embeddings": fixed,
-        "use_prompt": False,
-    }
-    reader = partial(_bart, norm=norm, fixed=fixed, normed=normed)
-    return Family(reader, module, "translation", usual)
-
-
-POSITIONED = {kind: _family(*built) for kind, built in _BUILT.items()} | {
-    # T5 whose layers each have a table of relative biases
-    "umt5": Family(
-        _t5,
-        "UMT5ForConditionalGeneration",
-        "translation",
-        {"is_encoder_decoder": True, "scalable_attention": ...},
-    )
-}
-"""Those but T5 itself: of `model_type`."""
+POSITIONED: dict[str, Reader] = {
+    kind: partial(_bart, norm=norm, fixed=fixed, normed=normed)
+    for kind, (norm, fixed, normed) in _BUILT.items()
+} | {"umt5": _t5}  # the last is T5 whose layers each have a table of relative biases

@@ -8,9 +8,9 @@ from ...errors import domain_error
 from ..head import Head
 from ..patches import PatchEmbedding
 from ..transformer import Transformer
-from ..weights import Biases, Weights
+from ..weights import Biases
 from .entries import Entries
-from .family import Family
+from .family import Reader, declared
 
 
 def patches(read: Entries, variance: float, **fields: Any) -> PatchEmbedding:
@@ -25,7 +25,7 @@ def encoder(
     read: Entries,
     seq_len: int | None,
     embedding: PatchEmbedding,
-    variance: float | None = None,
+    variance: float = 0.0,
     **fields: Any,
 ) -> Transformer:
     """A Pre-LN encoder with the entries' names of ViT; what a family adds are `fields`.
@@ -37,30 +37,12 @@ def encoder(
     if seq_len not in (None, embedding.seq_len):
         allowed = f"{embedding.seq_len}: the image's patches and the tokens before them"
         raise domain_error("seq_len", seq_len, allowed)
-    usual: dict[str, Any] = {"norm": "pre", "norm_affine": True}
-    if variance is not None:
-        usual["weights"] = Weights.normal(variance)
-    if "d_ff" not in fields:
-        usual["d_ff"] = read("intermediate_size")
-    if "activation" not in fields:
-        usual["activation"] = read.activation("hidden_act")
-    if "attention_dropout" not in fields:
-        usual["dropout"] = read.number("hidden_dropout_prob")
-        usual["attention_dropout"] = read.number("attention_probs_dropout_prob")
     if "biases" not in fields:
         without = read.biases(("output", "ffn_in", "ffn_out"))
-        usual["biases"] = Biases() if read.flag("qkv_bias") else without
-    layers, d_model, heads = (
-        read(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    )
-    return Transformer(
-        layers,
-        d_model,
-        heads,
-        embedding.seq_len,
-        norm_epsilon=read.number("layer_norm_eps"),
-        embedding=embedding,
-        **(usual | fields),
+        fields["biases"] = Biases() if read.flag("qkv_bias") else without
+    fields = {"head": None} | fields
+    return declared(
+        read, None, length=embedding.seq_len, variance=variance, embedding=embedding, **fields
     )
 
 
@@ -86,6 +68,6 @@ def _vit(read: Entries, seq_len: int | None) -> Transformer:
     return encoder(read, seq_len, embedding, variance, head=classifier(read, variance))
 
 
-POOLER: dict[str, Any] = {"encoder_stride": ..., "pooler_output_size": ..., "pooler_act": ...}
-"""Of masked pictures and of a pooler, which the classifier does not read."""
-FAMILIES = {"vit": Family(_vit, "ViTForImageClassification", "images", POOLER)}
+READERS: dict[str, Reader] = {
+    "vit": _vit,
+}

@@ -1,46 +1,14 @@
-"""Noci et al.'s query and value gradients under uniform attention, and what balances them.
+"""Noci et al.'s stacks of uniform attention: growth, correlation, and Jacobians at given tokens.
 
-Single head with d_k = d_v = d and query, key and value weights of variance 1/d. The norms are the
-squared Frobenius norms of the output's Jacobian in a weight matrix: the squared gradient norm for
-an incoming gradient of unit variance, uncorrelated between tokens.
+The heads have width d and query, key and value weights of variance 1/d.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .law import ComponentLaws, Law, Source, Substituted, asymptotic, derived
-from .references import NOCI
-
-_UNIFORM = "uniform attention: logit variance small, r well away from 1 for the ratio to matter"
-
-
-def _value_norm(m: Any, d_model: Any, seq_len: Any, x_variance: Any, x_correlation: Any) -> Any:
-    return x_variance * d_model**2 * (1 + x_correlation * (seq_len - 1))
-
-
-def _query_norm(m: Any, d_model: Any, seq_len: Any, x_variance: Any, x_correlation: Any) -> Any:
-    unshared = (seq_len - 1) / seq_len * (1 - x_correlation) ** 2
-    return x_variance**3 * unshared * d_model * (seq_len + d_model)
-
-
-UNIFORM_ATTENTION_GRADIENTS = ComponentLaws(
-    "uniform_attention_gradients",
-    "Query and value gradients of one head under uniform attention",
-    {
-        "value_gradient": asymptotic(_value_norm, Source(NOCI, "Theorem 3.2, values"), _UNIFORM),
-        "query_gradient": asymptotic(_query_norm, Source(NOCI, "Theorem 3.2, queries"), _UNIFORM),
-        "inverse_temperature_square": asymptotic(
-            Substituted(
-                lambda m, of_value, of_query: of_value / of_query,
-                of_value=_value_norm,
-                of_query=_query_norm,
-            ),
-            Source(NOCI, "Appendix C.3: the factor on the logits that makes both norms equal"),
-            _UNIFORM,
-        ),
-    },
-)
+from moments.formulas.law import ComponentLaws, Law, Source, Substituted, asymptotic, derived
+from moments.formulas.references import NOCI
 
 
 def _common_share(m: Any, seq_len: Any, x_correlation: Any) -> Any:

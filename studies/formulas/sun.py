@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .checks import POSITIVE
-from .law import ComponentLaws, Law, Source, Substituted, asymptotic, derived
-from .references import SUN
+from moments.formulas.checks import POSITIVE
+from moments.formulas.law import ComponentLaws, Law, Source, Substituted, asymptotic, derived
+from moments.formulas.references import SUN
 
 
 def _sun(place: str) -> Source:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .checks import SHARE, Interval
-from .law import ComponentLaws, Law, Substituted, asymptotic, derived
-from .references import kedia
+from moments.formulas.checks import SHARE, Interval
+from moments.formulas.law import ComponentLaws, Law, Substituted, asymptotic, derived
+from moments.formulas.references import kedia
 
 _TABLE_TWO = "Table 2's blocks: long sequences, correlated tokens"
 
@@ -172,43 +172,6 @@ DSLM_CHAIN = ComponentLaws(
             ),
             kedia("Appendix G: (1 - beta^2)^(2 N), what skip connections alone keep"),
             "small beta^2; the appendix prints a growing exponential",
-        ),
-    },
-)
-
-
-def _mixed(
-    m: Any,
-    skip_square: Any,
-    branch_square: Any,
-    x_variance: Any,
-    branch_variance: Any,
-    branch_correlation: Any,
-) -> Any:
-    """Variance of lambda x + beta b where x and b correlate."""
-    kept, added = skip_square * x_variance, branch_square * branch_variance
-    return kept + added + 2 * branch_correlation * m.sqrt(kept * added)
-
-
-# Training correlates blocks with the stream; at initialisation both correlations are 0.
-CORRELATED_RESIDUAL = ComponentLaws(
-    "correlated_residual",
-    "Residual addition whose branch correlates with the stream",
-    {
-        "variance": Law(
-            _mixed,
-            derived("variance of a sum"),
-            note="Sun et al. (21) leave out the 2; Kedia et al. 3.5 and E.5.1 state it in words",
-        ),
-        "grad_variance": Law(
-            Substituted(
-                _mixed,
-                x_variance="grad_variance",
-                branch_variance="grad_branch_variance",
-                branch_correlation="grad_branch_correlation",
-            ),
-            derived("variance of a sum"),
-            note="Kedia et al. E.6.2 state it in words",
         ),
     },
 )

@@ -1,0 +1,196 @@
+"""Schemes that scale what blocks add to the stream: one gain on every output, attention that starts
+as the identity (Value-SkipInit), and scales that are read off a prediction (Noci et al., ADMIN)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..errors import DomainError, without_warnings
+from ..formulas.attention import UNIFORM_ATTENTION_GRADIENTS
+from ..formulas.checks import NONNEGATIVE, POSITIVE, check_choice, check_in
+from ..formulas.law import Source
+from ..formulas.references import NOCI
+from ..model.mixers import Absent
+from ..model.transformer import Transformer
+from ..prediction.predict import predict
+from ..solver.solve import solve_objective
+from .registry import Scheme
+from .shared import blocks, placed, xavier
+
+
+def _skipinit(
+    model: Transformer, alpha: float | None = None, variant: str = "authors"
+) -> Transformer:
+    """Every block's output times a learnable gain that starts at alpha; the authors have no
+    normalisation and also try 0, Sun et al. have Pre-LN.
+
+    The variant's own alpha is "authors": 1/sqrt(number of residual blocks), 2 N without
+    cross-attention; "sun": 1/sqrt(N), as Sun et al. have it.
+    """
+    check_choice("variant", variant, ("authors", "sun"))
+    count = blocks(model) if variant == "authors" else model.layers
+    gain = 1 / math.sqrt(count) if alpha is None else alpha
+    check_in("alpha", gain, NONNEGATIVE)
+    return model.replace(branch_scale=gain, skip_scale=1.0)
+
+
+def _rezero(model: Transformer, alpha: float = 0.0) -> Transformer:
+    """No normalisation, and a learnable gain on every block that starts at zero."""
+    check_in("alpha", alpha, NONNEGATIVE)
+    return placed(model, "none", layernorm_scaling=False, branch_scale=alpha, skip_scale=1.0)
+
+
+def _layerscale(model: Transformer, epsilon: float | None = None) -> Transformer:
+    """Pre-LN, every block's output times a learnable gain per feature that starts at epsilon; None:
+    the authors' .1 up to 18 layers, 1e-5 up to 24, 1e-6 beyond."""
+    by_depth = 0.1 if model.layers <= 18 else 1e-5 if model.layers <= 24 else 1e-6
+    gain = by_depth if epsilon is None else epsilon
+    check_in("epsilon", gain, POSITIVE)
+    return placed(model, "pre", branch_scale=gain, skip_scale=1.0)
+
+
+def _depth_mup(model: Transformer, a: float = 1.0) -> Transformer:
+    """Pre-LN, blocks' outputs times a / sqrt(N), N layers; the authors tune the base gain a."""
+    check_in("a", a, POSITIVE)
+    return placed(model, "pre", branch_scale=a / math.sqrt(model.layers), skip_scale=1.0)
+
+
+def _value_skipinit(model: Transformer) -> Transformer:
+    """Attention weights alpha I + beta softmax(...), learned, that start at alpha 1 and beta 0."""
+    return model.replace(identity_attention=True)
+
+
+def _noci(
+    model: Transformer, temperature: str | None = "solved", correlation: float | None = None
+) -> Transformer:
+    """Branches times 1/sqrt(N), and logits divided by a temperature.
+
+    Args:
+        model: its placement stays; the authors' is "post".
+        temperature: "solved": one for all layers, at which this model's query and value weights
+            receive the same gradient (geometric mean over layers); "per-layer": each layer's own;
+            "printed": the authors' closed form for uniform attention in every layer, from the
+            moments that enter it; None: stays.
+        correlation: of the input's tokens; None: that of the embedding, else 0.
+    """
+    check_choice("temperature", temperature, ("solved", "per-layer", "printed", None))
+    scaled = model.replace(branch_scale=1 / math.sqrt(model.layers), skip_scale=1.0)
+    if temperature == "printed":
+        return scaled.replace(temperature=_printed(scaled, correlation))
+    if temperature is None:
+        return scaled
+    goal = "query_value_balance" + ("_per_layer" if temperature == "per-layer" else "")
+    plan = solve_objective(
+        scaled, goal, free="temperature", correlation=correlation, tolerance=1e-6
+    )
+    return plan.model
+
+
+def _printed(model: Transformer, correlation: float | None) -> list[float]:
+    with without_warnings():
+        found = predict(model, correlation=correlation)
+    frame = found.to_frame()
+    normed = frame[frame.site == "attention.norm"]
+    if model.norm == "pre" and len(normed) == model.layers:
+        entering = zip(normed.variance, normed.correlation, strict=True)
+    else:
+        entering = zip(found.variance[:-1], found.correlation[:-1], strict=True)
+    law = UNIFORM_ATTENTION_GRADIENTS.law("inverse_temperature_square")
+    shape = {"d_model": model.d_model, "seq_len": model.seq_len}
+    squares = [law(**shape, x_variance=v, x_correlation=r) for v, r in entering]
+    return [1 / float(np.sqrt(square)) for square in squares]
+
+
+def _admin(
+    model: Transformer, correlation: float | None = None, per_head: bool = True
+) -> Transformer:
+    """x <- LayerNorm(omega_i x + f_i(x)), omega_i^2 the variance of all that came before block i.
+
+    omega_1 = 1; then the input's variance and those of the blocks' outputs add up, as in the
+    authors' code. Their profiling pass, with omega = 1 and Xavier weights, is our prediction, whose
+    tokens correlate as the embedding's, else by 0, unless `correlation` is given.
+    """
+    if model.encoder is not None:
+        raise DomainError("admin needs a scale for every cross-attention: use a single stack")
+    profiled = placed(
+        model, "post", weights=xavier(model, per_head), skip_scale=1.0, branch_scale=1.0
+    )
+    with without_warnings():
+        found = predict(profiled, correlation=correlation)
+    frame = found.to_frame()
+    variances = {
+        (int(row["layer"]), str(row["site"])): float(row["variance"])
+        for row in frame.to_dict("records")
+    }
+    sites = ("attention.dropout", "ffn.dropout")
+    # Absent blocks add nothing, and have no sum that a scale would reach.
+    outputs = [variances.get((n, site), 0.0) for n in range(1, model.layers + 1) for site in sites]
+    before = float(found.variance[0]) + np.concatenate([[0.0], np.cumsum(outputs)[:-1]])
+    before[0] = 1.0
+    if isinstance(model.mixers[0], Absent):
+        before[1] = 1.0
+    return profiled.replace(skip_scale=np.sqrt(before).reshape(model.layers, 2).tolist())
+
+
+SCHEMES = (
+    Scheme(
+        "skipinit",
+        "SkipInit: every block's output times 1/sqrt(number of blocks)",
+        ("branch_scale", "skip_scale"),
+        Source("De and Smith 2020, SkipInit", "section 4"),
+        _skipinit,
+        ("none", "pre"),
+    ),
+    Scheme(
+        "rezero",
+        "ReZero: no normalisation, blocks start at zero",
+        ("norm", "branch_scale", "skip_scale", "layernorm_scaling"),
+        Source("Bachlechner et al. 2021, ReZero", "equation 2"),
+        _rezero,
+        ("none",),
+    ),
+    Scheme(
+        "layerscale",
+        "LayerScale: a small gain per feature on every block's output, Pre-LN",
+        ("norm", "branch_scale", "skip_scale"),
+        Source("Touvron et al. 2021, CaiT", "section 2"),
+        _layerscale,
+        ("pre",),
+    ),
+    Scheme(
+        "depth-mup",
+        "depth-muP: blocks' outputs times a/sqrt(N), Pre-LN",
+        ("norm", "branch_scale", "skip_scale"),
+        Source("Yang et al. 2023, Tensor Programs VI", "Table 1"),
+        _depth_mup,
+        ("pre",),
+    ),
+    Scheme(
+        "value-skipinit",
+        "Value-SkipInit: attention starts as the identity",
+        ("identity_attention",),
+        Source("He et al. 2023, Deep Transformers without Shortcuts", "section 3"),
+        _value_skipinit,
+    ),
+    Scheme(
+        "noci",
+        "residual branches times 1/sqrt(N), and a temperature on the logits",
+        ("branch_scale", "skip_scale", "temperature"),
+        Source(NOCI, "sections 3.2 and 4, and Appendix C.2"),
+        _noci,
+        ("post", "none"),
+        predictions=20,
+    ),
+    Scheme(
+        "admin",
+        "ADMIN: Post-LN, skip connections scaled by the blocks before them",
+        ("norm", "weights", "skip_scale", "branch_scale"),
+        Source(
+            "Liu et al. 2020, Understanding the difficulty of training transformers", "section 4.2"
+        ),
+        _admin,
+        ("post",),
+    ),
+)

@@ -1,0 +1,266 @@
+"""Which drawn block (`drawn`) a component is, at the kernels of a prediction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..engine.laws import LawMatrix
+from ..engine.state import Gradient, Kernel
+from ..errors import DomainError
+from ..layers.attention.gates import GatedHeads
+from ..layers.attention.latent import LatentHeads
+from ..layers.attention.projections import over_all_heads
+from ..layers.attention.self_attention import CrossAttention, SelfAttention
+from ..layers.elementary import Activation, Linear
+from ..layers.experts.mixture import Mixture
+from ..layers.gated import GatedLinear
+from ..layers.normalization import FiniteNormalization
+from ..layers.recurrent.leaf import Mixer
+from ..layers.recurrent.mixers import HEADS
+from ..model.mixers import ShortConvolution
+from .change import Array
+from .drawn import AttentionHead, Block, Convolution, Units
+from .sites import ENCODER, Reading, Site
+
+SHARED_KEY = "shared"
+"""The part of the keys that all heads of latent attention share, rows of the matrix `kv_down`."""
+
+
+def drawn_block(
+    reading: Reading,
+    leaving: Site,
+    head: Any,
+    matrices: Mapping[str, LawMatrix],
+    reads: Mapping[str, Array],
+    features: float,
+    sequences: int = 1,
+    received: Array | None = None,
+    **options: Any,
+) -> Block:
+    """Draws of a block, which steps of all rates share."""
+    known, prefix = {}, ENCODER if leaving.name.startswith(ENCODER) else ""
+    for name, matrix in matrices.items():
+        # norms are those of one batch
+        square = reading.norms().get((leaving.layer, prefix + matrix.name))
+        if square is not None and name != SHARED_KEY and reading.batches is None:
+            known[name] = square
+    gradient = leaving.gradient if received is None else received
+    return reading.once(
+        Block,
+        leaving.index,
+        make=lambda: Block(head, matrices, reads, gradient, features, known, sequences, **options),
+    )
+
+
+@functools.singledispatch
+def block_of(
+    leaf: Any, reading: Reading, entering: Site, leaving: Site, memory: Site | None = None
+) -> Block:
+    """Draws of a leaf that is a function of preactivations behind matrices that all read what
+    enters, but for keys and values of a `memory`."""
+    raise DomainError(f"{type(leaf).__name__} ({leaf.label}) is not drawn")
+
+
+@block_of.register
+def mixer_block(leaf: Mixer, reading: Reading, entering: Site, leaving: Site, *_: Any) -> Block:
+    block = leaf.block
+    head = (
+        Convolution(block, leaf.width, min(leaf.width, 64))
+        if isinstance(block, ShortConvolution)
+        else HEADS[type(block)](block)
+    )
+    own = {one.name: float(one.variance / one.square) for one in leaf.inward}
+    matrices = {
+        one.name: LawMatrix(leaf.named(one.name), one.fan_in, one.rows, own[one.name])
+        for one in leaf.inward
+        if one.name in head.sections
+    }
+    return drawn_block(
+        reading,
+        leaving,
+        head,
+        matrices,
+        dict.fromkeys(matrices, entering.kernel),
+        float(leaf.width),
+        leaf.sequences,
+        gains={one.name: one.fan_in * own[one.name] for one in leaf.inward},
+        factors={one.name: float(one.square) ** 0.5 for one in leaf.inward if one.square != 1.0},
+        named=leaf.named,
+    )
+
+
+@block_of.register(SelfAttention)
+@block_of.register(CrossAttention)
+@block_of.register(GatedHeads)
+def attention_block(
+    leaf: SelfAttention | CrossAttention | GatedHeads,
+    reading: Reading,
+    entering: Site,
+    leaving: Site,
+    memory: Site | None = None,
+) -> Block:
+    gates = leaf if isinstance(leaf, GatedHeads) else None
+    heads: Any = leaf if gates is None else gates.heads
+    if not isinstance(heads, SelfAttention | CrossAttention):
+        raise DomainError(f"the first step does not cover gates on {type(heads).__name__}")
+    there = entering if memory is None else memory
+    width = int(heads.heads * heads.d_head)
+    shared = int(float(heads.kv_heads or heads.heads) * heads.d_head)
+    has = ("query", "key", "value") if heads.has_bias is True else heads.has_bias or ()
+    if heads.rotary is None and heads.qk_norm is None and heads.logit_softcap is None:
+        # a bias common to all keys cancels in the softmax, unless one of its keys is no token
+        has = tuple(one for one in has if one != "key" or getattr(heads, "sink", None) is not None)
+    matrices = {
+        name: LawMatrix(
+            heads.prefix + name,
+            int(reads),
+            rows,
+            float(getattr(heads, name)),
+            float(getattr(heads, f"{name}_bias")) if name in has else None,
+        )
+        for name, reads, rows in (
+            ("query", heads.d_model, width),
+            ("key", heads.memory_width, shared),
+            ("value", heads.memory_width, shared),
+        )
+    }
+    each = 0
+    if gates is not None:
+        linear = gates.gate.children[0]
+        assert isinstance(linear, Linear)
+        given = linear.parameters
+        rows = int(given["fan_out"])
+        bias = float(given.get("bias_variance", 0.0)) if linear.has_bias else None
+        variance = float(given["weight_variance"])
+        matrices["attention_gate"] = LawMatrix(
+            "attention_gate", int(heads.d_model), rows, variance, bias
+        )
+        each = rows // int(heads.heads)
+    kernels = {
+        name: there.kernel if name in ("key", "value") else entering.kernel for name in matrices
+    }
+    sizes = None
+    if over_all_heads(heads):
+        sizes = {}
+        for name, m in matrices.items():
+            own = np.diag(kernels[name])[: len(kernels[name]) // heads.sequences]
+            sizes[name] = np.sqrt(
+                m.fan_in * m.variance * own + (m.bias or 0.0) + heads.norm_epsilon
+            )
+    head, sequences = AttentionHead(heads, None, each, sizes), int(heads.sequences)
+    return drawn_block(reading, leaving, head, matrices, kernels, float(width), sequences)
+
+
+class Latent(NamedTuple):
+    """One of the latents of `latent_block`.
+
+    Attributes:
+        name, variance: of the matrix to it.
+        norm: behind that.
+        at, behind: before and after the norm.
+        readers: sections that read it.
+    """
+
+    name: str
+    variance: float
+    norm: FiniteNormalization
+    at: Site
+    behind: Site
+    readers: tuple[str, ...]
+
+
+def latent_block(
+    leaf: LatentHeads, reading: Reading, entering: Site, leaving: Site
+) -> tuple[Block, list[Latent]]:
+    """Heads that read latents, and those."""
+    heads, block, tokens = leaf.attention, leaf.block, entering.signal
+    assert tokens is not None
+    d, count = int(heads.d_model), int(heads.heads)
+    downs: dict[str, tuple[str, int, tuple[str, ...]]]
+    downs = {"kv_down": ("attention.kv_latent", block.kv_rank, ("key", "value"))}
+    if block.query_rank is not None:
+        downs["query_down"] = ("attention.query_latent", block.query_rank, ("query",))
+    passed, read = {}, {"query": entering.kernel, SHARED_KEY: entering.kernel}
+    for name, (label, rank, readers) in downs.items():
+        down, norm = leaf._latent(name, label, rank, 1.0)
+        before, _ = down.forward(tokens)
+        after, back = norm.forward(before)
+        passed[name] = down, norm, before, back
+        read |= dict.fromkeys(readers, np.asarray(after.second_moment().off_diagonal))
+    rows = {
+        "query": (block.query_rank or d, count * int(heads.d_head)),
+        "key": (block.kv_rank, count * block.nope_dim),
+        "value": (block.kv_rank, count * block.value_dim),
+    }
+    matrices = {
+        name: LawMatrix(name, *shape, float(getattr(heads, name))) for name, shape in rows.items()
+    }
+    if block.rope_dim:
+        matrices[SHARED_KEY] = LawMatrix("kv_down", d, block.rope_dim, float(block.kv_down))
+    features, sequences = float(count * block.value_dim), int(heads.sequences)
+    head = AttentionHead(heads, block)
+    made = drawn_block(reading, leaving, head, matrices, read, features, sequences)
+    latents = []
+    for name, (label, rank, readers) in downs.items():
+        down, norm, before, back = passed[name]
+        there = sum(
+            matrices[one].fan_out * matrices[one].variance * made.gradients[one] for one in readers
+        )
+        sent = back(Gradient(Kernel.of_matrix(np.asarray(there)), tokens.seq_len)).gradient.kernel
+        kernel = np.asarray(before.second_moment().off_diagonal)
+        gradient = np.asarray(sent.off_diagonal)
+        if (square := reading.norms().get((leaving.layer, name))) is not None:
+            if name == "kv_down" and block.rope_dim:
+                own = float(np.vdot(made.gradients[SHARED_KEY], read[SHARED_KEY]))
+                square -= d * block.rope_dim * own
+            gradient = gradient * (square / (d * rank * float(np.vdot(gradient, entering.kernel))))
+        at = entering.behind(name, kernel, gradient, float(rank))
+        behind = entering.behind(label, read[readers[0]], np.asarray(there), float(rank))
+        variance = max(float(down.parameters["weight_variance"]), 1e-60)
+        latents.append(Latent(name, variance, norm, at, behind, readers))
+    return made, latents
+
+
+def mixture_block(
+    leaf: Mixture, reading: Reading, entering: Site, leaving: Site
+) -> tuple[Block, Site, LawMatrix, Array]:
+    """Hidden features of all experts behind their gates, what the one matrix to the sum reads, that
+    matrix, and draws of the gates (N, T, E)."""
+    *hidden, out = leaf.expert.children
+    first, unit = hidden[0], hidden[-1]
+    assert isinstance(out, Linear)
+    assert isinstance(first, GatedLinear | Linear)
+    d, experts = int(leaf.d_model), leaf.router.experts
+    given = out.parameters
+    width, variance = int(given["fan_in"]), max(float(given["weight_variance"]), 1e-60)
+    many = experts * width
+    logits = leaf.bias_variance if leaf.has_bias else None
+    matrices = {leaf.name: LawMatrix(leaf.name, d, experts, leaf.router_variance, logits)}
+    if isinstance(first, GatedLinear):
+        laws, bend = first.activation, (first.shift, first.clamp)
+        biases = {"gate": first.gate_bias, "ffn_in": first.bias}
+        for own in ("gate", "ffn_in"):
+            bias = float(biases[own]) if first.has_bias else None
+            name = f"{first.prefix}{own}"
+            matrices[name] = LawMatrix(name, d, many, float(getattr(first, own)), bias)
+    else:
+        assert isinstance(unit, Activation)
+        laws, bend, entry = unit.laws, (0.0, None), first.parameters
+        bias = float(entry.get("bias_variance", 0.0)) if first.has_bias else None
+        matrices[first.weight] = LawMatrix(
+            first.weight, d, many, float(entry["weight_variance"]), bias
+        )
+    gated = isinstance(first, GatedLinear)
+    head = Units(leaf.router, laws, width, gated, leaf.inward, *bend, tuple(matrices))
+    kernels, received = dict.fromkeys(matrices, entering.kernel), d * variance * leaving.gradient
+    block = drawn_block(reading, leaving, head, matrices, kernels, float(many), received=received)
+    gates = reading.once(Units, leaving.index, make=lambda: head.gates(block.entering[leaf.name]))
+    added = float(given.get("bias_variance", 0.0)) if out.has_bias else None
+    shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
+    kernel = (leaving.kernel - (added or 0.0) * shared) / (many * variance)
+    at = leaving.behind("hidden", kernel, received, float(many))
+    return block, at, LawMatrix(out.weight, many, int(given["fan_out"]), variance, added), gates
