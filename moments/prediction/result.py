@@ -490,11 +490,11 @@ class Prediction:
                 "layer": point.layer,
                 **{
                     name: float(np.mean(point.signal.kernel.average(values)))
-                    for name, values in point.signal.diagnostics.items()
+                    for name, values in known.items()
                 },
             }
             for point in self.trace.points
-            if "entropy" in (point.signal.diagnostics or {})
+            if "entropy" in (known := point.signal.diagnostics or {})
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return as_frame(rows, columns=columns)
