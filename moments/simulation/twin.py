@@ -217,7 +217,12 @@ class _Pass:
             ends = [entering, *self.shared.values(), *weights.values()]
             if self.memory is not None:
                 ends.append(self.memory)
-            received, *pulled = torch.autograd.grad(leaving, ends, received)
+            # a block in attention's place need not read all biases that are declared
+            back = torch.autograd.grad(leaving, ends, received, allow_unused=True)
+            received, *pulled = (
+                torch.zeros_like(end) if one is None else one
+                for one, end in zip(back, ends, strict=True)
+            )
             if self.memory is not None:
                 self.memory_gradient += pulled.pop()
             for total, added in zip(self.shared_gradient, pulled, strict=False):
