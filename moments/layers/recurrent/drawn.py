@@ -378,8 +378,8 @@ def root_of(kernel: Array) -> Array:
     """The symmetric root of a kernel."""
     if not np.all(np.isfinite(kernel)):
         raise DomainError(
-            "moments at a mixer are no numbers: a token is zero, as padding inside a text is, where a "
-            "norm divides by it; give norm_epsilon, or sequences of one length"
+            "moments at a mixer are no numbers: a token is zero, as padding inside a text is, and "
+            "a norm divides by it; give norm_epsilon, or sequences of one length"
         )
     values, vectors = np.linalg.eigh(0.5 * (kernel + kernel.T))
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
