@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 import small_modules  # noqa: E402
 
 from moments.show.expected import tail_probability  # noqa: E402
+from moments.torch import audit  # noqa: E402
 from moments.torch.anatomy import anatomy_of, as_drawn  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
-from moments.torch.audit import audit  # noqa: E402
 from moments.torch.entries import SHAPES, EntryMoments  # noqa: E402
 from moments.torch.initialize import initialize  # noqa: E402
 from moments.torch.scales import remove_scales  # noqa: E402
@@ -392,6 +392,18 @@ def test_gains_biases_and_broken_entries_are_named(fresh):
     report = audit(module, plan)
     assert gain.parameter in {f.parameter for f in report.offenders if f.quantity == "gain"}
     assert any(f.parameter == name and "not finite" in f.note for f in report.offenders)
+
+
+def test_xaviers_rule_for_a_fused_matrix_is_of_queries_keys_and_values(fresh):
+    module, plan = fresh
+    for role, named in (("ffn_out", False), ("query", True)):
+        initialize(module, plan)
+        found = anatomy_of(module).roles.named(role)[0]
+        for _, w in blocks(module, role):
+            torch.nn.init.normal_(w, std=math.sqrt(2 / (found.fan_in + 3 * found.fan_out)))
+        said = " ".join(reasons(audit(module, plan)))
+        # torch draws in_proj_weight so itself
+        assert ("one fused matrix" in said or "framework's own" in said) == named
 
 
 def test_a_mean_that_is_not_zero(fresh):

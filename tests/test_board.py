@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 board = pytest.importorskip("board")
 
-from moments.torch.unread import recurrences  # noqa: E402
+from moments.torch.open_check import recurrences  # noqa: E402
 
 ROWS = board.stored()["rows"]
 STATES = ("not built", "broken", "refused", "read by")

@@ -345,6 +345,25 @@ def test_what_is_no_transformer_is_followed_by_its_operations() -> None:
         moments.check("gpt2", torch.zeros(2, 2))
 
 
+def test_a_class_token_of_zeros_is_why_the_gradient_explodes() -> None:
+    """Its norm has a slope of 1/sqrt(epsilon); drawn as patches are, it has none like it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "image_size": 32, "patch_size": 8}
+    config = transformers.DeiTConfig(
+        num_hidden_layers=2, num_attention_heads=4, num_labels=7, **sizes
+    )
+    module = transformers.DeiTForImageClassification(config)
+    (finding,) = moments.check(module).findings
+    assert finding.kind == "gradient explodes"
+    assert "2 tokens alone, which enter as 0" in finding.reason
+    assert "class token" in finding.mend
+    assert "deit.embeddings.cls_token" in finding.where
+    with torch.no_grad():
+        module.deit.embeddings.position_embeddings.normal_(std=0.02)
+    assert not any("gradient" in f.kind for f in moments.check(module).findings)
+
+
 # --- declarations ---------------------------------------------------------------------------------
 
 

@@ -20,9 +20,8 @@ from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.dataflow.reading import example  # noqa: E402
 from moments.torch.huggingface_modules import build_module  # noqa: E402
 from moments.torch.initialize import attach  # noqa: E402
-from moments.torch.logits import logits_path  # noqa: E402
 from moments.torch.running import run  # noqa: E402
-from moments.torch.scales import applied_scales  # noqa: E402
+from moments.torch.scales import applied_scales, logits_path  # noqa: E402
 
 STORED = benchmark.stored()
 

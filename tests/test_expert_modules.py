@@ -16,9 +16,8 @@ transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
 from moments.torch.anatomy import anatomy_of  # noqa: E402
-from moments.torch.expert_roles import with_experts  # noqa: E402
 from moments.torch.huggingface_modules import build_module  # noqa: E402
-from moments.torch.roles import ModuleRoles  # noqa: E402
+from moments.torch.roles import ModuleRoles, with_experts  # noqa: E402
 
 SMALL: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 48},

@@ -380,6 +380,10 @@ def test_a_router_that_cannot_learn_and_experts_that_starve_are_findings() -> No
     (starving,) = [f for f in report.findings if f.kind == "experts starve"]
     assert starving.measured > starving.expected
     assert "balancing loss" in starving.mend
+    # few tokens for many experts, of which most get none however evenly they choose
+    few = moments.predict(model_of(Experts(256, 2), **fields))
+    assert few.experts().starving.min() > 0.5
+    assert not [f for f in moments.check(few.model).findings if f.kind == "experts starve"]
 
 
 def test_a_clamp_that_binds_is_named() -> None:

@@ -315,6 +315,25 @@ def test_what_it_says() -> None:
     assert predict(open_modules.Latent(), IDS).to_json() == result.to_json()
 
 
+def test_more_tokens_and_fewer_places() -> None:
+    """Of 24 tokens the last ones' attention is over more keys than of 16; pairs of 24 are 576."""
+    torch.manual_seed(0)
+    module, ids = open_modules.Latent(), IDS.repeat(1, 2)[:, :24]
+    assert predict(module, ids).tokens == 16
+    result = predict(module, ids, tokens=24)
+    assert (result.tokens, result.unread) == (24, {})
+    few = predict(module, ids, tokens=24, places=500)
+    assert any("500 at most" in why for _, why in few.unread)
+
+
+def test_a_head_that_is_its_table_is_named() -> None:
+    module = nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 50, bias=False))
+    assert not predict(module, IDS % 50).notes
+    module[2].weight = module[0].weight
+    (note,) = predict(module, IDS % 50).notes
+    assert note.startswith("0.weight: a table and a matrix behind it")
+
+
 def test_bad_input() -> None:
     with pytest.raises(moments.DomainError, match="loss"):
         predict(open_modules.Latent(), IDS, loss="hinge")

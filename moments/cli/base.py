@@ -565,12 +565,15 @@ def with_input(
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
+    from ..prediction.resolution import most_tokens
     from ..prediction.resolution import shortened as at_few
 
     found = model if seq_len is not None else at_few(model)
     if found is not model:
+        most = most_tokens(model)
+        count = "all of them" if most == model.seq_len else "the most that are covered"
         note(
-            f"{found.seq_len} of up to {model.seq_len} tokens, resolved one by one; for all of "
-            f"them add --seq-len {model.seq_len}"
+            f"{found.seq_len} of up to {model.seq_len} tokens, resolved one by one; for {count} "
+            f"add --seq-len {most}"
         )
     return found

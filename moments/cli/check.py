@@ -98,7 +98,7 @@ def audit(
     initialisation that its own config promises. Exit status 1 where the audit fails.
     """
     from ..scheme.registry import scheme as known
-    from ..torch.audit import audit as run
+    from ..torch import audit as run
 
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")

@@ -26,28 +26,30 @@ from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
 
+def _nothing() -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Pulled:
     """What a pullback returns: the gradient at the input, and what follows from it when asked.
 
-    Leaves with weights have a class of their own, which holds what its answers need.
+    Attributes:
+        weights: gives the expected squared gradient norm of each weight matrix.
+        overlaps: by how much those grow per unit of the variance of two tokens' overlap in what is
+            attended to, beyond the 1/width they count with.
+        response: by how much two outputs' overlap moves per that of the tokens that ask, as the
+            kernel that a gradient of ones would have there; None where none asks.
     """
 
     gradient: Gradient
+    weights: Callable[[], Mapping[str, Array]] = dict
+    overlaps: Callable[[], Mapping[str, Array]] = dict
+    response: Callable[[], Kernel | None] = _nothing
 
-    def weights(self) -> Mapping[str, Array]:
-        """The expected squared gradient norm of each weight matrix."""
-        return {}
 
-    def overlaps(self) -> Mapping[str, Array]:
-        """By how much those grow per unit of the variance of two tokens' overlap in
-        what is attended to, beyond the 1/width they count with."""
-        return {}
-
-    def response(self) -> Kernel | None:
-        """By how much two outputs' overlap moves per that of the tokens that ask, as the kernel
-        that a gradient of ones would have there; None where none asks."""
-        return None
+def weights_of(*parts: Pulled) -> Mapping[str, Array]:
+    """Of several together."""
+    return {name: norm for part in parts for name, norm in part.weights().items()}
 
 
 Pullback = Callable[[Gradient], Pulled]
@@ -290,11 +292,6 @@ class Leaf(Component):
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         return self.forward(signal)[0]
 
-    @property
-    def scales_pairs(self) -> bool:
-        """Whether every covariance leaves as it entered, times one factor."""
-        return False
-
     def carried(self, record: Record, amplitude: Array) -> Array:
         if not self.rescales:
             return 0.0 * amplitude
@@ -303,7 +300,7 @@ class Leaf(Component):
 
     def response(self, record: Record, around: Around) -> Response:
         grad_out, grad_in = around.grad_out(record), record.grad_out
-        return Elementwise.of(self, record.input, grad_in, grad_out, self.scales_pairs)
+        return Elementwise.of(self, record.input, grad_in, grad_out)
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -335,7 +332,7 @@ class Reader(Component):
         assert record.memory is not None
         reading, grad_out = _Reading(self, record.memory), around.grad_out(record)
         grad_in = record.grad_out
-        return Elementwise.of(reading, record.input, grad_in, grad_out, False, at_once=False)
+        return Elementwise.of(reading, record.input, grad_in, grad_out, at_once=False)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory

@@ -273,7 +273,6 @@ class Elementwise:
         signal: Signal,
         gradient: Gradient,
         grad_out: Array,
-        linear: bool,
         at_once: bool = True,
     ) -> Elementwise:
         """Differences of a leaf around the signal that entered it.
@@ -281,12 +280,9 @@ class Elementwise:
         Args:
             leaf: one, or what has its `forward`.
             grad_out: the same, as sensitivities have it.
-            linear: whether the leaf scales every pair by a factor, the same at any kernel.
             at_once: whether it takes several signals on an axis before those of configurations.
         """
         kernel = signal.second_moment()
-        if linear:
-            return cls._linear(leaf, signal, gradient, grad_out)
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
@@ -312,22 +308,6 @@ class Elementwise:
         growth = (out_grown - out) / STEP - onward * tokens
         back_growth = (back_grown - back) / STEP - change * tokens
         fields = (onward, growth, back, change, back_growth, tokens, grad_out)
-        return cls(*(field.astype(SINGLE) for field in fields))
-
-    @classmethod
-    def _linear(cls, leaf: Any, signal: Signal, gradient: Gradient, grad_out: Array) -> Elementwise:
-        """What needs no differences."""
-        kernel = signal.second_moment()
-        even = _ones(gradient, kernel)
-        unit = Signal(even.kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=signal.width)
-        output, pullback = leaf.forward(unit)
-        factor, back, tokens = (
-            matrix_of(one, signal.seq_len)
-            for one in (output.kernel, pullback(even).gradient.kernel, kernel)
-        )
-        growth = diagonal_matrix(diagonal_of(factor) * diagonal_of(tokens), factor)
-        onward = without_diagonal(factor)
-        fields = (onward, growth, back, 0 * back, 0 * back, tokens, grad_out)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:

@@ -22,6 +22,7 @@ independent of what they multiply, y = sum_k w_k x_k has
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -106,8 +107,9 @@ def gaussian_grid(points: int = 8000, reach: float = 9.0) -> tuple[np.ndarray, n
 
 
 class Loss(NamedTuple):
-    """Of a cast operand: `square`, E x^2; `kept`, E xQ/E x^2; `power`, E Q^2/E x^2; shares of
-    entries that become `zero` and that lie beyond the largest number (`clipped`)."""
+    """Of a cast operand: `square`, E x^2; `kept`, E xQ/E x^2; `power`, E Q^2/E x^2 (both 1 where x
+    is 0); shares of entries that become `zero` and that lie beyond the largest number
+    (`clipped`)."""
 
     square: float
     kept: float
@@ -121,13 +123,16 @@ class Loss(NamedTuple):
         return max(self.power - 2 * self.kept + 1, 0.0)
 
 
-def decibels(noise: float) -> float:
-    """A ratio of noise to signal as a signal-to-noise ratio in dB."""
-    return math.inf if noise <= 0 else -10 * math.log10(noise)
+def decibels(noise: float) -> float | None:
+    """A ratio of noise to signal as a signal-to-noise ratio in dB; None where nothing is lost but
+    to the rounding of these sums."""
+    return -10 * math.log10(noise) if noise > 16 * sys.float_info.epsilon else None
 
 
 def product_noise(one: Loss, other: Loss) -> float:
     """Of a product of two operands that are independent of each other, noise over signal."""
+    if not one.square * other.square:
+        return 0.0
     return max(one.power * other.power - 2 * one.kept * other.kept + 1, 0.0)
 
 
@@ -166,6 +171,8 @@ def loss(
         tensor_largest: the largest magnitude of the whole tensor, for "E4M3".
         unit: what a power of two is multiplied by: of entries of another size by 1/unit.
     """
+    if not entries.square:
+        return Loss(0.0, 1.0, 1.0, 0.0, 0.0)
     chance, weights = _nodes(NODES)
     largest = entries.largest(size, chance)
     divisor = unit * scales(largest / unit, elements, scale, tensor_largest / unit)

@@ -8,6 +8,7 @@ overlaps), by second differences; its output's vary as those of independent Gaus
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -116,7 +117,31 @@ class LawLeaf(Leaf):
             drawn = Fluctuation.of_gaussian(kernel, output.width)
             overlaps = None if followed(signal) is None else drawn.norms
             output = output.replace(fluctuation=drawn._replace(overlaps=overlaps))
-        return output, LawPullback(self, signal, layout, x, moves)
+        return output, functools.partial(self._back, signal, layout, x, moves)
+
+    def _back(
+        self, signal: Signal, layout: Layout, x: Array, moves: Moves | None, gradient: Gradient
+    ) -> Pulled:
+        """The way back, of the moments `x` that entered; and the law's derivative in every weight's
+        covariance, entry by entry."""
+        grad_out = layout.array(gradient.kernel) * (self.width / signal.width)
+        shape = np.broadcast_shapes(grad_out.shape, x.shape)
+        none = [np.zeros(shape) for _ in self.names]
+
+        def law(x: Array, *extra: Array) -> Array:
+            weights = self.applied(*extra)
+            if moves is None:
+                return self.evaluated(layout, x, weights)
+            return self.averaged(layout, x, moves, weights)
+
+        _, pull = pullback(law, np.broadcast_to(x, shape), *none)
+        grad_in, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(grad_out, shape)))
+        of_weights = functools.partial(self._weights, signal, weights)
+        return Pulled(gradient.with_kernel(grad_in), of_weights)
+
+    def _weights(self, signal: Signal, kernels: list[Kernel]) -> Values:
+        pairs = zip(self.names, kernels, strict=True)
+        return {name: signal.width * kernel.total(signal.seq_len) for name, kernel in pairs}
 
     def averaged(
         self, layout: Layout, x: Array, moves: Moves, weights: Applied | None = None
@@ -250,49 +275,6 @@ class Moves:
 
 def _both(kernel: Kernel) -> tuple[Array, ...]:
     return tuple(np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal))
-
-
-@dataclass(slots=True, eq=False)
-class LawPullback:
-    """The way back through a law, of the moments `x` that entered it."""
-
-    leaf: LawLeaf
-    signal: Signal
-    layout: Layout
-    x: Array
-    moves: Moves | None
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, layout = self.leaf, self.layout
-        grad_out = layout.array(gradient.kernel) * (leaf.width / self.signal.width)
-        shape = np.broadcast_shapes(grad_out.shape, self.x.shape)
-        none = [np.zeros(shape) for _ in leaf.names]
-
-        def law(x: Array, *extra: Array) -> Array:
-            weights = leaf.applied(*extra)
-            if self.moves is None:
-                return leaf.evaluated(layout, x, weights)
-            return leaf.averaged(layout, x, self.moves, weights)
-
-        _, pull = pullback(law, np.broadcast_to(self.x, shape), *none)
-        grad_in, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(grad_out, shape)))
-        by_name = dict(zip(leaf.names, weights, strict=True))
-        return LawPulled(gradient.with_kernel(grad_in), by_name, self.signal)
-
-
-@dataclass(slots=True, eq=False)
-class LawPulled(Pulled):
-    """What a law sent back, and its derivative in every weight's covariance, entry by entry."""
-
-    by_name: dict[str, Kernel]
-    signal: Signal
-
-    def weights(self) -> Values:
-        signal = self.signal
-        return {
-            name: signal.width * kernel.total(signal.seq_len)
-            for name, kernel in self.by_name.items()
-        }
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,26 @@ class Lawful(Leaf):
             kept = (*back.arguments, "x_variance")
             one = {name: one[name] for name in kept if name in one}
             two = {name: two[name] for name in back_pairs.arguments if name in two}
-        return output, LawfulPullback(self, signal, output, one, two)
+        return output, functools.partial(self._back, signal, output, one, two)
 
-    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+    def _back(
+        self, signal: Signal, output: Signal, one: Values, two: Values, gradient: Gradient
+    ) -> Pulled:
+        """The way back, around what entered and left; `one` and `two` are values of the laws'
+        symbols, for a token and for a pair."""
+        laws, algebra = self.laws.under(self.theory), signal.algebra
+        diagonal, off_diagonal = gradient.kernel.diagonal, gradient.kernel.off_diagonal
+        given = {"grad_variance": diagonal, "grad_covariance": off_diagonal}
+        variance = evaluate(laws["grad_variance"], algebra, one | given)
+        pair = (two if gradient.resolved else one) | given
+        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
+        kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
+        sent = self._sent(gradient, kernel, signal, output, one)
+        return Pulled(sent, functools.partial(self._weights, signal, gradient))
+
+    def _sent(
+        self, gradient: Gradient, kernel: Kernel, signal: Signal, output: Signal, one: Values
+    ) -> Gradient:
         """The gradient at the input, of second moments `kernel`."""
         return gradient.with_kernel(kernel)
 
@@ -115,39 +132,9 @@ class Lawful(Leaf):
         """What varies over draws of an output of these moments: fields of `Signal`."""
         return {}
 
-    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
-        return Pulled(grad_in)
-
-
-@dataclass(slots=True, eq=False)
-class LawfulPullback:
-    """The way back through a leaf of laws.
-
-    Attributes:
-        signal, output: what entered and left.
-        one, two: values of the laws' symbols, for a token and for a pair.
-    """
-
-    leaf: Lawful
-    signal: Signal
-    output: Signal
-    one: Values
-    two: Values
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, grad_out, algebra = self.leaf, gradient.kernel, self.signal.algebra
-        laws = leaf.laws.under(leaf.theory)
-        if gradient.resolved:
-            single = self.one | {"grad_variance": grad_out.diagonal}
-            pair = self.two | {"grad_covariance": grad_out.off_diagonal}
-        else:
-            single = pair = self.one.copy()
-            single["grad_variance"] = grad_out.diagonal
-            single["grad_covariance"] = grad_out.off_diagonal
-        variance = evaluate(laws["grad_variance"], algebra, single)
-        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
-        kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
-        return leaf._pulled(leaf._sent(self, gradient, kernel), self.signal, gradient)
+    def _weights(self, signal: Signal, gradient: Gradient) -> Values:
+        """Of what entered and of the gradient at the output, as `Pulled.weights`."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -161,8 +148,6 @@ class Linear(Lawful):
 
     weight: str = "weight"
     has_bias: bool = False
-
-    scales_pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if "bias_variance" in self.parameters and self.laws is LINEAR:
@@ -182,43 +167,31 @@ class Linear(Lawful):
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
         return {"fluctuation": mapped(signal, output, gain)}
 
-    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+    def _sent(
+        self, gradient: Gradient, kernel: Kernel, signal: Signal, output: Signal, one: Values
+    ) -> Gradient:
         # x.W^T g = (W x).g: what g lacks along W x, W^T g lacks along x.
         if not isotropic(gradient.radial):
-            kernel = without(kernel, way.signal, (1 - gradient.radial) / self.parameters["fan_in"])
+            kernel = without(kernel, signal, (1 - gradient.radial) / self.parameters["fan_in"])
         return gradient.along(kernel)
 
-    def _pulled(self, grad_in: Gradient, signal: Signal, gradient: Gradient) -> Pulled:
-        return LinearPulled(grad_in, self, signal, gradient)
+    def _weights(self, signal: Signal, gradient: Gradient) -> Values:
+        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
+        # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
+        width = self.parameters["fan_out"]
+        tokens = signal.second_moment()
+        if signal.fluctuation is not None:
+            tokens = shortened(tokens, signal.fluctuation.norms, gradient.norm_response)
+        overlap = (tokens * gradient.kernel).total(signal.seq_len)
+        norms = {self.weight: self.parameters["fan_in"] * width * overlap}
+        if self.has_bias:
+            norms[f"{self.weight}.bias"] = width * gradient.kernel.total(signal.seq_len)
+        return norms
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
         return at.mapped(record.output.width)
-
-
-@dataclass(slots=True, eq=False)
-class LinearPulled(Pulled):
-    """What a weight matrix sent back, of what entered it and what it received."""
-
-    leaf: Linear
-    signal: Signal
-    grad_out: Gradient
-
-    def weights(self) -> Values:
-        # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
-        # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
-        leaf, signal, gradient = self.leaf, self.signal, self.grad_out
-        size = leaf.parameters["fan_in"] * leaf.parameters["fan_out"]
-        tokens = signal.second_moment()
-        if signal.fluctuation is not None:
-            tokens = shortened(tokens, signal.fluctuation.norms, gradient.norm_response)
-        overlap = (tokens * gradient.kernel).total(signal.seq_len)
-        norms = {leaf.weight: size * overlap}
-        if leaf.has_bias:
-            total = gradient.kernel.total(signal.seq_len)
-            norms[f"{leaf.weight}.bias"] = leaf.parameters["fan_out"] * total
-        return norms
 
 
 @dataclass(frozen=True)
@@ -250,15 +223,17 @@ class Activation(Lawful):
         given = dict(self.parameters)
         given["x_variance"] = given["x_other_variance"] = diagonal
         given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
-        given["x_correlation"] = ratio_or_zero(off_diagonal, diagonal)
+        given["x_correlation"] = np.clip(ratio_or_zero(off_diagonal, diagonal), -1.0, 1.0)
         given["grad_covariance"] = 1.0
         return evaluate(law, signal.algebra, given)
 
-    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
-        algebra, entering = way.signal.algebra, way.signal.kernel
-        if way.output.fluctuation is not None and knows_directions(gradient):
-            alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, way.one)
-            kernel = realigned(kernel, way.output, gradient, alignment)
+    def _sent(
+        self, gradient: Gradient, kernel: Kernel, signal: Signal, output: Signal, one: Values
+    ) -> Gradient:
+        algebra, entering = signal.algebra, signal.kernel
+        if output.fluctuation is not None and knows_directions(gradient):
+            alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, one)
+            kernel = realigned(kernel, output, gradient, alignment)
         if not np.all(entering.diagonal):
             kernel = self._at_rest(kernel, entering, algebra)
         return gradient.with_kernel(kernel)
@@ -360,7 +335,6 @@ def faintly(law: Law, algebra: Any, values: Values) -> Array:
 class Dropout(Lawful):
     """Dropout with fresh masks for every token and entry."""
 
-    scales_pairs: ClassVar[bool] = True
     masks: ClassVar[bool] = True
 
     def unshared_overlap(
@@ -378,7 +352,7 @@ class Dropout(Lawful):
             "kurtosis": signal.kurtosis / (1 - drop_prob),
         }
 
-    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+    def _sent(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
         # The masks of a signal are those of its gradient: x'.g' is what it was.
         return gradient.along(kernel)
 
@@ -387,7 +361,6 @@ class Dropout(Lawful):
 class Scale(Lawful):
     """Multiplication by a constant."""
 
-    scales_pairs: ClassVar[bool] = True
     rescales: ClassVar[bool] = True
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
@@ -399,7 +372,7 @@ class Scale(Lawful):
             "kurtosis": signal.kurtosis,
         }
 
-    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+    def _sent(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
         return replace(gradient, kernel=kernel)
 
 
@@ -417,20 +390,13 @@ class LayerScale(Leaf):
     label: str
     gain: float
 
-    scales_pairs: ClassVar[bool] = True
-
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        return signal, lambda gradient: LayerScalePulled(gradient, self, signal)
+        return signal, functools.partial(self._back, signal)
 
+    def _back(self, signal: Signal, gradient: Gradient) -> Pulled:
+        """The gradient as it came; the gains' is dL/dg = sum_i x_i dL/dy_i in every feature."""
+        return Pulled(gradient, functools.partial(self._weights, signal, gradient.kernel))
 
-@dataclass(slots=True, eq=False)
-class LayerScalePulled(Pulled):
-    """The gradient as it came; the gains' is dL/dg = sum_i x_i dL/dy_i in every feature."""
-
-    leaf: LayerScale
-    signal: Signal
-
-    def weights(self) -> Values:
-        signal = self.signal
-        total = (signal.second_moment() * self.gradient.kernel).total(signal.seq_len)
-        return {self.leaf.label: signal.width * total / self.leaf.gain**2}
+    def _weights(self, signal: Signal, gradient: Kernel) -> Values:
+        total = (signal.second_moment() * gradient).total(signal.seq_len)
+        return {self.label: signal.width * total / self.gain**2}

@@ -5,13 +5,14 @@ See docs/theory/norms.md, Realised overlaps.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
+from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled, weights_of
 from ..engine.directions import knows_directions, realigned
 from ..engine.fluctuation import (
     OverlapWalk,
@@ -163,7 +164,27 @@ class GatedLinear(Leaf):
                 kurtosis=kurtosis,
                 fluctuation=_fluctuation(signal, output, norms, ends, step),
             )
-        return output, GatedPullback(output, values, gate_back, factor_back)
+        return output, functools.partial(self._back, output, values, gate_back, factor_back)
+
+    def _back(
+        self, output: Signal, values: _Values, gate: Pullback, factor: Pullback, gradient: Gradient
+    ) -> Pulled:
+        """The way back: to both factors, and through the map before each."""
+        grad_out, resolved = gradient.kernel, gradient.resolved
+        single = {"grad_variance": grad_out.diagonal}
+        pair = {"grad_covariance": grad_out.off_diagonal}
+        at_gate = values.both("grad_variance", single, pair, resolved)
+        at_factor = values.both("grad_factor", single, pair, resolved)
+        if values.signal.fluctuation is not None and knows_directions(gradient):
+            # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
+            law = values.activation.under("refined")["alignment"]
+            slopes = faintly(law, values.algebra, values.one)
+            at_gate = realigned(at_gate, output, gradient, 3 * slopes)
+            at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
+        # The two matrices are independent, and so are what they send back.
+        parts = gate(gradient.with_kernel(at_gate)), factor(gradient.with_kernel(at_factor))
+        total = parts[0].gradient.kernel + parts[1].gradient.kernel
+        return Pulled(Gradient(total, gradient.seq_len), functools.partial(weights_of, *parts))
 
     def _bound(self, inner: Signal, factor: Signal) -> tuple[str, ...]:
         """A note where `clamp` binds."""
@@ -353,43 +374,3 @@ class _Values(NamedTuple):
             above, below = evaluate_sides(of_pairs, algebra, self.two | pair, self.varied)
             second = 0.5 * (above + below)
         return Kernel.joined(first, second, resolved)
-
-
-@dataclass(slots=True, eq=False)
-class GatedPullback:
-    """The way back through a gated unit: to both factors, and through the map before each."""
-
-    output: Signal
-    values: _Values
-    gate: Pullback
-    factor: Pullback
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        grad_out, values, output = gradient.kernel, self.values, self.output
-        single = {"grad_variance": grad_out.diagonal}
-        pair = {"grad_covariance": grad_out.off_diagonal}
-        at_gate = values.both("grad_variance", single, pair, gradient.resolved)
-        at_factor = values.both("grad_factor", single, pair, gradient.resolved)
-        if values.signal.fluctuation is not None and knows_directions(gradient):
-            # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
-            law = values.activation.under("refined")["alignment"]
-            slopes = faintly(law, values.algebra, values.one)
-            at_gate = realigned(at_gate, output, gradient, 3 * slopes)
-            at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
-        through_gate = self.gate(gradient.with_kernel(at_gate))
-        through_factor = self.factor(gradient.with_kernel(at_factor))
-        # The two matrices are independent, and so are what they send back.
-        total = through_gate.gradient.kernel + through_factor.gradient.kernel
-        grad_in = Gradient(total, gradient.seq_len)
-        return GatedPulled(grad_in, through_gate, through_factor)
-
-
-@dataclass(slots=True, eq=False)
-class GatedPulled(Pulled):
-    """What a gated unit sent back, through the gate and through the other factor."""
-
-    gate: Pulled
-    factor: Pulled
-
-    def weights(self) -> Values:
-        return {**self.gate.weights(), **self.factor.weights()}

@@ -7,6 +7,7 @@ See docs/theory/norms.md, Dividing by a norm.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -113,7 +114,39 @@ class FiniteNormalization(Leaf):
             kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
             notes=(_unexpandable(varies) if self.groups == 1 else ()) + _undefined(epsilon),
         )
-        return output, NormalizationPullback(self, signal, normal, one, two, epsilon)
+        return output, functools.partial(self._back, signal, normal, one, two, epsilon)
+
+    def _back(
+        self,
+        signal: Signal,
+        normal: Kernel,
+        one: Values,
+        two: Values,
+        epsilon: Array,
+        gradient: Gradient,
+    ) -> Pulled:
+        """The way back; `normal` is the kernel of what the gain multiplies, and the next two are
+        values of the laws' symbols, for a token and for a pair."""
+        laws, algebra, width = self.laws.under("refined"), signal.algebra, signal.width
+        grad_out = gradient.kernel.scaled(self.gain * self.gain)
+        radial, mean = self._lost_directions(gradient)
+        along, along_first, along_second = at_tokens(grad_out, radial)
+        share = (along + grad_out.lift(mean)[0]) / width
+        overlap = two["x_correlation"] ** 2
+        _, pair_share = grad_out.lift(1 / width)
+        lost = of_pairs(along_first, along_second, overlap) + grad_out.lift(mean)[1]
+        pair_share = pair_share * lost
+        single = one | {"grad_variance": grad_out.diagonal, "removed_share": share}
+        pair = two | {"grad_covariance": grad_out.off_diagonal, "removed_pair_share": pair_share}
+        variance = evaluate(laws["grad_variance"], algebra, single)
+        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
+        if self.groups > 1:
+            variance, off_diagonal = self._by_group(signal, grad_out, epsilon)
+        kernel = Kernel.joined(variance, off_diagonal, grad_out.resolved)
+        # What is normalised has no scale, so its gradient is orthogonal to it.
+        centred = 1.0 if self.centres else gradient.centred_share
+        grad_in = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
+        return Pulled(grad_in, functools.partial(affine_weights, self, width, normal, gradient))
 
     def freedom(self, width: Any) -> float:
         """Degrees of freedom of a group's norm."""
@@ -194,47 +227,6 @@ class FiniteNormalization(Leaf):
         """
         radial = self.groups - 1.0 + gradient.radial
         return radial, self.groups - gradient.centred_share if self.centres else 0.0
-
-
-@dataclass(slots=True, eq=False)
-class NormalizationPullback:
-    """The way back through a normalisation.
-
-    Attributes:
-        normal: kernel of what the gain multiplies.
-        one, two: values of the laws' symbols, for a token and for a pair.
-        epsilon: to meet a diagonal.
-    """
-
-    leaf: FiniteNormalization
-    signal: Signal
-    normal: Kernel
-    one: Values
-    two: Values
-    epsilon: Array
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, one, two, width = self.leaf, self.one, self.two, self.signal.width
-        laws, algebra = leaf.laws.under("refined"), self.signal.algebra
-        grad_out = gradient.kernel.scaled(leaf.gain * leaf.gain)
-        radial, mean = leaf._lost_directions(gradient)
-        along, along_first, along_second = at_tokens(grad_out, radial)
-        share = (along + grad_out.lift(mean)[0]) / width
-        overlap = two["x_correlation"] ** 2
-        _, pair_share = grad_out.lift(1 / width)
-        lost = of_pairs(along_first, along_second, overlap) + grad_out.lift(mean)[1]
-        pair_share = pair_share * lost
-        single = one | {"grad_variance": grad_out.diagonal, "removed_share": share}
-        pair = two | {"grad_covariance": grad_out.off_diagonal, "removed_pair_share": pair_share}
-        variance = evaluate(laws["grad_variance"], algebra, single)
-        off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
-        if leaf.groups > 1:
-            variance, off_diagonal = leaf._by_group(self.signal, grad_out, self.epsilon)
-        kernel = Kernel.joined(variance, off_diagonal, grad_out.resolved)
-        # What is normalised has no scale, so its gradient is orthogonal to it.
-        centred = 1.0 if leaf.centres else gradient.centred_share
-        grad_in = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
-        return AffinePulled(grad_in, leaf, width, self.normal, gradient)
 
 
 _EXPANDED = 0.05
@@ -325,7 +317,13 @@ class DynamicTanh(Leaf):
             fluctuation=None if varies is None else varies.scaled(square),
             notes=notes,
         )
-        return output, _TanhPullback(self, back, signal.width, normal)
+        return output, functools.partial(self._back, back, signal.width, normal)
+
+    def _back(self, inner: Pullback, width: Any, normal: Kernel, gradient: Gradient) -> Pulled:
+        """The way back: the gain, and the entrywise function behind it."""
+        pulled = inner(gradient.with_kernel(gradient.kernel.scaled(self.gain * self.gain)))
+        weights = functools.partial(affine_weights, self, width, normal, gradient)
+        return Pulled(pulled.gradient, weights)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -334,44 +332,19 @@ class DynamicTanh(Leaf):
         return entrywise_overlap(self, record, at, walk.real, TANH, square)
 
 
-@dataclass(slots=True, eq=False)
-class _TanhPullback:
-    """The way back through `DynamicTanh`: its gain, and the entrywise function behind it."""
+def affine_weights(
+    norm: FiniteNormalization | DynamicTanh, width: Any, normal: Kernel, gradient: Gradient
+) -> Values:
+    """Of a norm's gain and bias per feature.
 
-    leaf: DynamicTanh
-    inner: Pullback
-    width: Any
-    normal: Kernel
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        leaf = self.leaf
-        pulled = self.inner(gradient.with_kernel(gradient.kernel.scaled(leaf.gain * leaf.gain)))
-        return AffinePulled(pulled.gradient, leaf, self.width, self.normal, gradient)
-
-
-@dataclass(slots=True, eq=False)
-class AffinePulled(Pulled):
-    """What a norm sent back, whose gain and bias per feature receive gradients.
-
-    Attributes:
-        normal: kernel of what the gain multiplies.
-        grad_out: gradient at the output.
+    d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n of kernel `normal` what the gain
+    multiplies: gradients and signal are independent entry by entry, up to order 1/width where the
+    gradient is orthogonal.
     """
-
-    norm: FiniteNormalization | DynamicTanh
-    width: Any
-    normal: Kernel
-    grad_out: Gradient
-
-    def weights(self) -> Values:
-        """d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n what the gain multiplies:
-        gradients and signal are independent entry by entry, up to order 1/width where the gradient
-        is orthogonal."""
-        norm, gradient = self.norm, self.grad_out
-        if not norm.affine:
-            return {}
-        overlap = (self.normal * gradient.kernel).total(gradient.seq_len)
-        result = {f"{norm.label}.gain": self.width * overlap}
-        if norm.bias:
-            result[f"{norm.label}.bias"] = self.width * gradient.kernel.total(gradient.seq_len)
-        return result
+    if not norm.affine:
+        return {}
+    overlap = (normal * gradient.kernel).total(gradient.seq_len)
+    result = {f"{norm.label}.gain": width * overlap}
+    if norm.bias:
+        result[f"{norm.label}.bias"] = width * gradient.kernel.total(gradient.seq_len)
+    return result

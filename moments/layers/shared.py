@@ -52,16 +52,6 @@ class SharedLayer(Leaf):
         raise MomentsError("one layer of many that share their weights is followed with the others")
 
 
-@dataclass(slots=True, eq=False)
-class SharedPulled(Pulled):
-    """What one depth adds to the squared gradient norms of the shared weights."""
-
-    norms: Mapping[str, Array]
-
-    def weights(self) -> Mapping[str, Array]:
-        return self.norms
-
-
 @dataclass(frozen=True)
 class SharedStack(Chain):
     """All layers, which are one layer's weights used again and again.
@@ -126,7 +116,7 @@ class SharedStack(Chain):
             norms = {n: s[number].sum() for n, s in zip(names[1:], shares, strict=True)}
             (inner,) = layer.children
             run.returning(layer, received[number])
-            pulled = SharedPulled(below[number], norms)
+            pulled = Pulled(below[number], norms.copy)  # what this depth adds
             done = inner.completed(received[number], below[number], (), pulled)
             children.append(layer.completed(received[number], below[number], (done,)))
             run.layer_done()

@@ -275,9 +275,10 @@ def first_order(variance: Array, what: str = "gradient") -> tuple[Array, tuple[s
     if worst <= LARGEST:
         return variance, ()
     points = sorted(set(np.nonzero(variance > LARGEST)[-1].tolist()))
+    size = f"{worst:.3g}" if np.isfinite(worst) else "unbounded"
     note = (
         f"one draw's fluctuations explode at points {listed(points)} of the stream (0 enters "
-        f"layer 1): the variance of its log {what} would be {worst:.3g} to first order, and "
+        f"layer 1): the variance of its log {what} would be {size} to first order, and "
         f"{LARGEST:g} stands in. The band there says no more than that draws differ by orders of "
         "magnitude, and the mean over draws may be several times what is predicted"
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -127,7 +127,7 @@ def _entries(law: str, variance: float, activation: str) -> Entries:
         return Entries(slope(deviation * u) * w * g, weights)
     (u, other), weights = _product((300, 300))
     outer = slope if law == "hidden gradient" else value
-    return Entries(outer(deviation * u) * other * deviation, weights)
+    return Entries(outer(deviation * u) * other, weights)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,7 +144,7 @@ def _loss(operand: Operand, elements: Elements, scale: str, size: int, entries: 
 def _unsized(operand: Operand, scale: str) -> Operand:
     """The same of a size that is as good: of Gaussian entries it counts up to a factor of two, or
     not at all."""
-    if operand.law != "gaussian":
+    if operand.law != "gaussian" or not operand.variance:
         return operand
     octaves = math.log2(operand.variance) % 2 if scale == "power of two" else 0.0
     return operand._replace(variance=2.0**octaves)
@@ -157,18 +157,23 @@ def low_precision(prediction: Any, format: str) -> pd.DataFrame:
         raise DomainError("low_precision takes one configuration: predict one at a time")
     sites: Any = prediction.to_frame().to_dict("records")
     form = FORMATS[format]
+    squares = {(at, name): float(np.sum(norm)) for at, name, norm in prediction.inner_weights()}
     return as_frame(
         row
         for layer in range(1, prediction.model.layers + 1)
         for row in (
-            *_rows(prediction, sites, layer, form),
-            *_weight_rows(prediction, layer, form),
+            *_rows(prediction, sites, layer, form, squares),
+            *_weight_rows(prediction, layer, form, squares),
         )
     )
 
 
 def _rows(
-    prediction: Any, sites: list[dict[str, Any]], layer: int, form: Format
+    prediction: Any,
+    sites: list[dict[str, Any]],
+    layer: int,
+    form: Format,
+    squares: Mapping[tuple[int, str], float],
 ) -> Iterator[dict[str, Any]]:
     """Two rows a product, one for each operand."""
     model = prediction.model
@@ -179,6 +184,8 @@ def _rows(
         if READS.get(name) not in places:
             continue
         read, grad_in = _operands(model, sites, places, layer, name)
+        if read.variance and not squares.get((layer, name), 1.0):
+            grad_in = Operand("gaussian", 0.0)
         weight = Operand("gaussian", _rounded(float(getattr(variances, name))))
         for product, along, operands in (
             ("forward", inputs, {"input": (read, form.forward)}),
@@ -229,7 +236,8 @@ def _operands(
     laws = ("gated hidden", "gate gradient") if model.gated else ("hidden", "hidden gradient")
     if name == "ffn_out":
         grad_in = Operand("gaussian", _rounded(sites[at]["grad_variance"]))
-        return Operand(laws[0], units, model.activation, model.gated), grad_in
+        hidden = Operand(laws[0], units, model.activation, model.gated)
+        return hidden if read.variance else read, grad_in
     law = "linear gradient" if model.gated and name == "ffn_in" else laws[1]
     return read, Operand(law, units, model.activation, True)
 
@@ -248,7 +256,7 @@ def _units_of(
 
 def _rounded(value: float) -> float:
     """To a 16th of an octave, so that layers that hardly differ share a law."""
-    return float(2.0 ** (round(16 * math.log2(value)) / 16))
+    return 2.0 ** (round(16 * math.log2(value)) / 16) if value else 0.0
 
 
 # --- the product that gives the gradient of weights ----------------------------------------------
@@ -265,9 +273,11 @@ class Drawn(NamedTuple):
     sent: np.ndarray
 
 
-def _weight_rows(prediction: Any, layer: int, form: Format) -> Iterator[dict[str, Any]]:
+def _weight_rows(
+    prediction: Any, layer: int, form: Format, norms: Mapping[tuple[int, str], float]
+) -> Iterator[dict[str, Any]]:
     """Two rows a weight gradient, where every token is resolved by itself."""
-    squares = _squares(prediction, layer)
+    squares = _squares(prediction, layer, norms)
     for name, (read, sent) in _drawn(prediction, layer).items():
         casts, rows = [], []
         for kind, values, elements in (
@@ -279,9 +289,9 @@ def _weight_rows(prediction: Any, layer: int, form: Format) -> Iterator[dict[str
             changed, clipped = cast(grouped, elements, form.scale, size)
             casts.append(changed.reshape(values.shape))
             zero = float(np.mean((casts[-1] == 0) & (values != 0)))
-            lost = np.mean((casts[-1] - values) ** 2) / max(float(np.mean(values**2)), 1e-300)
-            rows.append((kind, zero, clipped, decibels(float(lost))))
-        lost = np.mean((casts[1] @ casts[0].T - sent @ read.T) ** 2) / max(squares[name], 1e-300)
+            lost = _share(casts[-1] - values, float(np.mean(values**2)))
+            rows.append((kind, zero, clipped, decibels(lost)))
+        lost = _share(casts[1] @ casts[0].T - sent @ read.T, squares[name])
         for kind, zero, clipped, snr in rows:
             yield {
                 "layer": layer,
@@ -291,17 +301,26 @@ def _weight_rows(prediction: Any, layer: int, form: Format) -> Iterator[dict[str
                 "zero": zero,
                 "clipped": clipped,
                 "snr": snr,
-                "product_snr": decibels(float(lost)),
+                "product_snr": decibels(lost),
             }
 
 
-def _squares(prediction: Any, layer: int) -> dict[str, float]:
+def _share(noise: np.ndarray, square: float) -> float:
+    """Mean square of noise over that of the signal; 0 where there is none."""
+    return float(np.mean(noise**2)) / square if square else 0.0
+
+
+def _squares(
+    prediction: Any, layer: int, norms: Mapping[tuple[int, str], float]
+) -> dict[str, float]:
     """E dW^2 of an entry. A query's is that of the mean kernels: what overlaps that vary over draws
     add to it, they add to a token's own gradient too, and so to the noise."""
-    shapes, found = prediction.model.shapes_of(layer), {}
-    for at, name, norm in prediction.inner_weights():
-        if at == layer and name in shapes:
-            found[name] = float(np.sum(norm)) / math.prod(shapes[name])
+    shapes = prediction.model.shapes_of(layer)
+    found = {
+        name: norms[layer, name] / math.prod(shape)
+        for name, shape in shapes.items()
+        if (layer, name) in norms
+    }
     for record in prediction.trace.layers[layer - 1].walk():
         if isinstance(record.pulled, AttentionPulled) and record.memory is None:
             leaf, path = record.pulled.way.leaf, record.pulled.sides.query

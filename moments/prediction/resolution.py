@@ -196,6 +196,11 @@ def _check_penalised(stacks: list[Transformer]) -> None:
             )
 
 
+def most_tokens(model: Transformer) -> int:
+    """Up to the model's own, how many tokens are covered without `tokens=True`."""
+    return min(model.seq_len, MOST_TOGETHER) if model.alibi or single(model) else model.seq_len
+
+
 FEW_TOKENS = 128
 """Tokens of a model that is followed token by token where its user names no number of them."""
 

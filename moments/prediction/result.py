@@ -461,7 +461,7 @@ class Prediction:
                 },
             }
             for point in self.trace.points
-            if point.signal.diagnostics is not None
+            if "entropy" in (point.signal.diagnostics or {})
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return as_frame(rows, columns=columns)
@@ -481,9 +481,9 @@ class Prediction:
             A row for both operands of every product: layer, weight, product ("forward", "input
             gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
             (shares of entries that become 0, and that lie beyond the largest number), snr and
-            product_snr (signal over noise of the operand and of the product, in dB). "weight
-            gradient" has rows where every token is resolved by itself (`tokens=True`), of
-            attention and dense blocks.
+            product_snr (signal over noise of the operand and of the product, in dB; missing where
+            nothing is lost, of zeros and in groups of one entry). "weight gradient" has rows where
+            every token is resolved by itself (`tokens=True`), of attention and dense blocks.
 
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
@@ -561,8 +561,9 @@ class Prediction:
             return f"Prediction({self.variance.shape[:-1]} configurations, {self.theory})"
         grad_in = self.grad_variance[-1]
         growth = f"x {self.grad_variance[0] / grad_in:.4g} down to the input" if grad_in else "0"
+        change = f"x {last / first:.4g}" if first else f"0 to {last:.4g}"
         return (
-            f"Prediction({self.model.layers} layers, {self.theory}: variance x {last / first:.4g}, "
+            f"Prediction({self.model.layers} layers, {self.theory}: variance {change}, "
             f"correlation {self.correlation[0]:.3f} to {self.correlation[-1]:.3f}, "
             f"gradient variance {growth})"
         )

@@ -304,10 +304,14 @@ def judged(
     found = []
     for quantity, layer, value in given:
         mean = float(getattr(prediction, quantity)[layer])
+        if not mean:
+            raise domain_error(
+                f"{quantity}[{layer}]", value, "0, which is predicted exactly there", "leave it out"
+            )
         band = getattr(prediction, f"{quantity}_band")[:, layer]
         chance = float(over_draws(log_variance(band), draws))
         middle, spread = mean * math.exp(-chance / 2), math.sqrt(chance + TOLERANCE**2)
-        away = math.log(value / middle) / spread if mean > 0 else math.inf
+        away = math.log(value / middle) / spread
         half = math.exp(NORMAL_95 * spread)
         found.append(Point(quantity, layer, value, mean, middle / half, middle * half, away))
     return tuple(found)

@@ -283,7 +283,9 @@ class Report:
 
     def breaks_first(self, format: str) -> str:
         """The operand that a format loses most of, in a sentence; arguments as of `precision`."""
-        lost = self.precision(format)
+        lost = self.precision(format).dropna()
+        if not len(lost):
+            return f"under {format} nothing is lost of any product of weights that is predicted"
         worst = lost.iloc[0]
         where = f"{worst['product']} product, layer {worst.layer}"
         return (

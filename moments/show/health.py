@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import from_huggingface
 from ..errors import domain_error, listed, without_warnings
+from ..layers.experts.mixture import TOKENS
 from ..layers.recurrent.leaf import Mixer
 from ..model.experts import Experts
 from ..model.mixers import Absent
@@ -345,17 +346,25 @@ def _gradient(seen: Seen) -> Found:
     if not last or 1 / GRADIENT <= ratio <= GRADIENT:
         return
     way = "vanishes" if ratio < 1 else "explodes"
-    yield Finding(
-        "warning",
-        f"gradient {way}",
-        (),
-        (1,),
-        ratio,
-        wanted,
-        f"the gradient {way} towards the input: times the stream's variance it is {ratio:.2g} "
-        f"times at the first layer what it is at the last, beyond a factor of {GRADIENT:g}",
-        "a scheme for depth (moments.solve), Pre-LN, or a branch scale of 1/sqrt(2N)",
-    )
+    names: tuple[str, ...] = ()
+    why = f"the gradient {way} towards the input: times the stream's variance it is {ratio:.2g} "
+    why += f"times at the first layer what it is at the last, beyond a factor of {GRADIENT:g}"
+    mend = "a scheme for depth (moments.solve), Pre-LN, or a branch scale of 1/sqrt(2N)"
+    if p.model.placements[0] == "pre" and source.token_variance is not None:
+        entering, back = source.token_variance[0], source.token_grad_variance[0]
+        there = entering > p.model.norm_epsilon
+        rest = float(np.mean(entering[there]) * np.mean(back[there])) if there.any() else 0.0
+        if not there.all() and 1 / GRADIENT <= times(rest, last) <= GRADIENT:
+            names = seen.of("class", "position")
+            count = int(np.sum(~there))
+            which = (
+                f"{count} tokens alone, which enter"
+                if count > 1
+                else "one token alone, which enters"
+            )
+            why += f". It does at {which} as 0: a norm divides them by its epsilon alone"
+            mend = "draw the class token, or its position, as patches are: std 0.02, not zeros"
+    yield Finding("warning", f"gradient {way}", names, (1,), ratio, wanted, why, mend)
 
 
 def _tables(seen: Seen) -> Found:
@@ -516,7 +525,9 @@ def _experts(seen: Seen) -> Found:
             "leave the gate as softmax or sigmoid gives it (normalised='all' or 'none'), or choose "
             "two experts",
         )
-    starved = frame[frame["starving"] > STARVED]
+    # by chance, however evenly so few tokens choose
+    missed = (1 - frame["chosen"] / frame["experts"]) ** min(prediction.model.seq_len, TOKENS)
+    starved = frame[frame["starving"] > missed + STARVED * (1 - missed)]
     if len(starved):
         worst = starved.sort_values("starving").iloc[-1]
         yield Finding(

@@ -140,7 +140,7 @@ def _readings(
         if (variance := bases[rule.words]) > 0:
             drawn = rule.drawn(base, variance)
             yield WeightRule(rule.title(base, variance), drawn, by_depth=bool(rule.divided))
-    for title, fans in _FANS:
+    for title, fans in FANS:
         # Left as torch draws it, a Linear keeps torch's bias too.
         start = model if title.startswith("torch") else base
         yield WeightRule(title, _by_fans(weights, start, fans))
@@ -357,7 +357,7 @@ def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 Fans = Callable[[int, int], float]
-_FANS: tuple[tuple[str, Fans], ...] = (
+FANS: tuple[tuple[str, Fans], ...] = (
     ("torch's default for nn.Linear, variance 1/(3 fan_in)", lambda i, o: 1 / (3 * i)),
     ("LeCun's 1/fan_in", lambda i, o: 1 / i),
     ("Kaiming's 2/fan_in", lambda i, o: 2 / i),

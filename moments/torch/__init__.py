@@ -1,7 +1,7 @@
 """Real torch modules: measure, initialise, audit, fold and describe them.
 
-`dataflow/` reads any module from one pass: `roles` says which role every parameter plays,
-`hook_points` where residual sums, branches and norms sit, `anatomy` keeps both. `scales` sets
+`dataflow/` reads any module from one pass: `roles` says which role every parameter plays and where
+residual sums, branches and norms sit, `anatomy` keeps both. `scales` sets
 residual and norm scales as hooks, `expectation` is what a model says of every role, `running` how a
 module is run and seen.
 
@@ -16,18 +16,18 @@ from ..errors import optional
 with optional("torch", "torch"):
     from .agreement import same_initialization
     from .anatomy import hook_points
-    from .audit import audit
     from .describe import describe, weight_statistics
     from .diagnose import diagnose
     from .fold import fold
-    from .hook_points import HookPoint
     from .initialize import Initialization, attach, initialize
     from .measure import measure
     from .operations import ModulePrediction, predict
+    from .roles import HookPoint
     from .scales import AppliedScales
     from .sharpness import measure_sharpness
     from .snippet import snippet, tensor_table
     from .step import measure_step
+    from .weight_findings import audit
 
 __all__ = [
     "AppliedScales",

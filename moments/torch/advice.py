@@ -15,17 +15,15 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..scheme.shared import xavier
 from ..show.expected import tail_probability
-from ..show.findings import Row
+from ..show.recognition import FANS, INWARD
 from .entries import TRUNCATION, truncated_variance
 from .expectation import model_of_stack
-from .findings import Measured, in_layers
-from .hook_points import ENCODER
-from .roles import TABLES, Role
+from .roles import ENCODER, TABLES, Role
 from .running import grouped
+from .tensors import Checked, Measured
 
 # --- slips, each with the variance that it gives a matrix -----------------------------------------
 
-INWARD = ("query", "key", "value")
 BY_LAYER = "a scale 1/sqrt(2 l) that counts the layer l"
 BY_DEPTH = "1/sqrt(2 N) of all N layers"
 
@@ -135,7 +133,6 @@ SLIPS = (
     Slip("the dropout correction was applied twice", _times(lambda p: 1 - p.plan.dropout)),
     Slip("a factor 4", _times(lambda p: 4.0)),
     Slip("a factor 1/4", _times(lambda p: 0.25)),
-    Slip("it is torch's default 1/(3 fan_in)", _by_fans(lambda i, o: 1 / (3 * i))),
     Slip(
         "it is Xavier's 2/(fan_in + fan_out)",
         lambda p: (
@@ -146,10 +143,9 @@ SLIPS = (
     ),
     Slip(
         "it is Xavier's for query, key and value as one fused matrix",
-        _by_fans(lambda i, o: 2 / (i + 3 * o)),
+        lambda p: 2 / (p.role.fan_in + 3 * p.role.fan_out) if p.role.name in INWARD else None,
     ),
-    Slip("it is Kaiming's 2/fan_in", _by_fans(lambda i, o: 2 / i)),
-    Slip("it is LeCun's 1/fan_in", _by_fans(lambda i, o: 1 / i)),
+    *(Slip(f"it is {words}", _by_fans(rule)) for words, rule in FANS),
     Slip("it is 1/fan_out", _by_fans(lambda i, o: 1 / o)),
     Slip("it is 0.02^2, as most language models draw", lambda p: 0.02**2),
     Slip(
@@ -180,8 +176,6 @@ CHANCE = 1e-4
 FIT = 1e-3
 """A cause is named where its worst layer is at least this probable (Bonferroni over the layers)."""
 
-MISSING = "nothing in the module applies it"
-
 SHOWN = 2
 """Causes named beside one another."""
 
@@ -202,25 +196,18 @@ class Advice(NamedTuple):
     Attributes:
         crossed: sets of roles among which a factor sits on the wrong matrix, and what is said.
         reasons: of a role's variance, the likeliest first.
-        scales: of a multiplier, by its quantity and block.
     """
 
     crossed: tuple[tuple[tuple[str, ...], str], ...]
     reasons: dict[str, tuple[str, ...]]
-    scales: dict[tuple[str, str], str]
 
 
-def advise(
-    rows: Sequence[Row],
-    measured: Sequence[Measured],
-    model: Transformer,
-    described: Transformer | None,
-) -> Advice:
-    """Why roles and scales failed; `described` is the module as its framework draws it."""
-    known = [m for m in measured if m.expected is not None]
+def advise(checked: Checked, model: Transformer, described: Transformer | None) -> Advice:
+    """Why roles failed; `described` is the module as its framework draws it."""
+    known = [m for m in checked.measured if m.expected is not None]
     drawn = [m for m in known if m.role.is_matrix or m.role.name in TABLES]
     groups = grouped(drawn, lambda m: m.role.full_name)
-    failed = [row for row in rows if row.passed is False]
+    failed = (row for row in checked.rows if row.passed is False)
     off = {row.role for row in failed if row.quantity.partition(" over")[0] == "variance"}
     roles = [name for name in groups if name in off]
     reasons = {n: _causes(groups[n], groups, model, described) for n in roles}
@@ -231,11 +218,6 @@ def advise(
     return Advice(
         tuple(_crossed(groups, roles)),
         {name: causes[:SHOWN] for name, causes in reasons.items() if causes},
-        {
-            (kind, block): said
-            for kind, blocks, said in _scale_sentences(failed, model)
-            for block in blocks
-        },
     )
 
 
@@ -322,60 +304,3 @@ def _crossing(
         f"{' and '.join(wrong)} carr{'ies' if carry else 'y'} the factor {factor:.3g} that "
         f"{' and '.join(right)} lack{lack}: the scale was put on the wrong matrix"
     )
-
-
-SCALE_WORDS = {
-    "skip_scale": "the skip multiplier lambda",
-    "branch_scale": "the residual multiplier beta",
-    "norm_output_scale": "the norm's output scale",
-    "output_scale": "the factor on the logits",
-}
-"""Quantities of findings about multipliers, in words."""
-
-STRUCTURE = ("architecture", "norm placement", "unexplained share of the sum")
-"""Quantities of findings about how layers are built."""
-
-
-def _scale_sentences(failed: list[Row], model: Transformer) -> Iterator[tuple[str, list[str], str]]:
-    """Quantity, blocks, and what is wrong with that of these."""
-    for quantity, words in SCALE_WORDS.items():
-        told: dict[tuple[str, str], list[str]] = {}
-        for stack in ("", ENCODER):
-            rows = [f for f in failed if f.quantity == quantity and _stack(f.role) == stack]
-            if not rows:
-                continue
-            layers = model_of_stack(model, stack).layers
-            where = in_layers(sorted({f.layer for f in rows if f.layer <= layers}) or [0], layers)
-            blocks = sorted({f.role.removesuffix(".norm") for f in rows})
-            told.setdefault((where, _scale_fault(rows, layers)), []).extend(blocks)
-        for (where, fault), blocks in told.items():
-            yield quantity, blocks, f"{words} of {' and '.join(blocks)}{where} {fault}"
-
-
-def _stack(role: str) -> str:
-    return ENCODER if role.startswith(ENCODER) else ""
-
-
-def _scale_fault(rows: list[Row], layers: int) -> str:
-    """What is wrong with multipliers of one kind in a stack of so many layers."""
-    values = [f.measured for f in rows]
-    if all(math.isnan(v) for v in values):
-        return "could not be measured"
-    if all(abs(v - 1) < 1e-2 for v in values):
-        return f"is missing (1 instead of {rows[0].expected:.4g}): {MISSING}"
-    if all(abs(v) < 1e-3 for v in values):
-        return (
-            "is 0: a scale that was erased, for example a buffer lost when the module was "
-            "materialised or loaded"
-        )
-    ratios = ", ".join(f"{f.ratio:.3g}" for f in rows[:3])
-    hint = ""
-    if all(abs(f.measured - f.expected**2) < 0.01 * f.expected**2 for f in rows):
-        hint = ": it was squared, or applied twice"
-    elif all(abs(f.measured**2 - f.expected) < 0.01 * f.expected for f in rows):
-        hint = ": its square root was applied"
-    elif len({f.layer for f in rows}) > 1:
-        for power, one, other in ((0.5, BY_LAYER, BY_DEPTH), (-0.5, BY_DEPTH, BY_LAYER)):
-            if all(abs(f.ratio / (layers / f.layer) ** power - 1) < 0.01 for f in rows):
-                hint = f": {one} was applied for {other} (N = {layers})"
-    return f"is {ratios} times the plan's{hint}"

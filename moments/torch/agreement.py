@@ -7,17 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from ..errors import domain_error, optional
+from ..errors import domain_error
 from ..show.findings import Finding, Report, Row, ranked
 from .entries import EntryMoments
-from .findings import FALSE_ALARM
 from .roles import gathered_names
 from .running import grouped
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
+from .tensors import FALSE_ALARM
 
 MOST = 1 << 16
 """Entries of a tensor whose distributions are compared; mean squares are of all."""

@@ -8,22 +8,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import DomainError, MomentsError, optional
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import DomainError, MomentsError
 from ..model.huggingface import FAMILIES
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
-from .expert_roles import with_experts
-from .hook_points import HookPoint, WeightPart
-from .roles import is_gain
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils._pytree import tree_leaves
-
+from .roles import HookPoint, WeightPart, is_gain, with_experts
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
 """Where to watch a module, and what its parameters are."""

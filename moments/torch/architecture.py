@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..errors import DomainError, MomentsError, optional, without_warnings
+from torch import nn
+
+from ..errors import DomainError, MomentsError, without_warnings
 from ..model.head import Head
 from ..model.huggingface import READERS
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
 from .anatomy import anatomy_of, as_drawn
-from .dataflow.reading import SEQ_LEN, ModuleReading
+from .dataflow.reading import ModuleReading
 from .departures import Departure, check_sizes, departures, refuse, shared_by
 from .expectation import model_of
 from .running import own_module
-
-with optional("torch", "torch"):
-    from torch import nn
-
-_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
 
 class Fitted(NamedTuple):
@@ -101,19 +98,7 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
         # One stack of two: the one whose tokens see what precedes them, or the other.
         decoder = reading.model is not None and reading.model.causal
         return model.replace(encoder=None) if decoder else model.encoder
-    encoder, main = (
-        [part for part in module.modules() if isinstance(part, kind)]
-        for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    )
-    if not encoder or not all(map(_activation, (*encoder, *main))):
-        return None  # what a decoder alone reads, nothing in it says
-    if not main:
-        return _of_torch(encoder, seq_len, together=False)
-    both = any(isinstance(part, nn.Transformer) for part in module.modules())
-    stacks = (part for part in module.modules() if isinstance(part, nn.TransformerEncoder))
-    head = Head(norm=any(part.norm is not None for part in stacks), loss=None)
-    read = _of_torch(encoder, seq_len, together=both).replace(head=head)
-    return _of_torch(main, seq_len, together=both).replace(encoder=read, causal=True)
+    return _of_torch(module, seq_len)
 
 
 def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
@@ -129,12 +114,34 @@ def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | 
     return promised if promised is not None and not promised.shared_layers else None
 
 
-def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Transformer:
-    """A stack of torch's own encoder or decoder layers, which are alike.
+def _of_torch(module: nn.Module, seq_len: int | None) -> Transformer | None:
+    """What one pass shows of torch's own layers, drawn as they are by torch."""
+    encoder, main = (
+        [part for part in module.modules() if isinstance(part, kind)]
+        for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    )
+    reading = anatomy_of(module) if encoder else None
+    model = reading and as_drawn(reading)
+    if model is None or reading is None or (main and model.encoder is None):
+        return None  # what a decoder alone reads, nothing in it says
+    together = any(isinstance(part, nn.Transformer) for part in module.modules())
+    length = {} if seq_len is None else {"seq_len": seq_len}
+    read = model if model.encoder is None else model.encoder
+    own = _drawn_by_torch(encoder[0], together=together and bool(main))
+    read = read.replace(causal=False, **own, **length)  # a mask is its caller's
+    if not main:
+        return read
+    assert reading.model is not None
+    assert reading.model.encoder is not None
+    final = reading.model.encoder.head
+    read = read.replace(head=Head(norm=final is not None and final.norm, loss=None))
+    whole = _drawn_by_torch(main[0], together=together)
+    return model.replace(encoder=read, causal=True, **whole, **length)
 
-    `together`: nn.Transformer drew the weights, every matrix by Xavier's rule.
-    """
-    layer = layers[0]
+
+def _drawn_by_torch(layer: Any, *, together: bool) -> dict[str, Any]:
+    """Fields of a stack of torch's own encoder or decoder layers; `together`: nn.Transformer drew
+    the weights, every matrix by Xavier's rule."""
     d_model, d_ff = layer.self_attn.embed_dim, layer.linear1.out_features
     fused = 2 / (d_model + 3 * d_model)  # in_proj_weight is one (3 d, d) matrix to its initialiser
     if together:
@@ -143,40 +150,14 @@ def _of_torch(layers: list[Any], seq_len: int | None, *, together: bool) -> Tran
     else:
         rest = Weights.torch_default(d_model, d_ff)
         weights = rest.replace(query=fused, key=fused, value=fused)
-    dropouts = [part.p for name, part in layer.named_children() if name.startswith("dropout")]
-    return Transformer(
-        layers=len(layers),
-        d_model=d_model,
-        heads=layer.self_attn.num_heads,
-        seq_len=SEQ_LEN if seq_len is None else seq_len,
-        d_ff=d_ff,
-        norm="pre" if layer.norm_first else "post",
-        activation=_activation(layer) or "",
-        dropout=layer.dropout1.p,
-        attention_dropout=layer.self_attn.dropout,
-        activation_dropout=layer.dropout.p,
-        ffn_dropout=dropouts[-1],  # dropout2 of an encoder's layer, dropout3 of a decoder's
-        weights=weights,
-        biases=_biases(layer),
-        norm_epsilon=layer.norm1.eps,
-        norm_affine=layer.norm1.elementwise_affine,
-        norm_bias=layer.norm1.bias is not None,
-    )
-
-
-def _biases(layer: Any) -> Biases | None:
-    """Of one of torch's layers: zero in attention, nn.Linear's own elsewhere."""
     attention = 0.0 if layer.self_attn.in_proj_bias is not None else None
-    drawn = Biases.torch_default(layer.linear1.in_features, layer.linear1.out_features)
+    drawn = Biases.torch_default(d_model, d_ff)
     ffn = {
         name: getattr(drawn, name) if part.bias is not None else None
         for name, part in (("ffn_in", layer.linear1), ("ffn_out", layer.linear2))
     }
-    found = Biases(attention, attention, attention, attention, **ffn, gate=None)
-    return found if any(value is not None for value in found.to_dict().values()) else None
-
-
-def _activation(layer: Any) -> str | None:
-    """Of one of torch's layers, which holds a function or a module."""
-    name = getattr(layer.activation, "__name__", type(layer.activation).__name__).lower()
-    return name if name in _ACTIVATIONS else None
+    biases = Biases(attention, attention, attention, attention, **ffn, gate=None)
+    there = any(value is not None for value in biases.to_dict().values())
+    plain = dict.fromkeys(("skip_scale", "branch_scale", "temperature"), 1.0)
+    fields = {"weights": weights, "biases": biases if there else None, "layernorm_scaling": False}
+    return {**plain, **fields}

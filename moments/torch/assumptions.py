@@ -13,17 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from ..errors import optional
 from ..show.findings import Row
 from .entries import EntryMoments
 from .roles import Role, block_of, tensors_of
 from .running import grouped
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-
 
 DEVIATIONS = 6
 """Standard errors beyond which a departure is named."""

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from ..errors import DomainError, MomentsError, listed, optional, without_warnings
+from ..errors import DomainError, MomentsError, listed, without_warnings
 from ..model.embedding import Embedding
 from ..model.patches import PatchEmbedding, SoundEmbedding
 from ..model.transformer import Transformer
@@ -28,21 +30,19 @@ from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import Seen, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
-from .advice import STRUCTURE, advise
+from .advice import advise
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
-from .batches import batch_shape, measured_gradient, measured_moments
+from .batches import batch_shape, first_stream, measured_gradient, measured_moments, random_part
 from .checkpoints import opened
 from .dataflow.reading import ModuleReading, in_every_layer
 from .describe import NO_ROLE, described_as, unplaced_by
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
-from .entering import first_stream, random_part
 from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten
-from .findings import WRITTEN, measure_roles, odd_tensors
 from .measure import Loss, measure, needs_labels
-from .open_check import check_open
+from .open_check import NotRead, check_open, not_read, random_outcome
 from .roles import (
     ModuleRoles,
     block_of,
@@ -63,15 +63,9 @@ from .running import (
     module_loss,
     run,
 )
-from .tensors import AuditedModule, checked_rows
+from .tensors import WRITTEN, Checked, Tensors, odd_tensors
 from .text import mask_tokens
-from .unread import NotRead, not_read, random_outcome
-from .weight_findings import PRE_OR_POST, Against, WeightFindings
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-
+from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings
 
 TOKENS, OWN, SEQUENCES = 32, 1, 2
 """Tokens that are read of a batch, and how many sequences of its own and of a user's."""
@@ -178,11 +172,7 @@ class Checking:
         self.architecture = at_length(read, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
-        self.tensors = AuditedModule.of(module, self.reading, self.inputs.few)
-        told = self.reading.model
-        if told is not None and told.head is not None and batch is None:
-            # one pass told it
-            self.tensors._factors[told.head.logit_softcap is not None] = told.head.output_scale
+        self.tensors = Tensors.of(module, self.reading)
         self.random = random_part(module, self.inputs.few)
         self.idle = tuple(self._unused())
         self.notes: list[str] = []
@@ -288,13 +278,18 @@ class Checking:
     # --- what is found ----------------------------------------------------------------------------
 
     def report(self) -> Report:
-        against, remarks = self._against()
-        target, strict, reading = against.model, against.strict, against.rule
-        assert reading is not None
-        audited = checked_rows(self.tensors, target, self.promised)
-        measured = measure_roles(target, self.tensors.entries)
-        advice = advise(audited.rows, measured, target, self.promised)
-        weights = WeightFindings(self.tensors, against, advice)
+        reading, target, remarks = self._meant()
+        planned, promised = self.scheme is not None, self.promised
+        strict = planned or promised is not None
+        words = f"the rest of its init ({reading.title})"
+        if planned:
+            words = f"the scheme {self.scheme!r}" if isinstance(self.scheme, str) else "the plan"
+        elif strict:
+            words = f"what its {self.promised_by} promises"
+        audited = Checked.of(self.tensors, target)
+        advice = advise(audited, target, promised)
+        of = self.tensors, target, advice, words, planned, strict, promised, reading
+        weights = WeightFindings(*of)
         left = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
         odd = {f"{name} sum in {layer}" for layer, name in self.reading.odd}  # by themselves
         moved = {layer for layer, _ in self.reading.misplaced}
@@ -309,7 +304,7 @@ class Checking:
             # What one pass saw behind a norm is what there is, unless something else is meant.
             and (strict or reading.published or row.quantity != "norm_output_scale")
         ]
-        rows = tuple(weights.rows(measured))
+        rows = tuple(weights.rows(audited.measured))
         findings = [*seen_of(self.module), *weights.findings(failed)]
         findings += self._odd_layers(findings, strict)
         notes = [*remarks, *weights.notes, *self._remarks(reading)]
@@ -318,7 +313,9 @@ class Checking:
         seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
         more, said = rules(seen)
         findings += [*self._behaviour(), *self._attention(weights, audited.rows), *more]
-        findings += self._mismatch(bool(findings))
+        # what layers of the same entries do is not predicted
+        if not any(one.kind == "copied layers" and one.severity != "note" for one in findings):
+            findings += self._mismatch(bool(findings))
         # Of what describing it said, copies are a finding already.
         notes += [*said, *(note for note in self.notes if "hold the same entries" not in note)]
         return Report(
@@ -342,17 +339,6 @@ class Checking:
         """Measured once more, beside what its weights are held against."""
         with without_warnings():
             return diagnose(self.module, self.inputs.batch, target, loss=self.inputs.loss).causes()
-
-    def _against(self) -> tuple[Against, list[str]]:
-        reading, target, remarks = self._meant()
-        strict = self.scheme is not None or self.promised is not None
-        words = f"the rest of its init ({reading.title})"
-        if self.scheme is not None:
-            words = f"the scheme {self.scheme!r}" if isinstance(self.scheme, str) else "the plan"
-        elif strict:
-            words = f"what its {self.promised_by} promises"
-        planned = self.scheme is not None
-        return Against(target, words, planned, strict, self.promised, reading), remarks
 
     def _verdict(self, reading: WeightRule, wrong: Sequence[str]) -> str:
         """What the initialisation seems to be."""
@@ -808,7 +794,7 @@ def architecture_read(
     """What the module is, as one pass tells it, or else what it promises."""
     model = reading.model or promised
     if model is None:
-        said = f"no Transformer says what {type(module).__name__} does"
+        said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
         unplaced = unplaced_by(reading)
         names = [words for words in unplaced if words.endswith(NO_ROLE)]
         why = [words for words in unplaced if words not in names]

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from ..errors import DomainError, ValidityWarning, brief, domain_error, optional, refused
 from ..files import read_object
 from ..model.huggingface.config import read_config
 from .running import aliases, own_module
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
 
 
 def load(path: str | os.PathLike[str]) -> nn.Module:

@@ -14,18 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import nn
 
-from ..errors import DomainError, domain_error, optional
+from ..errors import DomainError, domain_error
 from ..model.transformer import Transformer
 from .dataflow import ModuleReading
 from .expectation import OUTSIDE, model_of_stack, stacks_in
-from .findings import in_layers
-from .hook_points import ENCODER
-from .roles import ModuleRoles, gathered_names
+from .roles import ENCODER, ModuleRoles, gathered_names, in_layers
 from .running import aliases
-
-with optional("torch", "torch"):
-    from torch import nn
 
 SIZES = ("layers", "d_model", "d_ff", "d_head", "heads", "kv_heads")
 """Fields without which no tensor of a module fits a plan."""

@@ -11,27 +11,34 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
-from ..errors import ValidityWarning, optional
+from ..errors import ValidityWarning
 from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from .anatomy import anatomy_of
 from .architecture import promised_by
-from .assumptions import Copies, WeightStatistics, alignment_note, copy_notes, gain_notes, notes
+from .assumptions import WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .checkpoints import drawn, is_meta, opened
 from .dataflow import ModuleReading, read
-from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer
+from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer, near
 from .departures import check_sizes
 from .entries import EntryMoments
 from .expectation import OUTSIDE, model_of_stack
-from .hook_points import ENCODER, HookPoint, Sums
-from .roles import ModuleRoles, Role, block_of, gain_of, layer_pattern, tensors_of
+from .roles import (
+    ENCODER,
+    HookPoint,
+    ModuleRoles,
+    Role,
+    Sums,
+    block_of,
+    gain_of,
+    layer_pattern,
+    tensors_of,
+)
 from .running import as_named
-from .tensors import AuditedModule, entries_of
-
-with optional("torch", "torch"):
-    from torch import nn
+from .tensors import Tensors
 
 if TYPE_CHECKING:
     import pandas
@@ -76,34 +83,31 @@ def describe(
     module = opened(module)
     module, lost = drawn(module) if is_meta(module) else (module, ())
     batch = as_named(module, batch)
-    model = promised_by(module, seq_len) if architecture is None else architecture
-    alone = model is None or (architecture is None and not hasattr(module, "config"))
-    if alone:  # a class of torch's knows nothing of what is around its layers
+    model = architecture
+    if model is None and hasattr(module, "config"):
+        model = promised_by(module, seq_len)
+    if model is None:
         own = batch is None and seq_len is None
         reading = anatomy_of(module, own=True) if own else read(module, batch, seq_len)
-        around = reading.model is not None and reading.model.embedding is not None
-        if model is None or around:
-            return _of_reading(module, reading, lost)
-    assert model is not None
+        return _of_reading(module, reading, lost)
     reading = anatomy_of(module, batch)
-    given = reading.example if batch is None else batch
-    described = described_as(model, AuditedModule.of(module, reading, given), reading.sites)
+    described = described_as(model, Tensors.of(module, reading), reading.sites)
     return dataclasses.replace(described, notes=lost)
 
 
 def described_as(
-    model: Transformer, read: AuditedModule, sites: Sequence[HookPoint] | None = None
+    model: Transformer, read: Tensors, sites: Sequence[HookPoint] | None = None
 ) -> Description:
     """A module of known architecture that was read already; warns as `describe`."""
-    check_sizes(model, read.found, None)
+    found = read.reading.roles
+    check_sizes(model, found, None)
     held = _held(model, read)
     if model.encoder is not None:
         held = held.replace(encoder=_held(model, read, ENCODER))
-    broken = _broken(read.module, read.found, read.by_role, read.repeated)
-    for note in broken:
+    for note in _broken(read):
         warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced = tuple(f"{name}{NO_ROLE}" for name in read.found.unidentified)
-    return Description(read.module, held, read.found, unplaced, tuple(sites or ()))
+    unplaced = tuple(f"{name}{NO_ROLE}" for name in found.unidentified)
+    return Description(read.module, held, found, unplaced, tuple(sites or ()))
 
 
 @dataclass(frozen=True)
@@ -174,12 +178,10 @@ class Description:
 
 def _of_reading(module: nn.Module, reading: ModuleReading, lost: tuple[str, ...]) -> Description:
     """What one pass told; `lost`: what nothing in the module said."""
-    found = reading.roles
-    entries, repeated = entries_of(module, found)
-    for note in _broken(module, found, dict(entries), repeated):
+    for note in _broken(Tensors.of(module, reading)):
         warnings.warn(note, ValidityWarning, stacklevel=3)
     unplaced, notes = unplaced_by(reading), (*reading.doubts, *lost)
-    return Description(module, reading.model, found, unplaced, reading.sites, notes)
+    return Description(module, reading.model, reading.roles, unplaced, reading.sites, notes)
 
 
 def unplaced_by(reading: ModuleReading) -> tuple[str, ...]:
@@ -219,7 +221,7 @@ Held = Mapping[tuple[int, str], EntryMoments]
 """Entries of one stack by layer and role."""
 
 
-def _held(model: Transformer, read: AuditedModule, stack: str = "") -> Transformer:
+def _held(model: Transformer, read: Tensors, stack: str = "") -> Transformer:
     """One stack's Transformer, with the variances and multipliers of its module."""
     model = model_of_stack(model, stack)
     assert model.weights is not None
@@ -229,7 +231,7 @@ def _held(model: Transformer, read: AuditedModule, stack: str = "") -> Transform
         weights=model.weights.replace(**in_every_layer(MATRICES, model.layers, squares)),
         biases=biases_of(model.layers, squares),
         **_scales(model, entries, stack, read.reading.sums),
-        **_outside(model, entries, None if stack or read.batch is None else read),
+        **_outside(model, entries, None if stack else read.reading.logit_scale),
     )
 
 
@@ -252,14 +254,14 @@ def _scales(model: Transformer, entries: Held, stack: str, sums: Sums) -> dict[s
         at = layer - 1, int(block == "ffn")
         gain = _gain(entries, layer, block)
         size = 1.0 if gain is None else math.sqrt(gain.square)
-        skip[at], branch[at] = _near(one.skip or 1.0), _near(one.branch)
-        output[at] = _near(one.norm / size) if one.norm is not None and size else 1.0
+        skip[at], branch[at] = near(one.skip or 1.0), near(one.branch)
+        output[at] = near(one.norm / size) if one.norm is not None and size else 1.0
     scales = {"skip_scale": fewest(skip), "branch_scale": fewest(branch)}
     return scales | gain_fields(gains, output)
 
 
-def _outside(model: Transformer, entries: Held, read: AuditedModule | None) -> dict[str, Any]:
-    """Tables and head; `read` tells the factor on the logits, if given."""
+def _outside(model: Transformer, entries: Held, scale: float | None) -> dict[str, Any]:
+    """Tables and head; `scale`: the factor on the logits, if known."""
     changes: dict[str, Any] = {}
     for field, layer in (("embedding", 0), ("head", model.layers + 1)):
         part = getattr(model, field)
@@ -274,26 +276,22 @@ def _outside(model: Transformer, entries: Held, read: AuditedModule | None) -> d
         if field == "head" and part.norm and after is not None:
             values["norm_gain"] = math.sqrt(after.square)
         changes[field] = part.replace(**values)
-    scale = read.logit_factor(model) if read is not None and "head" in changes else None
-    if scale is not None and abs(scale / changes["head"].output_scale - 1) > EXACT:
-        changes["head"] = changes["head"].replace(output_scale=scale)
+    head = changes.get("head")
+    if head is not None and scale is not None and abs(scale / head.output_scale - 1) > EXACT:
+        changes["head"] = head.replace(output_scale=scale)
     return changes
 
 
-def _broken(
-    module: nn.Module,
-    found: ModuleRoles,
-    entries: Mapping[Role, EntryMoments],
-    repeated: Sequence[Copies],
-) -> list[str]:
-    tensors = tensors_of(module)
+def _broken(read: Tensors) -> list[str]:
+    """Assumptions that the weights break."""
+    module, found, tensors = read.module, read.reading.roles, tensors_of(read.module)
     blocks = {role: block_of(tensors, role) for role in found.roles}
     matrices = [
         WeightStatistics.of(role, blocks[role], moments)
-        for role, moments in entries.items()
+        for role, moments in dict(read.entries).items()
         if role.is_matrix and role.name in MATRICES
     ]
-    lines = [*copy_notes(repeated), *notes(matrices)]
+    lines = [*copy_notes(read.repeated), *notes(matrices)]
     pairs = [[(role, blocks[role]) for role in found.named(name)] for name in ("query", "key")]
     lines += alignment_note(*pairs)
     lines += gain_notes(
@@ -304,8 +302,3 @@ def _broken(
         ]
     )
     return lines
-
-
-def _near(value: float) -> float:
-    """1 where it is 1 to rounding."""
-    return 1.0 if abs(value - 1) < EXACT else value

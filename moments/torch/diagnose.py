@@ -7,12 +7,14 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from ..errors import DomainError, MomentsError, domain_error, optional
+from ..errors import DomainError, MomentsError, domain_error
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement
@@ -20,23 +22,25 @@ from ..show.diagnosis import TOKENS, diagnose_case, say
 from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
 from ..show.findings import Report
+from .advice import advise
 from .anatomy import anatomy_of, as_drawn
 from .architecture import promised_by
-from .assumptions import Copies, copies, copy_notes, shuffle, shuffled
-from .batches import batch_shape, inputs_of, measured_gradient, measured_moments
+from .assumptions import Copies, copy_notes, shuffle, shuffled
+from .batches import (
+    batch_shape,
+    first_stream,
+    ids_read,
+    inputs_of,
+    measured_gradient,
+    measured_moments,
+    targets_read,
+)
 from .describe import describe
-from .entering import first_stream, ids_read, targets_read
 from .expectation import model_of
-from .findings import unchecked
-from .hook_points import ENCODER
 from .measure import Loss, measure
-from .roles import block_of, tensors_of
+from .roles import ENCODER
 from .running import as_named, at_hand, built
-from .tensors import weight_advice
-
-with optional("torch", "torch"):
-    import torch
-    from torch import nn
+from .tensors import Checked, Tensors, unchecked
 
 LARGE = 1e10
 """Parameters times tokens times draws from which a diagnosis tells how far it is."""
@@ -119,11 +123,11 @@ def diagnose(
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
-        likely = weight_advice(target, roles, declared, read)
+        tensors = Tensors.of(target, reading)
+        likely = advise(Checked.entries(tensors, declared), declared, read)
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = tuple(sentence for _, sentence in likely.crossed)
-        repeated = copies((role, block_of(tensors_of(target), role)) for role in roles.roles)
-        if repeated:
+        if repeated := tensors.repeated:
             notes = [note for note in notes if note not in set(copy_notes(repeated))]
 
             def again() -> Measurement:
@@ -257,7 +261,7 @@ def _reasoned(features: list[Feature], reasons: Mapping[str, tuple[str, ...]]) -
 
 
 def _copied(
-    repeated: list[Copies], again: Callable[[], Measurement], text: Text, inputs: Any
+    repeated: Sequence[Copies], again: Callable[[], Measurement], text: Text, inputs: Any
 ) -> Feature:
     """Layers that are copies, as a difference: taken out of the network, which is measured anew."""
     seen = functools.cache(again)

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
-from ..errors import optional
-
-with optional("torch", "torch"):
-    from torch import Tensor
+from torch import Tensor
 
 TRUNCATION = 2.0
 """Deviations of the parent normal at which "truncated" cuts."""

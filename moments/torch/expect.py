@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from torch import nn
 
-from ..errors import optional, without_warnings
+from ..errors import without_warnings
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
@@ -22,9 +23,6 @@ from .diagnose import Text, arrays_of
 from .measure import Loss
 from .roles import ModuleRoles
 from .running import as_named, at_hand
-
-with optional("torch", "torch"):
-    from torch import nn
 
 Range = tuple[float, float]
 

@@ -14,8 +14,7 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from ..prediction.draws import Array
 from ..scheme.registry import scheme
-from .hook_points import ENCODER
-from .roles import Role
+from .roles import ENCODER, Role
 
 OUTSIDE = {
     "token": ("embedding", "token_variance"),

@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..errors import optional
+import torch
+from torch import Tensor, nn
+
 from ..show.findings import Finding
 from ..show.health import made_by
 from .roles import gathered_names
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
 
 CUT = 6.0
 """Standard deviations beyond which a bound cuts a normal draw nowhere: two entries of a billion."""

@@ -17,18 +17,23 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..errors import DomainError, domain_error, optional
+import torch
+from torch import nn
+
+from ..errors import DomainError, domain_error
 from ..model.transformer import Transformer
 from .architecture import fitted
 from .expectation import Scales, scales_of
-from .hook_points import ModuleBranch
-from .logits import LogitFactor, logit_factor
-from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
-from .scales import FOLDED, ScaleRow, applied_scales, native_branch, remove_scales
-
-with optional("torch", "torch"):
-    import torch
-    from torch import nn
+from .roles import ModuleBranch, ModuleRoles, Role, block_of, tensors_of, unit_gain
+from .scales import (
+    FOLDED,
+    LogitFactor,
+    ScaleRow,
+    applied_scales,
+    logit_factor,
+    native_branch,
+    remove_scales,
+)
 
 _OUTPUTS = {"attention": "output", "cross": "cross_output", "ffn": "ffn_out"}
 

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DomainError, MomentsError, Undeclared, domain_error, optional, refused
 from ..formulas.checks import check_count
@@ -227,19 +227,29 @@ class _Copy:
         for name in _windows_of(config):
             setattr(narrow, name, window)
         narrow.vocab_size = min(VOCABULARY, getattr(config, "vocab_size", VOCABULARY))
-        for name in _TOKENS:
-            token = getattr(config, name, None)
-            if isinstance(token, int) and token >= narrow.vocab_size:
-                setattr(narrow, name, narrow.vocab_size - 1)
-        what = f"a narrow copy of {made.__name__}"
-        with refused(what):
-            with torch.device("meta"):
-                size = sum(p.numel() for p in made(narrow).parameters())
-            if size > LARGEST:
-                raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
-            module = made(narrow)
+        _, module = built_narrow(made, cut_tokens(narrow))
         rescale(module, squares)
         return cls(width, window, heads, kv_heads, module)
+
+
+def cut_tokens(config: Any) -> Any:
+    """A config whose special tokens are rows of its vocabulary."""
+    rows = getattr(config, "vocab_size", None)
+    for name, token in list(vars(config).items()) if isinstance(rows, int) else ():
+        if name.endswith("token_id") and type(token) is int:
+            setattr(config, name, min(token, rows - 1))
+    return config
+
+
+def built_narrow(made: Any, narrow: Any) -> tuple[str, nn.Module]:
+    """What it is, and a module of a config whose widths are small."""
+    what = f"a narrow copy of {made.__name__}"
+    with refused(what):
+        with torch.device("meta"):
+            size = sum(p.numel() for p in made(narrow).parameters())
+        if size > LARGEST:
+            raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
+        return what, made(narrow)
 
 
 def rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
@@ -259,8 +269,7 @@ def rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
                 raise DomainError(f"{name} is zero in a narrow copy and drawn in the true one")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     d_model: int
     heads: int
     kv_heads: int

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from ..errors import DomainError, optional
+from ..errors import DomainError
 from ..files import as_frame
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
+from ..simulation.parameters import draw
 from .architecture import Fitted, fitted
 from .expectation import Scales, expected_variance, scales_of
-from .findings import SLACK, attention_of, temperatures
-from .hook_points import ModuleBranch
-from .logits import logit_factor
-from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
+from .roles import ModuleBranch, ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
 from .scales import (
     FOLDED,
@@ -29,13 +29,9 @@ from .scales import (
     apply_scales,
     drops_behind,
     held_dropouts,
+    logit_factor,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-
-    from ..simulation.parameters import draw
+from .tensors import SLACK, attention_of, temperatures
 
 if TYPE_CHECKING:
     import pandas

@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..engine.layout import restarted
-from ..errors import DomainError, domain_error, optional
+from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
 from ..layers.head.targets import NO_TARGET
 from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
+from ..simulation.collector import Collector, squared_norm
 from .anatomy import Measured, anatomy_of, measured_parts
-from .hook_points import ENCODER, HookPoint, WeightPart
+from .roles import ENCODER, HookPoint, WeightPart
 from .running import (
     as_named,
     batch_first,
@@ -33,14 +37,7 @@ from .running import (
     thawed,
     watch_tensor,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
-
-    from ..simulation.collector import Collector, squared_norm
-    from .scales import ScaleBranch
+from .scales import ScaleBranch
 
 Loss = Callable[[Any, Any], Tensor]
 _STACKS = ("", ENCODER)

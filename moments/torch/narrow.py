@@ -19,8 +19,9 @@ from typing import Any
 from ..errors import DomainError, MomentsError, Undeclared, optional, refused
 from ..show.findings import Report
 from .from_config import (
-    LARGEST,
     VOCABULARY,
+    built_narrow,
+    cut_tokens,
     module_class,
     named_parameters,
     quietly,
@@ -28,9 +29,8 @@ from .from_config import (
     settings,
     squares_drawn,
 )
-from .open_check import report_of
+from .open_check import NotRead, report_of
 from .operations.predict import ModulePrediction, lowered, summary
-from .unread import NotRead
 
 with optional("hf", "torch", "transformers"):
     import torch
@@ -175,13 +175,7 @@ def _width(config: Any) -> int:
 
 def _narrowed(made: Any, config: Any, factor: int, shapes: Mapping[str, tuple[int, ...]]) -> Narrow:
     narrow = _divided(config, factor)
-    what = f"a narrow copy of {made.__name__}"
-    with refused(what):
-        with torch.device("meta"):
-            size = sum(p.numel() for p in made(narrow).parameters())
-        if size > LARGEST:
-            raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
-        module = made(narrow)
+    what, module = built_narrow(made, narrow)
     wider = {}
     for name, parameter in named_parameters(module):
         if len(shapes.get(name, ())) != parameter.ndim:
@@ -195,8 +189,7 @@ def _divided(config: Any, factor: int) -> Any:
     """A config, and those in it, with every width and number of heads over one number."""
     narrow = copy.deepcopy(config)
     narrow.use_cache = False
-    entries = {**vars(narrow)}
-    for name, value in entries.items():
+    for name, value in list(vars(narrow).items()):
         if isinstance(value, PretrainedConfig):
             setattr(narrow, name, _divided(value, factor))
         elif _HEADS.fullmatch(name) or _WIDTHS.fullmatch(name):
@@ -206,14 +199,7 @@ def _divided(config: Any, factor: int) -> Any:
                 setattr(narrow, name, max(1, value // factor))
         elif name == "vocab_size" and type(value) is int:
             setattr(narrow, name, min(VOCABULARY, value))
-    rows = getattr(narrow, "vocab_size", None)
-    if not isinstance(rows, int):
-        return narrow
-    for name in entries:
-        token = getattr(narrow, name)
-        if name.endswith("token_id") and type(token) is int:
-            setattr(narrow, name, min(token, rows - 1))
-    return narrow
+    return cut_tokens(narrow)
 
 
 def _notes(near: Narrow, far: Narrow | None, result: ModulePrediction | None) -> list[str]:

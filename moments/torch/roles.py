@@ -1,19 +1,133 @@
-"""Which role every parameter of a module plays: its layer, its matrix, the block it fills."""
+"""Where the sites of the theory sit in a module, its residual branches, what every parameter is."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
-from ..errors import DomainError, domain_error, optional
+import torch
+from torch import Tensor, nn
+
+from ..errors import DomainError, domain_error
 from ..model.weights import MATRICES
-from .hook_points import ModuleBranch, WeightPart
 from .running import grouped
 
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
+Side = Literal["input", "output"]
+
+
+class WeightPart(NamedTuple):
+    """One matrix or vector within a parameter.
+
+    Along `axis` the parameter is groups of `split` rows, and this is part number `part` of every
+    group; an empty split stands for the whole parameter. Query, key and value side by side are one
+    group; GPT-NeoX, which interleaves them by head, has as many groups as heads.
+    """
+
+    weight: str
+    parameter: str
+    axis: int = 0
+    part: int = 0
+    split: tuple[int, ...] = ()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor shaped like the parameter, as a view.
+
+        Where there are several groups, their number is an axis of its own before `axis`.
+        """
+        if not self.split:
+            return tensor
+        start = sum(self.split[: self.part])
+        grouped = tensor.unflatten(self.axis, (-1, sum(self.split)))
+        found = grouped.narrow(self.axis + 1, start, self.split[self.part])
+        return found.flatten(self.axis, self.axis + 1) if grouped.shape[self.axis] == 1 else found
+
+
+class HookPoint(NamedTuple):
+    """One site: the first tensor going into, or coming out of, the submodule at `path`."""
+
+    layer: int
+    site: str
+    path: str
+    side: Side
+
+
+ENCODER = "encoder."
+
+
+class SubmoduleTensor(NamedTuple):
+    """The first tensor going into, or coming out of, a submodule."""
+
+    path: str
+    side: Side
+
+
+@dataclass(frozen=True)
+class ModuleBranch:
+    """One residual branch.
+
+    Attributes:
+        stack: "", or "encoder." of an encoder beside the main stack.
+        layer: from 1.
+        path: of the layer.
+        name: "attention", "cross" or "ffn".
+        placement: "pre", "post", "sandwich", "output" or "none".
+        norm: path of the block's norm; None where there is none.
+        post_norm: path of the norm at the block's output.
+        stream: x of the residual sum lambda x + beta f.
+        raw: f as the output projection (or a sandwich's second norm) gives it.
+        branch: f as it enters the sum, behind dropout or a second norm where they are modules.
+        total: the sum.
+        parallel: whether this block and another share one sum.
+        drops: whether its output is dropped behind `branch`.
+    """
+
+    stack: str
+    layer: int
+    path: str
+    name: str
+    placement: str
+    norm: str | None
+    post_norm: str | None
+    stream: SubmoduleTensor
+    raw: SubmoduleTensor
+    branch: SubmoduleTensor
+    total: SubmoduleTensor
+    parallel: bool = False
+    drops: bool = field(default=False, compare=False)
+
+    @property
+    def column(self) -> int:
+        """Of the (N, 2) arrays of scales: attention and cross-attention, or feed-forward."""
+        return int(self.name == "ffn")
+
+
+class BlockSum(NamedTuple):
+    """lambda x + beta f of one block, x the stream and f what the block's own matrix or second norm
+    gives, as one pass computes it.
+
+    Attributes:
+        placement: of its norms.
+        skip, branch: lambda, beta.
+        norm: what multiplies the normalised input behind its norm, root mean square over features;
+            None where it has none.
+        whole: whether the sum is that.
+    """
+
+    placement: str
+    skip: float
+    branch: float
+    norm: float | None
+    whole: bool
+
+
+Sums = Mapping[tuple[str, int, str], BlockSum]
+"""By stack, layer and block."""
+
+
+# --- which role every parameter plays -------------------------------------------------------------
 
 
 TABLES = ("token", "position", "segment", "class", "relative_bias")
@@ -129,8 +243,10 @@ def layer_pattern(name: str) -> str:
 
 
 def gathered_pattern(label: str) -> str:
-    """A name with a star for its first number, which counts layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", label, count=1)
+    """A name with a star for the number that counts layers: the first inside of it, else one that
+    begins it (nn.Sequential's own)."""
+    inside = re.sub(r"(?<=\.)\d+(?=\.)", "*", label, count=1)
+    return inside if inside != label else re.sub(r"^\d+(?=\.\w+\.)", "*", label)
 
 
 def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
@@ -146,6 +262,15 @@ def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
         f"{tensor} [{', '.join(sorted(parts, key=lambda p: order.get(p, 0)))}]" if parts else tensor
         for tensor, parts in whole.items()
     )
+
+
+def in_layers(layers: list[int], total: int) -> str:
+    """Which of so many layers, in words; 0 stands for what has none."""
+    if layers == [0]:
+        return ""
+    if len(layers) == total and total > 1:
+        return " in every layer"
+    return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
 
 # --- a norm's weight as its gain: as it is, or with 1 added to it (Gemma) -------------------------
@@ -179,3 +304,78 @@ def is_gain(norm: nn.Module, weight: Tensor) -> bool:
 def gain_of(module: nn.Module, role: Role, block: Tensor) -> Tensor:
     """The gain that a norm's weight stands for."""
     return block if unit_gain(module, role) else 1 + block
+
+
+# --- experts, by the names and shapes that transformers gives them --------------------------------
+
+# Bare parameters of three axes, (E, 2 d_ff, d) or (E, d, 2 d_ff) with gate and second factor in
+# one, which no submodule passes through: the dataflow knows none of them as a matrix.
+
+_UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
+_SHARED = re.compile(
+    r"shared_experts?\.(gate|up|down)_proj\.(weight|bias)|shared_expert_gate\.weight"
+)
+_NAMES = {"gate": "gate", "up": "ffn_in", "down": "ffn_out"}
+
+
+def with_experts(found: ModuleRoles, tensors: Mapping[str, Any]) -> ModuleRoles:
+    """The same with the roles of experts, routers and shared experts in the place of any that their
+    parameters had."""
+    roles = tuple(role for one in _mixtures(tensors) for role in _roles(*one, tensors))
+    known = {role.parameter for role in roles}
+    if not known:
+        return found
+    return dataclasses.replace(
+        found,
+        roles=(*(role for role in found.roles if role.parameter not in known), *roles),
+        scales=tuple(role for role in found.scales if role.parameter not in known),
+        unidentified=tuple(name for name in found.unidentified if name not in known),
+    )
+
+
+def _mixtures(tensors: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Beginnings of the names of a mixture's parameters, each with its layer's number."""
+    for name in tensors:
+        number = re.search(r"(?<![^.])(\d+)\.", name)
+        if name.endswith(f".{_UP}") and number is not None:
+            before = name.removesuffix(_UP)
+            if f"{before}{_DOWN}" in tensors and tensors[name].ndim == 3:
+                yield before, int(number[1]) + 1
+
+
+def _roles(before: str, layer: int, tensors: Mapping[str, Any]) -> Iterator[Role]:
+    up, down = tensors[before + _UP], tensors[before + _DOWN]
+    by_rows = up.shape[2] == down.shape[1] and up.shape[1] == 2 * down.shape[2]
+    d_model, d_ff = (down.shape[1:]) if by_rows else (down.shape[2], down.shape[1])
+    axis = 1 if by_rows else 2
+    # GPT-OSS, the one with biases there, has the two in turn
+    split = (1, 1) if f"{before}{_UP}_bias" in tensors else (d_ff, d_ff)
+
+    def role(name: str, part: WeightPart, fans: tuple[int, int], transposed: bool) -> Role:
+        label = part.parameter + (f" [{name}]" if part.split else "")
+        return Role("", layer, name, part, *fans, transposed, label)
+
+    for place, name in enumerate(("gate", "ffn_in")):
+        part = WeightPart(name, before + _UP, axis, place, split)
+        yield role(name, part, (d_model, d_ff), not by_rows)
+        if split == (1, 1):
+            bias = WeightPart(f"{name}.bias", f"{before}{_UP}_bias", 1, place, split)
+            yield role(f"{name}.bias", bias, (0, 0), False)
+    yield role("ffn_out", WeightPart("ffn_out", before + _DOWN), (d_ff, d_model), not by_rows)
+    if f"{before}{_DOWN}_bias" in tensors:
+        bias = WeightPart("ffn_out.bias", f"{before}{_DOWN}_bias")
+        yield role("ffn_out.bias", bias, (0, 0), False)
+    for own in ("gate", "router"):
+        weight, bias_name = f"{before}{own}.weight", f"{before}{own}.bias"
+        if weight in tensors and tuple(tensors[weight].shape) == (up.shape[0], d_model):
+            yield role("router", WeightPart("router", weight), (d_model, up.shape[0]), False)
+            if bias_name in tensors:
+                yield role("router.bias", WeightPart("router.bias", bias_name), (0, 0), False)
+    for name, tensor in tensors.items():
+        shared = _SHARED.fullmatch(name.removeprefix(before)) if name.startswith(before) else None
+        if shared is None:
+            continue
+        ending = ".bias" if shared[2] == "bias" else ""
+        called = f"shared_{_NAMES[shared[1]]}{ending}" if shared[1] else "shared_router"
+        fans = (0, 0) if ending else (tensor.shape[1], tensor.shape[0])
+        yield role(called, WeightPart(called, name), fans, False)

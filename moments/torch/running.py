@@ -10,14 +10,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ..errors import DomainError, MomentsError, domain_error, optional
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
-
+from ..errors import DomainError, MomentsError, domain_error
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")

@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import DomainError, MomentsError, optional
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import DomainError, MomentsError
+from ..model.transformer import Transformer
 from .anatomy import anatomy_of
 from .expectation import Scales
-from .hook_points import ModuleBranch, Side, SubmoduleTensor
-from .logits import LogitFactor
+from .roles import ModuleBranch, ModuleRoles, Side, SubmoduleTensor
 from .running import first_tensor, grouped, with_first_tensor
-
-with optional("torch", "torch"):
-    from torch import Tensor, nn
-    from torch.utils.hooks import RemovableHandle
-
 
 ATTRIBUTE = "moments_scales"
 """Where a module keeps its `AppliedScales`."""
@@ -31,6 +29,31 @@ Drops = Callable[[], Mapping[ModuleBranch, "HeldDropout | None"]]
 
 FOLDED = "moments_folded"
 """Whether a module's scales are absorbed in its weights."""
+
+
+class LogitFactor(NamedTuple):
+    """What a hook behind the matrix to logits multiplies by."""
+
+    path: str
+    factor: float
+
+
+def logits_path(found: ModuleRoles) -> str | None:
+    """Path of the submodule that gives the logits; None where the module has no head."""
+    heads = [role.parameter.rpartition(".")[0] for role in found.named("head")]
+    return found.logits or next(iter(heads), None)
+
+
+def logit_factor(
+    found: ModuleRoles, model: Transformer, described: Transformer | None
+) -> LogitFactor | None:
+    """The hook that a model's output scale needs beside the module's own; None where none."""
+    path = logits_path(found)
+    if path is None or model.head is None:
+        return None
+    there = 1.0 if described is None or described.head is None else described.head.output_scale
+    factor = float(model.head.output_scale / there)
+    return None if abs(factor - 1) < 1e-12 else LogitFactor(path, factor)
 
 
 class ScaleRow(NamedTuple):

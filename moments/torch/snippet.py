@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import pprint
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,11 +148,11 @@ def snippet(
         )
     variances = {role: _variance(model, role) for role in roles}
     factor = 1.0 if model.head is None else model.head.output_scale
-    on_logits = "" if factor == 1 else _OUTPUT_SCALE.format(value=_literal(factor))
+    on_logits = "" if factor == 1 else _OUTPUT_SCALE.format(value=_source(factor))
     return _CODE.format(
         title=f"a transformer: {model.layers} layers, d_model {model.d_model}, norm {model.norm!r}",
-        variances=_literal(variances),
-        names=_literal(given),
+        variances=_source(variances),
+        names=_source(given),
         layers=model.layers,
         scales=_scales(model) + on_logits + _left_out(model, roles),
     )
@@ -216,22 +217,13 @@ def _scales(model: Transformer) -> str:
         line += "\n# and attention logits are divided by sqrt(d_head) * TEMPERATURE[l]"
     if any(values.ndim > 1 for values in used.values()):
         line += "\n# (pairs: attention block, feed-forward block)"
-    lines = [f"{name} = {_literal(values.tolist())}" for name, values in used.items()]
+    lines = [f"{name} = {_source(values.tolist())}" for name, values in used.items()]
     return _SCALES.format(line=line, constants="\n".join(lines))
 
 
-def _literal(value: Any, indent: str = "") -> str:
-    """Python source of numbers, strings, lists and dictionaries, a line per entry of the latter."""
-    if isinstance(value, dict):
-        inner = "".join(f"    {k!r}: {_literal(v, '    ')},\n" for k, v in value.items())
-        return "{\n" + inner + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        cells = [_literal(v) for v in value]
-        if len(cells) <= 6:
-            return f"[{', '.join(cells)}]"
-        rows = [", ".join(cells[i : i + 6]) for i in range(0, len(cells), 6)]
-        return "[\n" + "".join(f"{indent}    {row},\n" for row in rows) + f"{indent}]"
-    return repr(value)
+def _source(value: Any) -> str:
+    """Python source of numbers, strings, lists and dictionaries."""
+    return pprint.pformat(value, width=96, compact=True, sort_dicts=False)
 
 
 def tensor_table(plan: Any) -> pandas.DataFrame:

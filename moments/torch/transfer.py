@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from ..errors import DomainError, ValidityWarning, domain_error, optional
+from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
@@ -37,10 +39,6 @@ from ..step.search import zipf_batch
 from ..step.walk import Walk, WeightStep
 from .describe import Description, describe
 from .roles import block_of, gathered_names, tensors_of
-
-with optional("torch", "torch"):
-    import torch
-    from torch import nn
 
 TOKENS = 16
 """Of each of two sequences that are read."""

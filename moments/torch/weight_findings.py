@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from ..errors import listed
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from ..show.findings import Finding, Row
+from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import BY_DESIGN
 from ..show.recognition import WeightRule, joined
-from .advice import MISSING, SCALE_WORDS, STRUCTURE, Advice
-from .findings import Measured, in_layers
-from .roles import TABLES, gathered, gathered_names, tensors_of
+from .advice import BY_DEPTH, BY_LAYER, Advice, advise
+from .anatomy import as_drawn
+from .architecture import fitted
+from .expectation import model_of_stack
+from .roles import ENCODER, TABLES, gathered, gathered_names, in_layers, tensors_of
 from .running import grouped
-from .tensors import AuditedModule
+from .scales import FOLDED
+from .tensors import Checked, Measured, Tensors
 
 BIAS = 0.05
 """Share of a bias in the variance of its matrix's output from which it is more than a remark."""
@@ -39,12 +43,26 @@ AS_DECLARED = "build the module as it is declared, or declare what it is"
 VECTORS = ("gain", "mean square")
 
 
-@dataclass(frozen=True)
-class Against:
-    """What a module's tensors are held against.
+SCALE_WORDS = {
+    "skip_scale": "the skip multiplier lambda",
+    "branch_scale": "the residual multiplier beta",
+    "norm_output_scale": "the norm's output scale",
+    "output_scale": "the factor on the logits",
+}
+"""Quantities of rows about multipliers, in words."""
+
+STRUCTURE = ("architecture", "norm placement", "unexplained share of the sum")
+"""Quantities of rows about how layers are built."""
+
+MISSING = "nothing in the module applies it"
+
+
+@dataclass
+class WeightFindings:
+    """Findings from rows that failed, and notes.
 
     Attributes:
-        model: the Transformer.
+        target: what the module's tensors are held against.
         words: what that is, such as "the plan".
         planned: whether the user said so; else its config, its class or its other tensors do.
         strict: whether a deviation is a finding without a known cause.
@@ -52,22 +70,16 @@ class Against:
         rule: what its matrices seem to be of, where that was asked.
     """
 
-    model: Transformer
+    read: Tensors
+    target: Transformer
+    advice: Advice
     words: str
-    planned: bool
-    strict: bool
+    planned: bool = True
+    strict: bool = True
     promised: Transformer | None = None
     rule: WeightRule | None = None
-
-
-class WeightFindings:
-    """Findings from rows that failed, and notes."""
-
-    def __init__(self, read: AuditedModule, against: Against, advice: Advice) -> None:
-        self.read, self.against, self.advice = read, against, advice
-        self.target, self.strict = against.model, against.strict
-        self.notes: list[str] = []
-        self.wrong: list[str] = []
+    notes: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
     def rows(self, measured: Sequence[Measured]) -> Iterator[Row]:
         """The variance of every role over its layers, beside the target's."""
@@ -101,13 +113,8 @@ class WeightFindings:
         yield from self._structure(rows)
         yield from self._declared([row for row in failed if row.quantity == "architecture"])
         gained = ("norm_output_scale",) if drawn or gains else ()
-        scales = {
-            key: group
-            for key, group in groups.items()
-            if key[0] in SCALE_WORDS and key[0] not in gained
-        }
-        for alike in grouped(scales.items(), lambda item: self._scale_words(*item)).values():
-            yield self._scale(alike[0][0], [row for _, group in alike for row in group])
+        scales = (r for r in failed if r.quantity in SCALE_WORDS and r.quantity not in gained)
+        yield from self._scales(scales)
         for (kind, role), group in groups.items():
             if kind == "mean" and not all(self._written(row.parameter) for row in group):
                 yield self._mean(role, group)
@@ -137,19 +144,14 @@ class WeightFindings:
             "layer), or draw each again: moments.torch.initialize",
         )
 
-    @functools.cached_property
-    def zero(self) -> frozenset[str]:
-        """Matrices whose entries are 0 in every layer."""
-        return self.read.zero
-
     def _variances(self, groups: dict[str, list[Row]]) -> Iterator[Finding]:
         biases = {r: g for r, g in groups.items() if r.endswith(".bias")}
         rest = {r: g for r, g in groups.items() if r not in biases}
-        if not self.against.planned:  # a config's usual draw does not forbid blocks of zeros
-            rest = {r: g for r, g in rest.items() if r not in self.zero}
-            yield from self._zero(self.zero)
+        if not self.planned:  # a config's usual draw does not forbid blocks of zeros
+            rest = {r: g for r, g in rest.items() if r not in self.read.zero}
+            yield from self._zero(self.read.zero)
         self.wrong = list(rest)
-        rule = self.against.rule
+        rule = self.rule
         if rule is not None and rule.meant is not None and not self.strict:
             moved = [name for name in rest if name in rule.moved()]
             if moved:
@@ -210,7 +212,7 @@ class WeightFindings:
                 yield self._zero_finding((name,), "warning", words)
 
     def _zero_finding(self, names: tuple[str, ...], severity: str, words: str) -> Finding:
-        roles = [r for r in self.zero if r.split(".")[-1] in names]
+        roles = [r for r in self.read.zero if r.split(".")[-1] in names]
         layers = tuple(range(1, self.target.layers + 1))
         of = "zero matrix", self.read.names(*roles), layers, 0.0, math.nan
         are = "are" if len(names) > 1 else "is"
@@ -228,7 +230,7 @@ class WeightFindings:
         if all(len(stds) == 1 for stds in wanted.values()):
             values = {role: min(stds) for role, stds in wanted.items()}
             mend = f"draw {', '.join(_by_std(values, ' with std '))}"
-        rule = self.against.rule
+        rule = self.rule
         if rule is not None and rule.meant is not None and not self.strict:
             first = rule.model.layer_weights(1)
             drawn = {role: _std(float(getattr(first, role))) for role in groups}
@@ -244,7 +246,7 @@ class WeightFindings:
         total = self.target.layers
         whole = not layers or len(layers) == total or group[0].layer == 0
         names = {role.split(".")[-1] for role in roles}
-        slip = self.against.rule is not None and self.against.rule.meant is not None
+        slip = self.rule is not None and self.rule.meant is not None
         plain = whole and (not causes or slip) and names <= set(MATRICES)
         severity = "note" if plain and not self.strict else "warning"
         if not self.strict and not names <= set(MATRICES):
@@ -260,7 +262,7 @@ class WeightFindings:
         unlike = unlike and not causes and "together" not in worst.note
         kind = f" (entries look {worst.note})" if unlike else ""
         why = f"{', '.join(in_order(roles))}{where}: {ratio:.3g} times the variance of "
-        why += f"{self.against.words}{said}{kind}"
+        why += f"{self.words}{said}{kind}"
         drawn = f"draw with std {math.sqrt(max(worst.expected, 0.0)):.3g}"
         mend = drawn if worst.expected > 0 and not worst.parameter.count("...") else "draw it anew"
         mend = mend if any(row.expected > 0 for row in group) else "set to zero"
@@ -305,7 +307,7 @@ class WeightFindings:
 
     def _drawn_gains(self) -> Iterator[Finding]:
         """Gains about zero, of a module whose gains are held against nothing."""
-        if self.against.promised is not None or self.against.planned:
+        if self.promised is not None or self.planned:
             return
         drawn = [
             (role, entries)
@@ -362,36 +364,36 @@ class WeightFindings:
             why = f"{row.role}: {row.note}"
             yield Finding("error", kind, names, (), row.measured, row.expected, why, AS_DECLARED)
 
-    def _scale_words(self, key: tuple[str, str], group: list[Row]) -> str:
-        """What is wrong with a multiplier of one block."""
-        kind, role = key
-        worst = max(group, key=lambda row: row.size)
-        numbers = f"is {worst.measured:.4g} instead of {worst.expected:.4g}"
-        own = f"{SCALE_WORDS[kind]} of {role} {numbers}"
-        reason = self.advice.scales.get((kind, role.removesuffix(".norm"))) or own
-        if kind != "skip_scale" or self.against.planned:
-            return reason
-        if abs(worst.measured) < 0.01:
-            return f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
-        moved = abs(worst.measured - worst.expected) > 0.5
-        moved_words = ": the stream itself is rescaled or normalised before the sum"
-        return f"lambda of x in {role}'s sum {numbers}" + moved_words * moved
-
-    def _scale(self, key: tuple[str, str], group: list[Row]) -> Finding:
-        worst = max(group, key=lambda row: row.size)
-        layers = tuple(sorted({row.layer for row in group if 1 <= row.layer <= self.target.layers}))
-        of = gathered_names([row.parameter for row in group]), layers
-        reason = self._scale_words(key, [row for row in group if row.role == key[1]])
-        mend = "let the code multiply by the scheme's factor once"
-        if key[0] == "skip_scale" and not self.against.planned:
-            mend = PRE_OR_POST
-        elif MISSING in reason:
-            mend = (
-                "multiply in the code, or call moments.torch.attach(module, plan) once weights are "
-                "loaded: hooks of moments.torch.initialize are in no state_dict"
-            )
-        words = key[0].replace("_", " ")
-        return Finding("warning", words, *of, worst.measured, worst.expected, reason, mend)
+    def _scales(self, rows: Iterable[Row]) -> Iterator[Finding]:
+        """Multipliers of sums, norms and logits, those that are wrong alike together."""
+        said: dict[str, list[Row]] = {}
+        for kind, of_kind in grouped(rows, lambda row: row.quantity).items():
+            meant = kind != "skip_scale" or self.planned
+            for stack, group in grouped(of_kind, lambda r: r.role.startswith(ENCODER)).items():
+                layers = model_of_stack(self.target, ENCODER * stack).layers
+                if not meant:
+                    for role, own in grouped(group, lambda row: row.role).items():
+                        said.setdefault(_rescaled(role, own), []).extend(own)
+                    continue
+                inside = sorted({row.layer for row in group if row.layer <= layers})
+                fault = f"{in_layers(inside or [0], layers)} {_scale_fault(group, layers)}"
+                said.setdefault(f"{kind}|{fault}", []).extend(group)
+        for words, group in said.items():
+            kind, bar, fault = words.partition("|")
+            blocks = sorted({row.role.removesuffix(".norm") for row in group})
+            why = f"{SCALE_WORDS[kind]} of {' and '.join(blocks)}{fault}" if bar else words
+            mend = "let the code multiply by the scheme's factor once" if bar else PRE_OR_POST
+            if MISSING in why:
+                mend = (
+                    "multiply in the code, or call moments.torch.attach(module, plan) once weights "
+                    "are loaded: hooks of moments.torch.initialize are in no state_dict"
+                )
+            worst = max(group, key=lambda row: row.size)
+            layers_of = sorted({r.layer for r in group if 1 <= r.layer <= self.target.layers})
+            of = gathered_names([row.parameter for row in group]), tuple(layers_of)
+            numbers = worst.measured, worst.expected
+            name = worst.quantity.replace("_", " ")
+            yield Finding("warning", name, *of, *numbers, why, mend)
 
     def attention(
         self, rows: Sequence[tuple[str, int, float]], known: bool = True
@@ -432,6 +434,41 @@ class WeightFindings:
                 yield math.sqrt(square), words
 
 
+def _scale_fault(rows: list[Row], layers: int) -> str:
+    """What is wrong with multipliers of one kind in a stack of so many layers."""
+    values = [f.measured for f in rows]
+    if all(math.isnan(v) for v in values):
+        return "could not be measured"
+    if all(abs(v - 1) < 1e-2 for v in values):
+        return f"is missing (1 instead of {rows[0].expected:.4g}): {MISSING}"
+    if all(abs(v) < 1e-3 for v in values):
+        return (
+            "is 0: a scale that was erased, for example a buffer lost when the module was "
+            "materialised or loaded"
+        )
+    ratios = ", ".join(f"{f.ratio:.3g}" for f in rows[:3])
+    hint = ""
+    if all(abs(f.measured - f.expected**2) < 0.01 * f.expected**2 for f in rows):
+        hint = ": it was squared, or applied twice"
+    elif all(abs(f.measured**2 - f.expected) < 0.01 * f.expected for f in rows):
+        hint = ": its square root was applied"
+    elif len({f.layer for f in rows}) > 1:
+        for power, one, other in ((0.5, BY_LAYER, BY_DEPTH), (-0.5, BY_DEPTH, BY_LAYER)):
+            if all(abs(f.ratio / (layers / f.layer) ** power - 1) < 0.01 for f in rows):
+                hint = f": {one} was applied for {other} (N = {layers})"
+    return f"is {ratios} times the plan's{hint}"
+
+
+def _rescaled(role: str, rows: Sequence[Row]) -> str:
+    """A stream that comes into its sum as another one, where no plan says that it should."""
+    worst = max(rows, key=lambda row: row.size)
+    if abs(worst.measured) < 0.01:
+        return f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
+    moved = abs(worst.measured - worst.expected) > 0.5
+    words = f"lambda of x in {role}'s sum is {worst.measured:.4g} instead of {worst.expected:.4g}"
+    return words + ": the stream itself is rescaled or normalised before the sum" * moved
+
+
 def _stated(
     group: Sequence[Row], worst: Row
 ) -> tuple[tuple[str, ...], tuple[int, ...], float, float]:
@@ -460,3 +497,74 @@ def _by_std(values: Mapping[str, str], between: str) -> list[str]:
     """Roles and their standard deviations, those that share one together."""
     groups = grouped(values.items(), lambda item: item[1])
     return [f"{joined([role for role, _ in rows])}{between}{std}" for std, rows in groups.items()]
+
+
+# --- the door -------------------------------------------------------------------------------------
+
+
+_FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
+
+
+def audit(
+    module: nn.Module,
+    plan: Any = None,
+    *,
+    batch: Any = None,
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """Compare a freshly initialised module with a plan.
+
+    Compared are mean squares, by matrix and by role over all layers, with their sampling errors,
+    means, norms' gains and biases; no layer may have another one's entries. The multipliers of its
+    residual sums and norms are those of one recorded pass. A right module fails with probability
+    1e-5, all checks together.
+
+    Args:
+        module: any that can be read. It is left as it was. Compiled and
+            data-parallel modules are audited as what they hold.
+        plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
+            the module's own architecture; None: what the module's config or class promises.
+        batch: what to run the module on, as in `moments.torch.measure`; None: random input, where
+            the module says what it takes.
+        options: of the scheme, where the plan is a scheme's name.
+
+    Returns:
+        A report: `passed`, `unchecked`, `str(report)`, `to_frame()`.
+
+    Raises:
+        DomainError: a plan of another depth, width or number of heads, or none for a module that
+            does not say how it is meant to be drawn.
+        MomentsError: the module cannot be read.
+    """
+    of = fitted(module, plan, options, batch, strict=False)
+    module, reading, model, described = of.module, of.reading, of.model, of.described
+    read = Tensors.of(module, reading)
+    checked = Checked.of(read, model)
+    words = "the plan"
+    if plan is None:
+        words = "what its config or class promises"
+    elif isinstance(plan, str):
+        words = f"the scheme {plan!r}"
+    weights = WeightFindings(read, model, advise(checked, model, described), words)
+    weights.planned, weights.promised = plan is not None, described
+    failed = [row for row in checked.rows if row.passed is False]
+    found = list(weights.findings(failed))
+    folded = bool(failed) and getattr(module, FOLDED, False)
+    unknown = reading.roles.unidentified
+    return Report(
+        source=type(module).__name__,
+        scheme=f"compared with {words}",
+        findings=ranked([one for one in found if one.severity != "note"]),
+        notes=(
+            *((_FOLDED,) if folded else ()),
+            *weights.notes,
+            *("; ".join(one.lines()) for one in found if one.severity == "note"),
+            *(f"not as planned: {phrase}" for phrase in checked.unlike),
+        ),
+        unchecked=(
+            *checked.unchecked,
+            *((f"of unknown role: {', '.join(unknown)}",) * bool(unknown)),
+        ),
+        rows=tuple(checked.rows),
+        model=as_drawn(reading),
+    )

@@ -9,12 +9,13 @@ docs/theory/latent_attention.md.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ...engine.composition import Leaf, Pullback, Pulled
+from ...engine.composition import Leaf, Pullback, Pulled, weights_of
 from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
 from ...engine.response import Around, Response
 from ...engine.state import Array, Gradient, Kernel, Signal, Values
@@ -175,7 +176,58 @@ class LatentHeads(Leaf):
         if not signal.resolved:
             core._check_alike(signal.seq_len)
         way = attended(core, queries, latent)
-        return way.output, _Back(self, signal, way, tuple(asks), tuple(stands))
+        return way.output, functools.partial(self._back, signal, way, tuple(asks), tuple(stands))
+
+    def _back(
+        self,
+        signal: Signal,
+        way: AttentionPullback,
+        asks: tuple[Pullback, ...],
+        stands: tuple[Pullback, ...],
+        gradient: Gradient,
+    ) -> Pulled:
+        """The way back, around `signal`: through attention, and through what made the latents."""
+        block, length, parts = self.block, gradient.seq_len, list[Pulled]()
+        query, rest, sides = way._sent(gradient.kernel)
+        _, share = self._shares(_size(signal))
+        key = through(sides.key, way.law.keys, way.law.key_scale)
+        total = _down(asks, query, length, parts)
+        total = total + _down(stands, rest + key.scaled(-share), length, parts)
+        # of the parts that all heads share, per feature of theirs: gradient's kernel at tokens that
+        # these would be made of with matrices of unit gain
+        shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
+        total = total + shared.scaled(1.0 / (float(self.attention.d_model) * _size(signal)))
+        return Pulled(
+            Gradient(total, length),
+            functools.partial(self._weights, signal, way, (gradient.kernel, sides), shared, parts),
+            response=functools.partial(_response, way, asks),
+        )
+
+    def _weights(
+        self,
+        signal: Signal,
+        way: AttentionPullback,
+        given: tuple[Kernel, Any],
+        shared: Kernel,
+        parts: list[Pulled],
+    ) -> Values:
+        """Of the gradient's kernel at the heads and attention's paths, and of norms and matrices
+        before the latents."""
+        block = self.block
+        result = dict(way.weights(*given))
+        # The matrix of the keys' own part has nope_dim of d_head features, and its own variance.
+        result["key"] = result["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
+        result |= weights_of(*parts)
+        for name, factor in ((QUERY_LATENT, block.query_factor), (KV_LATENT, block.kv_factor)):
+            if f"{name}.gain" in result:
+                result[f"{name}.gain"] = result[f"{name}.gain"] * factor**2
+        if block.rope_dim:
+            tokens = signal.second_moment()
+            if self.attention.rotary is None:
+                tokens = tokens.without_common()
+            total = (tokens * shared).total(signal.seq_len)
+            result["kv_down"] += total / max(block.kv_down * _size(signal), 1e-300)
+        return result
 
     # --- one draw of it --------------------------------------------------------------------------
 
@@ -220,33 +272,6 @@ def _size(signal: Signal) -> float:
     return float(np.mean(signal.second_moment().mean_diagonal())) or 1.0
 
 
-@dataclass(slots=True, eq=False)
-class _Back:
-    """The way back, around `signal`: through attention, and through what made the latents."""
-
-    heads: LatentHeads
-    signal: Signal
-    way: AttentionPullback
-    asks: tuple[Pullback, ...]
-    stands: tuple[Pullback, ...]
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        way, block, length = self.way, self.heads.block, gradient.seq_len
-        query, rest, sides = way._sent(gradient.kernel)
-        _, share = self.heads._shares(_size(self.signal))
-        key = through(sides.key, way.law.keys, way.law.key_scale)
-        total: Kernel = query
-        parts: list[Pulled] = []
-        if self.asks:
-            total = _down(self.asks, query, length, parts)
-        total = total + _down(self.stands, rest + key.scaled(-share), length, parts)
-        # of the parts that all heads share, per feature of theirs
-        shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
-        diagonal = float(self.heads.attention.d_model) * _size(self.signal)
-        total = total + shared.scaled(1.0 / diagonal)
-        return _Pulled(Gradient(total, length), self, gradient.kernel, sides, shared, tuple(parts))
-
-
 def _down(ways: tuple[Pullback, ...], kernel: Kernel, length: int, parts: list[Pulled]) -> Kernel:
     """What returns to the tokens of a gradient at a latent."""
     gradient = Gradient(kernel, length)
@@ -256,44 +281,5 @@ def _down(ways: tuple[Pullback, ...], kernel: Kernel, length: int, parts: list[P
     return gradient.kernel
 
 
-@dataclass(slots=True, eq=False)
-class _Pulled(Pulled):
-    """What came back.
-
-    Attributes:
-        grad_out: gradient's kernel at the heads.
-        shared: gradient's kernel at tokens that keys' shared part would be made of with matrices of
-            unit gain.
-        parts: what norms and matrices before the latents sent back.
-    """
-
-    way: _Back
-    grad_out: Kernel
-    sides: Any
-    shared: Kernel
-    parts: tuple[Pulled, ...]
-
-    def weights(self) -> Values:
-        way = self.way
-        heads, signal = way.heads, way.signal
-        block = heads.block
-        result = dict(way.way.weights(self.grad_out, self.sides))
-        # The matrix of the keys' own part has nope_dim of d_head features, and its own variance.
-        result["key"] = result["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
-        for part in self.parts:
-            result |= dict(part.weights())
-        for name, factor in ((QUERY_LATENT, block.query_factor), (KV_LATENT, block.kv_factor)):
-            if f"{name}.gain" in result:
-                result[f"{name}.gain"] = result[f"{name}.gain"] * factor**2
-        if block.rope_dim:
-            tokens = signal.second_moment()
-            if heads.attention.rotary is None:
-                tokens = tokens.without_common()
-            total = (tokens * self.shared).total(signal.seq_len)
-            result["kv_down"] += total / max(block.kv_down * _size(signal), 1e-300)
-        return result
-
-    def response(self) -> Kernel | None:
-        way = self.way
-        result = way.way.response(self.grad_out)
-        return _down(way.asks, result, way.signal.seq_len, []) if way.asks else result
+def _response(way: AttentionPullback, asks: tuple[Pullback, ...]) -> Kernel:
+    return _down(asks, way.response(), way.signal.seq_len, [])

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...engine.state import Array, Kernel, ratio_or_zero
+from ...errors import MomentsError
+from ...model.positions import RelativeBias
 from .kernels import Paths, exact_rows
 from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
@@ -104,16 +106,53 @@ _COLUMNS = [2 if name in _OF_TWO else 1 for name in FiniteRows._fields]
 # --- the layer ------------------------------------------------------------------------------------
 
 
-class AlikeLayer:
+class Layer:
+    """What layers of attention share: moments of what a layer mixes, and the paths back.
+
+    Attributes:
+        rows: second moments of the sums of rows; None: they are 1.
+        keys: how many keys a row attends to.
+    """
+
+    rows: Kernel | None = None
+    keys: Any
+    _length: int
+
+    def summed(self, query: Kernel) -> Kernel:
+        """The query path as sums over pairs of tokens take it: what is kept as means over cells
+        by what these weigh."""
+        return query
+
+    def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
+        """Of a table of relative biases: of rows of mean weights, as much larger as those of
+        reference rows are."""
+        table = leaf.relative_bias
+        if table is None or table.variance == 0.0:
+            return None
+        total = (gained * self._shifted(table)).total(self._length)
+        return np.asarray(leaf.d_model * total)
+
+    def diagnostics(self) -> dict[str, Array]:
+        """See `attention_diagnostics`."""
+        theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
+        return attention_diagnostics(theta, square, entropy, self.keys)
+
+    def _numbers(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def _shifted(self, table: RelativeBias) -> Kernel:
+        raise MomentsError(f"no table of relative biases on a {type(self).__name__}")
+
+
+class AlikeLayer(Layer):
     """Moments of one layer, whose keys are alike and whose queries are of any resolution.
 
     Attributes:
-        sum_square: E sum_j a_ij^2 of a row.
+        sum_square, logit_variance, entropy: as of `kernels.KernelAttention`, of a row.
         wanted: the variance that logits were to have, where `scale` is less.
     """
 
     beyond_tables = False
-    rows: Kernel | None = None
 
     def __init__(
         self,
@@ -160,10 +199,10 @@ class AlikeLayer:
             self._rows = rows = alike_rows(sizes, cosines, unshared, float(key_count), widths)
         self._wide = 1.0 / float(d_model)
         self._drive = two(scale) * size
-        self._logit_variance = self._alone(self._of(sizes))
+        self.logit_variance = self._alone(self._of(sizes))
         overlap = self._at(rows.overlap)
         self.sum_square = overlap.diagonal
-        self._entropy = self._alone(self._of(rows.entropy))
+        self.entropy = self._alone(self._of(rows.entropy))
         self._own = (
             two(unshared_value),
             two(scale * unshared_key),
@@ -199,18 +238,8 @@ class AlikeLayer:
     def weights(self) -> None:
         """Mean attention; uniform."""
 
-    def summed(self, query: Kernel) -> Kernel:
-        """The query path as sums over pairs of tokens take it."""
-        return query
-
     def table_gradient(self, leaf: Any, gained: Kernel) -> None:
         """Of a table of relative biases; no keys with biases are alike."""
-
-    def diagnostics(self) -> dict[str, Array]:
-        """See `attention_diagnostics`."""
-        return attention_diagnostics(
-            self._logit_variance, self.sum_square, self._entropy, self.keys
-        )
 
     def overlap_path(self, gradient: Kernel) -> Kernel:
         """What the query path gains per unit of the variance of two tokens' overlap."""

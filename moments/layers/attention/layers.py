@@ -7,7 +7,7 @@ that are alike, of queries of any resolution and of any number of configurations
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,13 @@ from ...engine.fluctuation import norm_variance
 from ...engine.layout import one_document, places
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
-from ...errors import DomainError, MomentsError
+from ...errors import DomainError
 from ...model.positions import RelativeBias, alibi_slopes
-from .kernels import HeadAverage, KernelAttention, Paths, Rotation
+from .kernels import KernelAttention, Paths, Rotation
 from .kernels.position_attention import Across, ClassLogits, PositionAttention, Words
 from .kernels.relative_positions import RotaryMeans, shifted_classes, shifted_together
-from .laws import AlikeLayer
-from .projections import LOGIT_VARIANCE_MAX, LogitLaw, attention_diagnostics, by_distance, positive
+from .laws import AlikeLayer, Layer
+from .projections import LOGIT_VARIANCE_MAX, LogitLaw, by_distance, positive
 from .sinks import SinkLayer
 
 Mask = NDArray[np.bool_]
@@ -128,8 +128,9 @@ def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
 
 def build(
     leaf: Any, law: LogitLaw, memory: Kernel, allowed: list[Mask], norm_spread: Array
-) -> tuple[list[HeadAverage], Array]:
-    """The layer on every kernel of a batch, and the variance its logits were to have in each.
+) -> tuple[list[list[KernelAttention]], Array]:
+    """The heads that are followed, on every kernel of a batch, and the variance their logits were
+    to have in each.
 
     Args:
         memory: (..., Lk, Lk) kernel of the tokens attended to.
@@ -140,7 +141,7 @@ def build(
     scales, wanted = logit_scales(law)
     lead = memory.off_diagonal.shape[:-2]
     scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
-    heads: list[HeadAverage] = []
+    heads: list[list[KernelAttention]] = []
     turned = leaf.rotary is not None
     value_gain = memory_gain(leaf)
     kernels = flat(queries), flat(keys), flat(memory)
@@ -174,12 +175,13 @@ def head_slopes(leaf: Any) -> tuple[Array, Array]:
     return np.exp(slopes), shares
 
 
-def _heads(leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]) -> HeadAverage:
+def _heads(
+    leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]
+) -> list[KernelAttention]:
     if not leaf.alibi:
-        return HeadAverage([KernelAttention(values, **settings)])
-    slopes, shares = head_slopes(leaf)
+        return [KernelAttention(values, **settings)]
     far = np.abs(np.subtract.outer(*where))
-    return HeadAverage([KernelAttention(values, bias=-s * far, **settings) for s in slopes], shares)
+    return [KernelAttention(values, bias=-s * far, **settings) for s in head_slopes(leaf)[0]]
 
 
 def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
@@ -200,36 +202,12 @@ def flat(kernel: Kernel) -> Array:
     return np.asarray(kernel.off_diagonal.reshape(-1, *kernel.off_diagonal.shape[-2:]))
 
 
-class _Layer:
-    """What layers share that know places."""
+class TokenLayer(Layer):
+    """One layer of attention on every kernel of a batch, by token.
 
-    rows: Kernel | None = None
-    """Second moments of the sums of rows; None: they are 1."""
-    keys: Any
-    """How many keys a row attends to."""
-
-    def summed(self, query: Kernel) -> Kernel:
-        """The query path as sums over pairs of tokens take it: what is kept as means over cells
-        by what these weigh."""
-        return query
-
-    def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
-        """Of a table of relative biases: of rows of mean weights, as much larger as those of
-        reference rows are."""
-        table = leaf.relative_bias
-        if table is None or table.variance == 0.0:
-            return None
-        total = (gained * self._shifted(table)).total(self._length)
-        return np.asarray(leaf.d_model * total)
-
-    _length: int
-
-    def _shifted(self, table: RelativeBias) -> Kernel:
-        raise MomentsError(f"no table of relative biases on a {type(self).__name__}")
-
-
-class TokenLayer(_Layer):
-    """One layer of attention on every kernel of a batch, by token."""
+    Heads share their tokens and have independent weights, so that kernels and gradients are those
+    of an average head.
+    """
 
     def __init__(
         self, leaf: Any, law: LogitLaw, queries: Kernel, memory: Kernel, norm_spread: Array
@@ -244,22 +222,29 @@ class TokenLayer(_Layer):
         self._masks = leaf.key_masks(self._shape[-1], self._memory_shape[-1], count)
         self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
         self._length = self._shape[-1]
-        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self._shares = head_slopes(leaf)[1].tolist() if leaf.alibi else [1.0]
+        self.beyond_tables = any(np.any(one.beyond_tables) for row in self._rows for one in row)
         self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
 
-    def _kernel(self, matrices: list[Array]) -> Kernel:
+    def _kernel(self, matrices: Any) -> Kernel:
         return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
 
+    def _mean(self, values: Iterable[Any]) -> Any:
+        """Over the heads of one kernel."""
+        return sum(share * value for share, value in zip(self._shares, values, strict=True))
+
     def _numbers(self, name: str) -> Array:
-        return np.stack([getattr(one, name) for one in self._rows])
+        return np.stack([self._mean(getattr(one, name) for one in row) for row in self._rows])
 
     def forward(self) -> Kernel:
         """Second moments per feature of sum_j a_ij x_j."""
-        return self._kernel([one.forward() for one in self._rows])
+        return self._kernel([self._mean(one.forward() for one in row) for row in self._rows])
 
     def mean_output(self) -> Kernel:
-        """Overlap of the outputs of two heads that share keys and values."""
-        return self._kernel([one.mean_output() for one in self._rows])
+        """Overlap of the outputs of two heads that share keys and values: their queries are
+        independent, and so are, to leading order, their rows."""
+        mean, values = self._numbers("mean_attention"), [row[0].kernel for row in self._rows]
+        return self._kernel(mean @ np.stack(values) @ np.swapaxes(mean, -1, -2))
 
     def weights(self) -> Array:
         """Mean attention."""
@@ -268,7 +253,7 @@ class TokenLayer(_Layer):
 
     def head_weights(self) -> Array:
         """(heads, n, n) mean attention of every head of one kernel; one, where all are alike."""
-        nodes = [np.asarray(one.mean_attention) for one in self._rows[0].layers]
+        nodes = [np.asarray(one.mean_attention) for one in self._rows[0]]
         if not self._leaf.alibi:
             return np.stack(nodes)
         # a node stands for several heads where these are many: by what each loses with the distance
@@ -288,14 +273,12 @@ class TokenLayer(_Layer):
         """E sum_j a_ij^2."""
         return self._numbers("sum_square").reshape(self._shape[:-1])
 
-    def diagnostics(self) -> dict[str, Array]:
-        """See `attention_diagnostics`."""
-        theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
-        return attention_diagnostics(theta, square, entropy, self.keys)
-
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         """Of the gradient at sum_j a_ij x_j."""
-        parts = [one.backward(matrix) for one, matrix in zip(self._rows, flat(gained), strict=True)]
+        parts = []
+        for row, matrix in zip(self._rows, flat(gained), strict=True):
+            paths = zip(*(one.backward(matrix) for one in row), strict=True)
+            parts.append(Paths(*map(self._mean, paths)))
         query = self._kernel([one.query for one in parts])
         value, key, cross = (
             Kernel.of_matrix(np.stack(result).reshape(self._memory_shape))
@@ -305,28 +288,24 @@ class TokenLayer(_Layer):
 
     def overlap_path(self, gained: Kernel) -> Kernel:
         """What the query path gains per unit of the relative variance of two tokens' overlap."""
-        result = [one.overlap_path * g for one, g in zip(self._rows, flat(gained), strict=True)]
-        return self._kernel(result)
+        return self._kernel(self._numbers("overlap_path") * flat(gained))
 
     def response(self) -> Kernel:
         """What the query path is per unit of the gradient."""
-        return self._kernel([one.response for one in self._rows])
+        return self._kernel(self._numbers("response"))
 
     def _shifted(self, table: RelativeBias) -> Kernel:
         where = positions(self._length, self._leaf)
         bucket = table.bucket(np.subtract.outer(where, where).T, self._leaf.causal)
-        return self._kernel(
-            [
-                one.amplification * shifted_together(one.mean_attention, bucket, one.kernel)
-                for one in self._rows
-            ]
-        )
+        weights, values = self._numbers("mean_attention"), [row[0].kernel for row in self._rows]
+        shifted = [shifted_together(w, bucket, one) for w, one in zip(weights, values, strict=True)]
+        return self._kernel(self._numbers("amplification") * np.stack(shifted))
 
 
 # --- by class -------------------------------------------------------------------------------------
 
 
-class ClassLayer(_Layer):
+class ClassLayer(Layer):
     """`TokenLayer` on classes of positions.
 
     Tokens alike whose logits know their distance are one class of all.
@@ -462,10 +441,6 @@ class ClassLayer(_Layer):
     def sum_square(self) -> Array:
         return self._numbers("sum_square")
 
-    def diagnostics(self) -> dict[str, Array]:
-        theta, square, entropy = map(self._numbers, ("logit_variance", "sum_square", "entropy"))
-        return attention_diagnostics(theta, square, entropy, self.keys)
-
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         result: list[list[Matrix]] = [[] for _ in Paths._fields]
         counts = self._classes.documents
@@ -544,14 +519,10 @@ class ClassLayer(_Layer):
 # --- which of them --------------------------------------------------------------------------------
 
 
-Layer = TokenLayer | ClassLayer | AlikeLayer | SinkLayer
-"""Attention in the resolution of its tokens: moments of what it mixes, and the paths back."""
-
-
 def layer_of(
     leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
-) -> Layer:
-    """That layer.
+) -> Layer | SinkLayer:
+    """Attention in the resolution of its tokens: moments of what it mixes, and the paths back.
 
     Args:
         signal, memory: the tokens that ask and those attended to, which may be the same.
@@ -563,7 +534,7 @@ def layer_of(
 
 def _layer_of(
     leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
-) -> TokenLayer | ClassLayer | AlikeLayer:
+) -> Layer:
     (queries, tokens), spread = kernels, norm_variance(memory)
     if memory.resolved is True:
         return TokenLayer(leaf, law, queries, tokens, spread)

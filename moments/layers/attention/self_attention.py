@@ -7,6 +7,7 @@ and values all normalised, head by head (HybridNorm).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -229,7 +230,16 @@ class AttentionPullback:
         return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
 
     def _pulled(self, grad_in: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
-        return AttentionPulled(Gradient(grad_in, gradient.seq_len), self, gradient.kernel, sides)
+        grad_out = gradient.kernel
+        return AttentionPulled(
+            Gradient(grad_in, gradient.seq_len),
+            functools.partial(self.weights, grad_out, sides),
+            functools.partial(self.overlaps, grad_out),
+            self.response,
+            way=self,
+            grad_out=grad_out,
+            sides=sides,
+        )
 
     def _sent(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
         """Through the queries, through keys and values, and the paths."""
@@ -265,7 +275,12 @@ class AttentionPullback:
         result: Kernel = self.layer.summed(query)
         return result
 
-    def response(self, grad_out: Kernel) -> Kernel:
+    def overlaps(self, grad_out: Kernel) -> dict[str, Array]:
+        """As `Pulled.overlaps`."""
+        path = self.overlap_path(grad_out)
+        return overlap_gradients(self.leaf, self.law, self.signal, path)
+
+    def response(self) -> Kernel:
         """The query path of a gradient of ones."""
         result: Kernel = self.layer.response()
         return self._at_queries(result.scaled(self.gain))
@@ -294,23 +309,13 @@ class AttentionPullback:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class AttentionPulled(Pulled):
     """What attention sent back, the gradient received, and its paths."""
 
     way: AttentionPullback
     grad_out: Kernel
     sides: Any
-
-    def weights(self) -> dict[str, Array]:
-        return self.way.weights(self.grad_out, self.sides)
-
-    def overlaps(self) -> dict[str, Array]:
-        way = self.way
-        return overlap_gradients(way.leaf, way.law, way.signal, way.overlap_path(self.grad_out))
-
-    def response(self) -> Kernel:
-        return self.way.response(self.grad_out)
 
 
 def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
@@ -534,7 +539,31 @@ class NormalizedAttention(Leaf):
         factor = expected_pull(freedom, 1.0)
         share = plain.value_bias
         both = expected_pull(freedom, inner.correlation() * (1 - share) + share)
-        return output, _Pullback(back, back_norm, factor, both, gain, _size(signal))
+        factors = factor, both, gain, _size(signal)
+        return output, functools.partial(self._back, back, back_norm, factors)
+
+    def _back(
+        self,
+        attention: Pullback,
+        norm: Pullback,
+        factors: tuple[Any, Any, Any, float],
+        gradient: Gradient,
+    ) -> Pulled:
+        """The way back: through attention, and through the tokens' normalisation.
+
+        Args:
+            factors: what normalising values does to a token's gradient, and to that of two; gain of
+                the unnormalised values; the tokens' size.
+        """
+        factor, both, gain, size = factors
+        inner = attention(gradient)
+        kernel = inner.gradient.kernel.weighted(factor, both)
+        return Pulled(
+            norm(Gradient(kernel, gradient.seq_len)).gradient,
+            functools.partial(_rescaled, inner, factor / gain, size),
+            inner.overlaps,
+            functools.partial(_normed, inner, norm),
+        )
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -580,56 +609,21 @@ class NormalizedAttention(Leaf):
             SINGLE(attention.back_gain) * grad_out, None, grad_out
         )
         at_tokens = Gradient(kernel_of(grad_in), record.grad_out.seq_len)
-        normed = Elementwise.of(unit, signal, at_tokens, grad_in, False)
+        normed = Elementwise.of(unit, signal, at_tokens, grad_in)
         return Sequence((normed, attention))
 
 
-@dataclass(slots=True, eq=False)
-class _Pullback:
-    """The way back: through attention, and through the tokens' normalisation.
-
-    Attributes:
-        factor, both: what normalising values does to a token's gradient, and to that of two.
-        gain: of the unnormalised values.
-    """
-
-    attention: Pullback
-    norm: Pullback
-    factor: Any
-    both: Any
-    gain: Any
-    size: float
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        inner = self.attention(gradient)
-        kernel = inner.gradient.kernel.weighted(self.factor, self.both)
-        grad_in = self.norm(Gradient(kernel, gradient.seq_len)).gradient
-        return _Pulled(grad_in, self, inner)
+def _rescaled(inner: Pulled, values: Any, size: float) -> Mapping[str, Array]:
+    """What attention alone said of weights, to those of unnormalised values and tokens."""
+    result = dict(inner.weights())
+    for name in {"value", "value.bias"} & result.keys():
+        result[name] = result[name] * values
+    return {n: norm / size if n.endswith(".bias") else norm for n, norm in result.items()}
 
 
-@dataclass(slots=True, eq=False)
-class _Pulled(Pulled):
-    """What came back, and what attention alone said."""
-
-    way: _Pullback
-    inner: Pulled
-
-    def weights(self) -> Mapping[str, Array]:
-        way, result = self.way, dict(self.inner.weights())
-        for name in ("value", "value.bias"):
-            if name in result:
-                result[name] = result[name] * way.factor / way.gain
-        biased = {name for name in result if name.endswith(".bias")}
-        return {name: norm / way.size if name in biased else norm for name, norm in result.items()}
-
-    def overlaps(self) -> Mapping[str, Array]:
-        return self.inner.overlaps()
-
-    def response(self) -> Kernel | None:
-        result = self.inner.response()
-        if result is None:
-            return None
-        return self.way.norm(Gradient(result, self.gradient.seq_len)).gradient.kernel
+def _normed(inner: Pulled, norm: Pullback) -> Kernel | None:
+    result = inner.response()
+    return None if result is None else norm(inner.gradient.with_kernel(result)).gradient.kernel
 
 
 def _size(signal: Signal) -> float:

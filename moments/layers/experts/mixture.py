@@ -193,7 +193,54 @@ class Mixture(Leaf):
             notes=(*below, *self._notes(signal, at)),
             diagnostics={"logit_variance": at.logits},
         )
-        return output, MixturePullback(self, signal, inner, record, at, weight, sides)
+        return output, functools.partial(self._back, signal, inner, record, at, weight, sides)
+
+    def _back(
+        self,
+        signal: Signal,
+        inner: Signal,
+        record: Record,
+        at: Routed,
+        weight: Kernel,
+        sides: _Sides | None,
+        gradient: Gradient,
+    ) -> Pulled:
+        """The way back: through the experts, and through the router's logits.
+
+        dL/dz_e = sum_a (dg_a/dz_e) F_a.g has the covariance d G_ij K_ij N(r_ij), summed over
+        experts. What the gradient lacks along the output, it lacks along one of k equal experts by
+        its share 1/k; sums of dg_a/dz_e F_a over the chosen, which a common factor of gates does
+        not change, lie across the output. Of a pair either token lacks its own.
+        """
+        lacks = (1.0 - gradient.averaged().radial) / self.router.chosen
+        grad_out = Gradient(gradient.kernel * weight, gradient.seq_len, 1.0 - lacks)
+        with observed(_by_nobody):
+            record = record.backward(grad_out)
+        through, slopes = record.grad_in.kernel, at.slopes
+        if sides is not None:
+            back = sides.weighted(at.gates, "gates", "back")
+            off_diagonal = through.off_diagonal * ratio_or_zero(
+                back.off_diagonal, weight.off_diagonal
+            )
+            through = Kernel.joined(through.diagonal, off_diagonal, through.resolved)
+            slopes = sides.weighted(slopes, "slopes", "out")
+        logits = (gradient.kernel * inner.second_moment() * slopes).scaled(inner.width)
+        if self.router.normalised != "chosen":
+            one, two = logits.lift(1.0 - lacks)
+            logits = logits.weighted(one, two * two)
+        total = through + logits.scaled(self.router_variance)
+        weights = functools.partial(self._weights, signal, record, logits)
+        return Pulled(Gradient(total, gradient.seq_len), weights)
+
+    def _weights(self, signal: Signal, experts: Record, logits: Kernel) -> Values:
+        """Of all experts together, E of them, each with its share of the tokens: of the record of
+        one with the gradient of all, and of the gradient's kernel at the logits."""
+        result = {k: v for one in experts.leaves() for k, v in one.weights().items()}
+        overlap = (signal.second_moment() * logits).total(signal.seq_len)
+        result[self.name] = self.d_model * overlap
+        if self.has_bias:
+            result[f"{self.name}.bias"] = logits.total(signal.seq_len)
+        return result
 
     def _fluctuation(self, inner: Signal, at: Routed, weight: Kernel) -> Any:
         """Of experts' outputs, Gaussian features given what they sum over.
@@ -347,73 +394,6 @@ class _Sides(NamedTuple):
         if np.ndim(off_diagonal) == 0 and np.ndim(kernel.off_diagonal) == 0:
             off_diagonal = float(off_diagonal)
         return Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
-
-
-@dataclass(slots=True, eq=False)
-class MixturePullback:
-    """The way back: through the experts, and through the router's logits.
-
-    dL/dz_e = sum_a (dg_a/dz_e) F_a.g has the covariance d G_ij K_ij N(r_ij), summed over experts.
-    What the gradient lacks along the output, it lacks along one of k equal experts by its share
-    1/k; sums of dg_a/dz_e F_a over the chosen, which a common factor of gates does not change, lie
-    across the output. Of a pair either token lacks its own.
-    """
-
-    leaf: Mixture
-    signal: Signal
-    inner: Signal
-    record: Record
-    at: Routed
-    weight: Kernel
-    sides: _Sides | None
-
-    def __call__(self, gradient: Gradient) -> Pulled:
-        leaf, signal, at, sides = self.leaf, self.signal, self.at, self.sides
-        lacks = (1.0 - gradient.averaged().radial) / leaf.router.chosen
-        grad_out = Gradient(gradient.kernel * self.weight, gradient.seq_len, 1.0 - lacks)
-        with observed(_by_nobody):
-            record = self.record.backward(grad_out)
-        through, slopes = record.grad_in.kernel, at.slopes
-        if sides is not None:
-            back = sides.weighted(at.gates, "gates", "back")
-            off_diagonal = through.off_diagonal * ratio_or_zero(
-                back.off_diagonal, self.weight.off_diagonal
-            )
-            through = Kernel.joined(through.diagonal, off_diagonal, through.resolved)
-            slopes = sides.weighted(slopes, "slopes", "out")
-        given = self.inner.second_moment()
-        logits = (gradient.kernel * given * slopes).scaled(self.inner.width)
-        if leaf.router.normalised != "chosen":
-            one, two = logits.lift(1.0 - lacks)
-            logits = logits.weighted(one, two * two)
-        total = through + logits.scaled(leaf.router_variance)
-        grad_in = Gradient(total, gradient.seq_len)
-        return MixturePulled(grad_in, leaf, signal, record, logits)
-
-
-@dataclass(slots=True, eq=False)
-class MixturePulled(Pulled):
-    """What a mixture sent back.
-
-    Attributes:
-        experts: of one expert, with the gradient of all.
-        logits: kernel of the gradient at the logits, summed over experts.
-    """
-
-    leaf: Mixture
-    signal: Signal
-    experts: Record
-    logits: Kernel
-
-    def weights(self) -> Values:
-        """Of all experts together: E of them, each with its share of the tokens."""
-        result = {k: v for one in self.experts.leaves() for k, v in one.weights().items()}
-        tokens = self.signal.second_moment()
-        length = self.signal.seq_len
-        result[self.leaf.name] = self.leaf.d_model * (tokens * self.logits).total(length)
-        if self.leaf.has_bias:
-            result[f"{self.leaf.name}.bias"] = self.logits.total(length)
-        return result
 
 
 # --- how evenly tokens are routed in one draw ----------------------------------------------------

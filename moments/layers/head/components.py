@@ -5,14 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ...engine.classes import ClassMatrix, OneClass, PositionClasses, diagonal_of, one_class
 from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
-from ...engine.response import SINGLE, Around, GradientAdjoint, Response, SignalAdjoint
+from ...engine.response import (
+    SINGLE,
+    Around,
+    GradientAdjoint,
+    Matrix,
+    Response,
+    SignalAdjoint,
+    count_of,
+    kernel_of,
+    matrix_of,
+    total,
+)
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...formulas.activation import (
@@ -25,7 +35,7 @@ from ...formulas.algebra import NUMPY
 from ...formulas.linear import DROPOUT, LINEAR
 from ...model.head import Head
 from ...model.transformer import Transformer
-from ..elementary import Activation, Dropout, LawfulPullback, Linear
+from ..elementary import Activation, Dropout, Linear
 from ..normalization import DynamicTanh, FiniteNormalization
 
 
@@ -89,7 +99,7 @@ class HiddenActivation(Activation):
     that of f.
     """
 
-    def _sent(self, way: LawfulPullback, gradient: Gradient, kernel: Kernel) -> Gradient:
+    def _sent(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
         return gradient.with_kernel(kernel)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Any) -> dict[str, Any]:
@@ -160,145 +170,115 @@ class Pool(Leaf):
     before: int = 0
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        if not signal.resolved:
-            return self._alike(signal)
-        if signal.kernel.classes is not None:
-            return self._on_classes(signal, signal.kernel.classes)
-        weights = self.weights(signal.kernel.off_diagonal.shape[-1])
-        pooled = Kernel.of_matrix(weights @ signal.second_moment().off_diagonal @ weights.T)
-        output = _gaussian(pooled, signal)
-        if signal.centred is not None:
-            centred = weights @ signal.centred.off_diagonal @ weights.T
-            output = output.replace(centred=Kernel.of_matrix(centred))
-        return output, functools.partial(self._sent, signal.seq_len, weights)
+        kernel, way = signal.second_moment(), PoolWay.of(self, signal)
+        pooled, centred = way.pooled(kernel), None
+        if signal.centred is not None and signal.resolved is True:
+            centred = way.pooled(signal.centred)
+        norms = Fluctuation.of_gaussian(pooled, signal.width)
+        mean = 0.0 * pooled.diagonal
+        output = Signal(pooled, 1, mean, signal.width, fluctuation=norms, centred=centred)
+        return output, way
 
-    def _sent(self, seq_len: int, weights: np.ndarray, gradient: Gradient) -> Pulled:
-        grad_in = Kernel.of_matrix(weights.T @ gradient.kernel.off_diagonal @ weights)
-        return Pulled(Gradient(grad_in, seq_len))
-
-    def _on_classes(self, signal: Signal, classes: PositionClasses) -> tuple[Signal, Pullback]:
-        """Of equally long documents, each of which has one vector."""
-        tokens = signal.second_moment()
-        inside, *across = classes.blocks(tokens.diagonal, tokens.off_diagonal)
-        one, count = classes.inside, float(classes.inside.length)
-
-        def pooled(diagonal: Array, off_diagonal: Array) -> Array:
-            if self.kind == "first":
-                return diagonal[..., 0]
-            return (one.mean(diagonal) + (count - 1.0) * one.mean_of_pairs(off_diagonal)) / count
-
-        alone = pooled(*inside)
-        between = pooled(*across[0]) if across else 0.0 * alone
-        number = classes.length // one.length
-        matrix = np.where(np.eye(number) > 0.0, alone[..., None, None], between[..., None, None])
-        back = functools.partial(self._sent_on_classes, signal.seq_len, classes)
-        return _gaussian(Kernel.of_matrix(matrix), signal), back
-
-    def _sent_on_classes(
-        self, seq_len: int, classes: PositionClasses, gradient: Gradient
-    ) -> Pulled:
-        grad_out, one = gradient.kernel, classes.inside
-        size, count = len(one.nodes), float(one.length)
-
-        def grad_in(value: Array) -> tuple[Array, Array]:
-            if self.kind == "mean":
-                each = value[..., None] / count**2
-                ones = np.ones((size, size))
-                return each * ones[0], each[..., None] * ones
-            first = np.eye(1, size)[0]
-            return value[..., None] * first, np.zeros((*np.shape(value), size, size))
-
-        blocks = [grad_in(np.asarray(grad_out.mean_diagonal()))]
-        if len(classes.ends) > 1:
-            blocks.append(grad_in(np.asarray(grad_out.mean_off_diagonal())))
-        return Pulled(Gradient(Kernel(*classes.joined(*blocks), classes), seq_len))
-
-    def _alike(self, signal: Signal) -> tuple[Signal, Pullback]:
-        kernel, count = signal.second_moment(), len(self._tokens(signal.seq_len))
-        variance = (kernel.diagonal + (count - 1) * kernel.off_diagonal) / count
-        output = _gaussian(Kernel(variance, 0.0 * variance), signal)
-        return output, functools.partial(self._sent_alike, signal.seq_len, count)
-
-    def _sent_alike(self, length: int, count: int, gradient: Gradient) -> Pulled:
-        """Each of `count` tokens receives that part of it, averaged over all."""
-        each = gradient.kernel.diagonal / (count * length)
-        return Pulled(Gradient(Kernel(each, each * ((count - 1) / max(length - 1, 1))), length))
-
-    def _tokens(self, length: int) -> range:
+    def tokens(self, length: int) -> range:
         """The tokens that are averaged."""
         first = self.before if self.kind == "patches" else 0
         return range(first, {"first": 1, "before": self.before}.get(self.kind, length))
 
     def response(self, record: Record, around: Around) -> Response:
-        classes = record.input.kernel.classes
-        if not record.input.resolved:
-            kind = "first" if self.kind == "first" else "mean"
-            return _PooledClasses(kind, one_class(record.input.seq_len))
-        if classes is not None:
-            return _PooledClasses(self.kind, classes.of_one)
-        return _Pooled(self.weights(record.input.kernel.off_diagonal.shape[-1]))
+        return PoolWay.of(self, record.input)
 
     def weights(self, count: int) -> np.ndarray:
         """(sequences, count) with which tokens enter their sequence's vector."""
         length = count // self.sequences
         rows = np.zeros((self.sequences, self.sequences, length))
         each = np.arange(self.sequences)
-        real = np.isin(np.arange(length), self._tokens(length)) * np.ones((self.sequences, 1))
+        real = np.isin(np.arange(length), self.tokens(length)) * np.ones((self.sequences, 1))
         if self.real is not None and self.kind != "first":
             real = real * self.real
         rows[each, each] = real / real.sum(-1, keepdims=True)
         return rows.reshape(self.sequences, count)
 
 
-def _gaussian(pooled: Kernel, signal: Signal) -> Signal:
-    """One token per sequence; squared norms vary as those of independent Gaussian features."""
-    mean, norms = 0.0 * pooled.diagonal, Fluctuation.of_gaussian(pooled, signal.width)
-    return Signal(pooled, 1, mean, signal.width, fluctuation=norms)
-
-
 @dataclass(frozen=True)
-class _Pooled:
-    """One vector per sequence, by weights (sequences, tokens)."""
+class PoolWay:
+    """From tokens to one vector per sequence, and back: linear in kernels, so that what one does to
+    a signal it does to sensitivities to gradients, and the other to those to signals.
 
+    Attributes:
+        resolved: as the tokens' kernel.
+        weights: (sequences, tokens), by token.
+        length: tokens of a sequence.
+    """
+
+    pool: Pool
+    resolved: Any
     weights: Array
+    length: int
 
-    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
+    @classmethod
+    def of(cls, pool: Pool, signal: Signal) -> PoolWay:
+        by_token = signal.resolved is True
+        weights = pool.weights(signal.kernel.off_diagonal.shape[-1]) if by_token else None
+        return cls(pool, signal.resolved, weights, signal.seq_len)
+
+    def pooled(self, kernel: Kernel) -> Kernel:
+        classes = kernel.classes
+        if classes is None and kernel.resolved:
+            return Kernel.of_matrix(self.weights @ kernel.off_diagonal @ self.weights.T)
+        if classes is None:
+            count = len(self.pool.tokens(self.length))
+            variance = (kernel.diagonal + (count - 1) * kernel.off_diagonal) / count
+            return Kernel(variance, 0.0 * variance)
+        # equally long documents, each of which has one vector
+        inside, *across = classes.blocks(kernel.diagonal, kernel.off_diagonal)
+        one, count = classes.inside, classes.inside.length
+
+        def mean(diagonal: Array, off_diagonal: Array) -> Array:
+            if self.pool.kind == "first":
+                return diagonal[..., 0]
+            return (one.mean(diagonal) + (count - 1) * one.mean_of_pairs(off_diagonal)) / count
+
+        alone = mean(*inside)
+        between = mean(*across[0]) if across else 0.0 * alone
+        same = np.eye(classes.length // count) > 0.0
+        return Kernel.of_matrix(np.where(same, alone[..., None, None], between[..., None, None]))
+
+    def returned(self, kernel: Kernel) -> Kernel:
+        """To tokens alike each of those averaged its part, averaged over all."""
+        length, classes = self.length, self.resolved
+        if classes is True:
+            return Kernel.of_matrix(self.weights.T @ kernel.off_diagonal @ self.weights)
+        if classes is False:
+            count = len(self.pool.tokens(length))
+            each = kernel.diagonal / (count * length)
+            return Kernel(each, each * ((count - 1) / max(length - 1, 1)))
+        size, count = len(classes.inside.nodes), classes.inside.length
+        first = np.eye(1, size)[0]
+
+        def spread(value: Array) -> tuple[Array, Array]:
+            if self.pool.kind == "first":
+                return value[..., None] * first, np.zeros((*np.shape(value), size, size))
+            each = value[..., None] / count**2 + np.zeros(size)
+            return each, each[..., None] + np.zeros(size)
+
+        blocks = [spread(np.asarray(kernel.mean_diagonal()))]
+        if len(classes.ends) > 1:
+            blocks.append(spread(np.asarray(kernel.mean_off_diagonal())))
+        return Kernel(*classes.joined(*blocks), classes)
+
+    def __call__(self, gradient: Gradient) -> Pulled:
+        return Pulled(Gradient(self.returned(gradient.kernel), self.length))
+
+    def gradient_adjoint(self, sensitivity: Matrix) -> GradientAdjoint:
         none = np.zeros(sensitivity.shape[:-2])
-        onward = self.weights @ sensitivity @ self.weights.T
+        onward = matrix_of(self.pooled(kernel_of(sensitivity)), 1)
+        if not isinstance(self.resolved, bool) and self.pool.kind == "mean":
+            # counted as matrices on classes are
+            onward = total(sensitivity)[..., None, None] / count_of(sensitivity) ** 2
         return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
 
-    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        none = np.zeros(sensitivity.shape[:-2])
-        result = self.weights.T @ sensitivity @ self.weights
+    def signal_adjoint(self, sensitivity: Matrix, exposure: Any) -> SignalAdjoint:
+        none, classes = np.zeros(sensitivity.shape[:-2]), self.resolved
+        one = self if isinstance(classes, bool) else replace(self, resolved=classes.of_one)
+        result = matrix_of(one.returned(kernel_of(sensitivity)), self.length)
         return SignalAdjoint(result.astype(SINGLE), none, none)
-
-
-@dataclass(frozen=True)
-class _PooledClasses:
-    """One vector of a sequence on classes, of which tokens alike are one: their first token's
-    gradient is spread over all, whose fluctuations then average out."""
-
-    kind: str
-    classes: PositionClasses
-
-    def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
-        none = np.zeros(sensitivity.shape[:-2])
-        result = np.asarray(sensitivity.diagonal[..., 0])
-        if self.kind == "mean":
-            result = np.asarray(sensitivity.total() / self.classes.length**2)
-        onward: Any = result[..., None, None]
-        if isinstance(self.classes, OneClass):
-            onward = ClassMatrix(result[..., None], 0.0 * onward, one_class(1))
-        return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
-
-    def signal_adjoint(self, sensitivity: Any, exposure: Any) -> SignalAdjoint:
-        none, given = np.zeros(sensitivity.shape[:-2]), diagonal_of(sensitivity)[..., 0]
-        size = len(self.classes.nodes)
-        first = np.eye(1, size)[0] / self.classes.count[0]
-        diagonal, off_diagonal = given[..., None] * first, np.zeros((*given.shape, size, size))
-        if self.kind == "mean":
-            off_diagonal = off_diagonal + given[..., None, None] / self.classes.length**2
-            diagonal = off_diagonal[..., 0]
-        return SignalAdjoint(
-            ClassMatrix(diagonal, off_diagonal, self.classes).astype(SINGLE), none, none
-        )

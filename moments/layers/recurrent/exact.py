@@ -5,20 +5,22 @@ N the width of a head's keys and D its decays, of a head's output (no norm behin
 
     E y y' = scale^2 {N Q o R(K o V) + N (N - 1) m_q m_q' o R(m_k m_k' o V)},  R(H) = D H D^T,
 
-o entry by entry, and gradients go back by R^T(H) = D^T H D. Features of queries and keys have means
-where a SiLU made them. Derived here: second moments of products of independent features, exact for
-any width given Gaussian pre-activations.
+o entry by entry; gradients are its derivative. Features of queries and keys have means where a SiLU
+made them. Derived here: second moments of products of independent features, exact for any width
+given Gaussian pre-activations.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ...engine.state import Kernel, Signal, bind, evaluate
+from ...engine import laws
+from ...engine.derivative import plain, pullback
 from ...formulas.activation import activation_laws
 from ...model.mixers import LinearAttention, ShortConvolution
 from .drawn import Back, DrawnHeads
@@ -27,12 +29,43 @@ from .mixers import DrawnLinearHeads as Heads
 Array = Any
 
 
-class GatedConvolution:
-    """q * conv(k * v): what enters and leaves, as `drawn.DrawnHeads`.
+class _Closed:
+    """What enters and leaves, as `drawn.DrawnHeads`, of a law.
 
-    The product's kernel is q's times sum_a tap_variance (K o V)_{t-a,t'-a}: taps are independent,
-    so that two lags have nothing in common.
+    Attributes:
+        widths: features by name of what reads the input.
+        width: of the output.
+        own: names of parameters that multiply no input.
     """
+
+    widths: Mapping[str, int]
+    width: int
+    own: tuple[str, ...] = ()
+
+    def __init__(self, kernel: Array, gains: Mapping[str, float], varies: Array) -> None:
+        self.entering = [kernel * gains[name] for name in self.widths]
+        self.varies = gains["key"] * gains["value"] * varies
+
+    def law(self, *given: Array) -> Array:
+        """(L, L) of what leaves, from the pre-activations' in the order of `widths`, and by how
+        much the covariance of parameters in `own` exceeds their variance."""
+        raise NotImplementedError
+
+    def forward(self) -> Array:
+        return self.law(*self.entering, *(0.0 for _ in self.own))
+
+    def backward(self, grad_out: Array, *_: Array) -> Back:
+        _, pull = pullback(self.law, *self.entering, *(0.0 for _ in self.own))
+        sent = pull(grad_out * float(self.width))
+        sizes = zip(self.widths.items(), sent, strict=False)
+        kernels = {name: one / width for (name, width), one in sizes}
+        rest = sent[len(self.widths) :]
+        return Back(kernels, {n: float(one) for n, one in zip(self.own, rest, strict=True)})
+
+
+class GatedConvolution(_Closed):
+    """q * conv(k * v): its kernel is q's times sum_a tap_variance (K o V)_{t-a,t'-a}, as taps are
+    independent, so that two lags have nothing in common."""
 
     def __init__(
         self,
@@ -44,16 +77,18 @@ class GatedConvolution:
         varies: Array = 0.0,
     ) -> None:
         self.block, self.width = block, width
-        self.query, self.key, self.value = (kernel * gains[k] for k in ("query", "key", "value"))
+        self.widths = dict.fromkeys(("query", "key", "value"), width)
+        self.own = ("mixer.taps", "mixer.taps.bias") if block.bias else ("mixer.taps",)
+        super().__init__(kernel, gains, varies)
         length = len(kernel) // sequences
         one = [np.eye(length, k=-a) for a in range(min(block.kernel, length))]
         self.shifts = [np.kron(np.eye(sequences), shift) for shift in one]
-        product = self.key * self.value + gains["key"] * gains["value"] * varies
-        self.moved = [shift @ product @ shift.T for shift in self.shifts]
-        self.mixed = block.tap_variance * sum(self.moved)
 
-    def forward(self) -> Array:
-        return self.query * self.mixed
+    def law(self, *given: Array) -> Array:
+        query, key, value, taps, *bias = given
+        product = key * value + self.varies
+        moved = sum(shift @ product @ shift.T for shift in self.shifts)
+        return query * ((self.block.tap_variance + taps) * moved + sum(bias))
 
     @property
     def norms(self) -> Array:
@@ -68,19 +103,6 @@ class GatedConvolution:
         independent entries."""
         return 2.0 / self.width * self.forward() ** 2
 
-    def backward(self, grad_out: Array, *_: Array) -> Back:
-        block, inner = self.block, grad_out * self.query
-        at_product = sum(shift.T @ inner @ shift for shift in self.shifts) * block.tap_variance
-        kernels = {
-            "query": grad_out * self.mixed,
-            "key": self.value * at_product,
-            "value": self.key * at_product,
-        }
-        own = {"mixer.taps": self.width * float(sum((inner * one).sum() for one in self.moved))}
-        if block.bias:
-            own["mixer.taps.bias"] = self.width * float(inner.sum())
-        return Back(kernels, own)
-
 
 UNSTEADY = 0.1
 """Variance of two tokens' overlap over its mean square beyond which a note is made."""
@@ -92,7 +114,7 @@ UNSTEADY_NOTED = (
 )
 
 
-class LinearHeads:
+class LinearHeads(_Closed):
     """Linear attention without a norm and without decays that the input sets."""
 
     def __init__(
@@ -104,13 +126,11 @@ class LinearHeads:
         varies: Array = 0.0,
     ) -> None:
         self.block, self.given = block, (kernel, gains, sequences)
-        assert block.scale is not None
-        self.square = block.scale**2
-        of = {
-            name: moments_of(block.feature_map, kernel * gains[name])
-            for name in ("query", "key", "value")
-        }
-        self.of = of
+        self.width = block.d_value
+        self.widths = {"query": block.d_key, "key": block.d_key, "value": block.d_value}
+        if block.gate is not None:
+            self.widths["mixer_gate"] = block.d_value
+        super().__init__(kernel, gains, varies)
         length = len(kernel) // sequences
         lag = np.subtract.outer(np.arange(length), np.arange(length))
         decays = dict.fromkeys((1.0,), 1.0) if block.decays is None else {}
@@ -120,29 +140,12 @@ class LinearHeads:
             (share, np.kron(np.eye(sequences), one ** np.maximum(lag, 0) * (lag >= 0)))
             for one, share in decays.items()
         ]
-        one, means = of["key"][0] * of["value"][0], np.outer(of["key"][2], of["key"][2])
         unsteady = np.mean(varies) > UNSTEADY * np.mean(kernel * kernel)
         self.notes = (UNSTEADY_NOTED,) if unsteady else ()
-        if block.feature_map == "identity":
-            one = one + gains["key"] * gains["value"] * varies
-        self.mixed = self._mean(one)
-        self.together = self._mean(means * of["value"][0]) if np.any(means) else 0.0 * one
-        self.gate = (
-            None if block.gate is None else moments_of(block.gate, kernel * gains["mixer_gate"])
-        )
 
     def _mean(self, kernel: Array) -> Array:
         """R, over heads."""
         return sum(share * (decay @ kernel @ decay.T) for share, decay in self.heads)
-
-    def _back(self, kernel: Array) -> Array:
-        return sum(share * (decay.T @ kernel @ decay) for share, decay in self.heads)
-
-    def _summed(self) -> Array:
-        block, (query, _, mean) = self.block, self.of["query"]
-        width = block.d_key
-        result = query * self.mixed + (width - 1) * np.outer(mean, mean) * self.together
-        return self.square * width * result
 
     @property
     def norms(self) -> Array:
@@ -160,44 +163,26 @@ class LinearHeads:
         drawn.forward()
         return drawn
 
-    def forward(self) -> Array:
-        return self._summed() * (1.0 if self.gate is None else self.gate[0])
-
-    def backward(self, grad_out: Array, *_: Array) -> Back:
-        block = self.block
-        (query, at_query, query_mean), (key, at_key, key_mean), (value, at_value, _) = (
-            self.of[name] for name in ("query", "key", "value")
-        )
-        kernels = {}
-        if self.gate is not None:
-            kernels["mixer_gate"] = grad_out * self._summed() * self.gate[1]
-            grad_out = grad_out * self.gate[0]
-        square = self.square
-        back = self._back(grad_out * query)
-        together = self._back(grad_out * np.outer(query_mean, query_mean))
-        values = key * back + (block.d_key - 1) * np.outer(key_mean, key_mean) * together
-        kernels |= {
-            "value": square * block.d_key * values * at_value,
-            "key": square * block.d_value * value * back * at_key,
-            "query": square * block.d_value * grad_out * self.mixed * at_query,
-        }
-        return Back(kernels, {})
+    def law(self, *given: Array) -> Array:
+        block, width = self.block, self.block.d_key
+        assert block.scale is not None
+        with laws.evaluating(laws.Layout(True), float(getattr(given[0], "level", math.inf))):
+            query, key, value = (_function(block.feature_map, x) for x in given[:3])
+            gate = 1.0 if block.gate is None else _function(block.gate, given[3])
+        varies = self.varies if block.feature_map == "identity" else 0.0
+        result = query * self._mean(key * value + varies)
+        if block.feature_map != "identity":
+            of_query, of_key = (_means(block.feature_map, x) for x in given[:2])
+            result = result + (width - 1) * of_query * self._mean(of_key * value)
+        return block.scale**2 * width * result * gate
 
 
-def moments_of(function: str, kernel: Array) -> tuple[Array, Array, Array]:
-    """Second moments of f(x), E f' f', and means, for Gaussian x of an (L, L) kernel."""
-    if function == "identity":
-        return kernel, np.ones_like(kernel), np.zeros(len(kernel))
-    signal = Signal(Kernel.of_matrix(kernel), len(kernel), mean=np.zeros(len(kernel)))
-    laws = activation_laws(function).under("refined")
-    one, two = bind(signal, {"grad_variance": 1.0, "grad_covariance": 1.0})
-    values = {
-        name: evaluate(laws[name], signal.algebra, two if "co" in name else one)
-        for name in ("mean", "variance", "covariance", "grad_variance", "grad_covariance")
-    }
-    moment, slope = (
-        Kernel.joined(values[single], values[pair], True).off_diagonal + 0.0 * kernel
-        for single, pair in (("variance", "covariance"), ("grad_variance", "grad_covariance"))
-    )
-    mean = values["mean"] + np.zeros(len(kernel))
-    return moment + np.outer(mean, mean), slope, mean
+def _function(name: str, x: Array) -> Array:
+    """E f(u) f(u') of Gaussian u of moments x."""
+    return x if name == "identity" else laws.activation(name, x)
+
+
+def _means(name: str, x: Array) -> Array:
+    """E f(u) E f(u'), which no covariance changes."""
+    mean = np.asarray(activation_laws(name).law("mean")(x_variance=np.diagonal(plain(x))))
+    return np.outer(mean, mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -120,7 +121,7 @@ class Mixer(Leaf):
         # Pairs of tokens are moved together, each answering for itself.
         few = replace(self, draws=BAND_DRAWS)
         grad_out, grad_in = around.grad_out(record), record.grad_out
-        return Elementwise.of(few, record.input, grad_in, grad_out, False)
+        return Elementwise.of(few, record.input, grad_in, grad_out)
 
 
 @dataclass(slots=True, eq=False)
@@ -148,23 +149,16 @@ class _Way:
             for one in backs
         ]
         kernel = Kernel.of_matrix(np.stack(grad_in).reshape(shape))
-        return _Pulled(gradient.with_kernel(kernel), self, backs)
+        weights = functools.partial(self._weights, backs)
+        return Pulled(gradient.with_kernel(kernel), weights)
 
-
-@dataclass(slots=True, eq=False)
-class _Pulled(Pulled):
-    """What a mixer sent back."""
-
-    way: _Way
-    backs: list[Back]
-
-    def weights(self) -> Mapping[str, Array]:
+    def _weights(self, backs: list[Back]) -> Mapping[str, Array]:
         # dW = sum_t dp_t x_t^T: E|dW|^2 = d_model rows sum_tt' E dp_t dp_t' E x_t x_t'
-        leaf, pairs = self.way.leaf, self.way.tokens.off_diagonal
+        leaf, pairs = self.leaf, self.tokens.off_diagonal
         shape = np.shape(pairs)[:-2]
         flat = pairs.reshape(-1, *np.shape(pairs)[-2:])
         norms: dict[str, list[float]] = {}
-        for back, tokens in zip(self.backs, flat, strict=True):
+        for back, tokens in zip(backs, flat, strict=True):
             sizes = {
                 of.name: of.fan_in * of.rows * float((back.kernels[of.name] * tokens).sum())
                 for of in leaf.inward

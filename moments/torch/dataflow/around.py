@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import optional
+import torch
+from torch import Tensor
+
 from .graph import VIEWS, Node
 from .stream import StreamReader, SumChain
 from .units import LinearUnit, Norm, multiple, multiple_or_cap
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
 
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 SINUSOIDAL = 0.5
@@ -50,7 +48,8 @@ class Before:
 
 @dataclass
 class After:
-    """What follows the last layer; `factor` narrows what the matrix to the logits reads."""
+    """What follows the last layer; `factor` narrows what the matrix to the logits reads, `scaled`:
+    whether what multiplies the logits was read."""
 
     transform: LinearUnit | None = None
     factor: LinearUnit | None = None
@@ -58,6 +57,7 @@ class After:
     norm: Norm | None = None
     matrix: LinearUnit | None = None
     scale: float = 1.0
+    scaled: bool = False
     softcap: float | None = None
     dropout: float = 0.0
     pool: str | None = None
@@ -327,6 +327,7 @@ def _logits(stream: StreamReader, found: After) -> None:
                     waiting.append(end)
             elif name in ("view", "_unsafe_view", "clone", "alias"):
                 waiting.append(output)
+    found.scaled = True
     if end == made:
         return
     x = 30 * read.draw(made)
@@ -334,6 +335,7 @@ def _logits(stream: StreamReader, found: After) -> None:
         x.double(), lambda size: graph.run({made: size * x}, end)[0].reshape(x.shape)
     )
     if slope is None:
+        found.scaled = False
         found.doubts.append("what is made of the logits is neither a factor nor a cap")
     elif found.softcap == 1:  # a pooler's activation
         found.matrix = found.softcap = None

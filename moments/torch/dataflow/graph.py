@@ -12,15 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...errors import optional
-from ..hook_points import Side
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_flatten, tree_map
+from ..roles import Side
 
 _VIEWS = (
     "view _unsafe_view reshape _reshape_alias t transpose permute expand unsqueeze squeeze slice "

@@ -6,17 +6,14 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ...errors import optional
+import torch
+from torch import Tensor
+
 from ...prediction.draws import STREAM
-from ..hook_points import HookPoint, ModuleBranch, SubmoduleTensor, WeightPart
-from ..roles import Role
+from ..roles import HookPoint, ModuleBranch, Role, SubmoduleTensor, WeightPart
 from .graph import VIEWS, Graph, filled
 from .stream import BranchUnit, SumChain
 from .units import LinearUnit, Norm
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
 
 MOST = 1 << 25
 """Entries of a matrix beyond which only its plain forms are followed, entry by entry."""

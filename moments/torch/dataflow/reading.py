@@ -13,29 +13,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from ...errors import DomainError, MomentsError, optional
+from ...errors import DomainError, MomentsError
 from ...model.embedding import Embedding
 from ...model.head import Head
 from ...model.patches import PatchEmbedding
 from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
-from ..hook_points import ENCODER, BlockSum, HookPoint, ModuleBranch, Sums
-from ..roles import ModuleRoles, Role, gathered_names, gathered_pattern
+from ...simulation.collector import squared_norm
+from ..roles import (
+    ENCODER,
+    BlockSum,
+    HookPoint,
+    ModuleBranch,
+    ModuleRoles,
+    Role,
+    Sums,
+    gathered_names,
+    gathered_pattern,
+)
 from ..running import in_mode, kept_buffers, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
 from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
 from .stream import ORDER, BranchUnit, StreamReader, SumChain
 from .units import RotationUnit, close
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils._pytree import tree_map
-
-    from ...simulation.collector import squared_norm
 
 TOKENS = 12
 """Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
@@ -74,6 +80,8 @@ class ModuleReading:
         sums: what every block's residual sum is.
         ahead: whether any layer of a single stack sees later tokens; None where that is not known.
         unused: parameters that nothing reads.
+        logit_scale: what multiplies the logits, behind the final norm and behind their matrix; None
+            where that could not be read.
     """
 
     model: Transformer | None
@@ -93,6 +101,7 @@ class ModuleReading:
     sums: Sums = field(default_factory=dict)
     ahead: bool | None = None
     unused: tuple[str, ...] = ()
+    logit_scale: float | None = None
 
 
 @made_at_hand
@@ -507,6 +516,7 @@ class _Reading:
             unlayered=tuple(dict.fromkeys(self.unlayered)),
             ahead=not all(a.causal for a in looking) if alone and looking else None,
             unused=unused,
+            logit_scale=main.after.scale if main.after.scaled else None,
             sums={
                 (stack.prefix, n, unit.name): self._sum(stack.placements[n - 1], n, unit)
                 for stack in stacks
@@ -826,7 +836,7 @@ class _Reading:
         fields["parallel_norms"] = 2 if apart else 1
         fields |= self._norm_fields(stack) | self._scales(stack)
         fields |= self._positions(attentions, stack)
-        temperatures = [_near(a.temperature) for a in attentions]
+        temperatures = [near(a.temperature) for a in attentions]
         fields["temperature"] = one_or_all(temperatures)
         fields["weights"], fields["biases"] = self._weights(stack)
         windows = self._windows(stack, [a.window for a in attentions])
@@ -1022,7 +1032,7 @@ class _Reading:
             token_variance=self._table(tables["token"]),
             position_variance=0.0 if sines else added["position"],
             segment_variance=added["segment"],
-            scale=_near(found.scale),
+            scale=near(found.scale),
             positions="sinusoidal" if sines else "learned",
             padding_id=padding,
             factor_dim=None if factor is None else self.graph.tensor(factor.read).shape[-1],
@@ -1033,7 +1043,7 @@ class _Reading:
 
     def _head(self, stack: _Stack, fields: Mapping[str, Any]) -> Head | None:
         found, final = stack.after, stack.chain.final
-        gain = 1.0 if final is None else _near(final.gain)
+        gain = 1.0 if final is None else near(final.gain)
         if stack.prefix:
             return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=found.dropout)
         if found.matrix is None or found.doubts:
@@ -1072,7 +1082,7 @@ class _Reading:
             norm=final is not None,
             norm_gain=gain,
             dropout=found.dropout,
-            output_scale=_near(found.scale),
+            output_scale=near(found.scale),
             bias=bool(found.matrix.biases),
             logit_softcap=found.softcap,
             loss=loss,
@@ -1143,7 +1153,7 @@ def _squares(
     return {key: total / count for key, (total, count) in sums.items()}
 
 
-def _near(value: float) -> float:
+def near(value: float) -> float:
     """1 where a number is 1 to rounding, else its leading digits."""
     return 1.0 if abs(value - 1) < EXACT else float(f"{value:.6g}")
 

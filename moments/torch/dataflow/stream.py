@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ...errors import optional
+import torch
+from torch import Tensor
+
 from ...model.positions import alibi_slopes
 from .graph import VIEWS, Graph, Node, reach_of
 from .units import (
@@ -21,10 +23,6 @@ from .units import (
     multiple_or_cap,
     named,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
 
 HIDDEN = -5e3
 """What is added to a logit that is meant to vanish is below this."""
@@ -131,14 +129,8 @@ class StreamReader:
 
     def _nearest(self, end: int, root: int, tips: list[int]) -> int:
         """Of what a sum's term passes unchanged but for factors, the last that the others read."""
-        value = end
-        while value != root and not all(self.graph.rests_on(tip, value) for tip in tips):
-            node = self.graph.producer(value)
-            below = None if node is None else self.read.below(node, scaled=True)
-            if below is None:
-                return root
-            value = below
-        return value
+        reads = (v for v in self.read.way(end) if all(self.graph.rests_on(t, v) for t in tips))
+        return next(reads, root)
 
     def _terms(self, node: Node) -> tuple[dict[int, int], set[int]]:
         """What a sum adds, sums in it that nothing else reads taken apart; the nodes of these.
@@ -154,8 +146,8 @@ class StreamReader:
                 continue
             root = read.up(value)
             made = graph.producer(root)
-            alone = self._alone(value, root)
-            if made is not None and made.name.rstrip("_") == "add" and alone:
+            alone = (len(graph.values[v].consumers) == 1 for v in read.way(value))
+            if made is not None and made.name.rstrip("_") == "add" and all(alone):
                 more, deeper = self._terms(made)
                 if len(more) > 1:
                     terms |= more
@@ -163,19 +155,6 @@ class StreamReader:
                     continue
             terms[root] = value
         return terms, used
-
-    def _alone(self, value: int, root: int) -> bool:
-        """Whether one operation alone reads every value from a root to here."""
-        while True:
-            if len(self.graph.values[value].consumers) != 1:
-                return False
-            if value == root:
-                return True
-            node = self.graph.producer(value)
-            assert node is not None
-            below = self.read.below(node, scaled=True)
-            assert below is not None
-            value = below
 
     # --- chains ------------------------------------------------------------------------------
 

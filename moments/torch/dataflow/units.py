@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ...errors import optional
+import torch
+from torch import Tensor
+
 from ...formulas.activation import activation_names
+from ...simulation.functions import activation
 from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, Ref, filled
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
-
-    from ...simulation.functions import activation
 
 EXACT = 2e-3
 """Relative deviation below which a stretch computes what it is taken for (float32, some
@@ -179,14 +176,20 @@ class GraphReader:
                 return drop_prob, size < self.graph.tensor(alive[0]).numel()
         return None
 
+    def way(self, value: int, *, scaled: bool = True) -> Iterator[int]:
+        """A value, and back over views, dropouts and, if `scaled`, factors, to what makes it."""
+        below: int | None = value
+        while below is not None:
+            yield below
+            value, node = below, self.graph.producer(below)
+            below = None if node is None else self.below(node, scaled=scaled)
+            if node is not None and node.outputs[0] != value and node.name not in VIEWS:
+                return
+
     def up(self, value: int, *, scaled: bool = True) -> int:
-        """Back over views, dropouts and, if `scaled`, factors, to what makes a value."""
-        while (node := self.graph.producer(value)) is not None:
-            below = self.below(node, scaled=scaled)
-            if below is None or (node.outputs[0] != value and node.name not in VIEWS):
-                return value
-            value = below
-        return value
+        """What makes a value, behind views, dropouts and, if `scaled`, factors."""
+        *_, root = self.way(value, scaled=scaled)
+        return root
 
     def below(self, node: Node, *, scaled: bool) -> int | None:
         """What a node passes on, if that is all it does."""

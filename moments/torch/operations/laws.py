@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...errors import optional
+import torch
+from torch import Tensor
+
 from .variables import (
     Blend,
     Combination,
@@ -30,10 +32,6 @@ from .variables import (
     Variable,
     gathered,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
 
 F64 = torch.float64
 ORDER = 48

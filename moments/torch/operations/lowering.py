@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...errors import optional
+import torch
+from torch import Tensor
+from torch.nn import functional
+
 from ..dataflow.graph import PRODUCTS, VIEWS, Graph, Node, Ref
-from .labels import flipped, flipped_shape, joined, of_rows, varies
 from .laws import F64, Laws
 from .sampling import Sampler, again
 from .variables import (
@@ -38,14 +40,14 @@ from .variables import (
     blend,
     combination,
     curve_of,
+    flipped,
+    flipped_shape,
     holds_sampled,
+    joined,
     number,
+    of_rows,
+    varies,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
-    from torch.nn import functional
 
 _COPIES_NAMES = (
     "repeat index_select index gather roll flip unfold as_strided narrow embedding diagonal "
@@ -98,8 +100,9 @@ _REDUCTIONS = ("mean", "sum", "var", "std", "linalg_vector_norm", "var_mean", "n
 _SUMS = ("add", "sub", "rsub", "mul", "div", "neg")
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm")
 
-MOST_PLACES = 1500
-"""Sites of a variable beyond which it is not followed: a covariance of two has as many squared."""
+PLACES = 1500
+"""Sites of a variable beyond which it is not followed, unless more is asked for: a covariance of
+two has as many squared, of 8 bytes each."""
 
 _FEW = 8
 """Entries below which a parameter counts as numbers: scalars on the stream, lambdas."""
@@ -116,6 +119,7 @@ class Lowering:
         graph: the pass.
         draws, seed: of the sampler.
         wider: by parameter and axis, how many times more entries it stands for.
+        places: sites of a variable beyond which it is not followed.
 
     Attributes:
         states: of every value.
@@ -124,12 +128,18 @@ class Lowering:
         sampled: names of operations that are sampled, with how often.
         chosen: places that the batch chose, which are those of the recorded pass, with the roots of
             what they were chosen by.
+        tied: tables that a matrix behind them is, too.
     """
 
     def __init__(
-        self, graph: Graph, draws: int, seed: int, wider: Mapping[str, tuple[float, ...]]
+        self,
+        graph: Graph,
+        draws: int,
+        seed: int,
+        wider: Mapping[str, tuple[float, ...]],
+        places: int = PLACES,
     ) -> None:
-        self.graph, self.wider = graph, wider
+        self.graph, self.wider, self.places = graph, wider, places
         self.states: dict[int, State] = {}
         self.parts = Parts()
         self.sampler = Sampler(graph, self.states, draws, seed)
@@ -138,6 +148,7 @@ class Lowering:
         self.sampled: Counter[str] = Counter()
         self.lost: set[int] = set()
         self.chosen: dict[int, frozenset[object]] = {}
+        self.tied: set[str] = set()
         for index, value in enumerate(graph.values):
             if value.producer is not None:
                 continue
@@ -158,8 +169,8 @@ class Lowering:
         try:
             made = self._made(node, name, states)
             for state in made:
-                if isinstance(state, Field) and state.variable.sites > MOST_PLACES:
-                    raise Unlowered(f"{state.variable.sites} places, {MOST_PLACES} at most")
+                if isinstance(state, Field) and state.variable.sites > self.places:
+                    raise Unlowered(f"{state.variable.sites} places, {self.places} at most")
         except Unlowered as reason:
             made = self._unknown(node, name, str(reason))
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
@@ -1069,6 +1080,8 @@ class Lowering:
             key = (w.root, used.numpy().tobytes())
         read = source, known, columns
         more = self._more(w)
+        if source is not None and w.root in source.roots:
+            self.tied.add(w.root)
         fresh = _product(w, key, (sites, _count(feature)), *read, matrix, more)
         return Field(fresh, site, feature)
 

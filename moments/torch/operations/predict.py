@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from ...errors import MomentsError, domain_error, optional
+from ...errors import MomentsError, domain_error
 from ...files import as_frame, plain
 from ...formulas.checks import NONNEGATIVE, check_count, check_number
 from ...layers.head.cross_entropy import softmax_expectations
@@ -21,13 +24,8 @@ from ..dataflow.graph import Graph
 from ..dataflow.reading import recorded
 from ..running import built, made_at_hand
 from .laws import F64, Replicas
-from .lowering import Lowering
+from .lowering import PLACES, Lowering
 from .variables import Field, Sampled, Variable
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor, nn
-    from torch.utils._pytree import tree_flatten
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -166,6 +164,8 @@ def predict(
     grad_variance: float = 1.0,
     draws: int = 24,
     seed: int = 0,
+    tokens: int = TOKENS,
+    places: int = PLACES,
 ) -> ModulePrediction:
     """Predict every operation of a module from one recorded pass and its parameters' variances.
 
@@ -175,13 +175,17 @@ def predict(
 
     Args:
         module: an nn.Module, or a factory of one that takes a seed.
-        batch: what it reads, as in `moments.torch.measure`: its first `TOKENS` tokens of one
-            sequence; None: random input, where the module says what it takes.
+        batch: what it reads, as in `moments.torch.measure`: the first tokens of one sequence; None:
+            random input, where the module says what it takes.
         loss: "cross-entropy" of the next token, where the module gives logits (batch, tokens,
             vocabulary) of token ids; None: an independent gradient at every entry of its output.
         grad_variance: of that gradient.
         draws: of what has no law.
         seed: of these draws.
+        tokens: of the batch that are followed.
+        places: of a tensor (tokens, pairs of tokens, pixels) up to which it is followed. A
+            covariance takes 8 places^2 bytes, of hundreds of tensors, and drawing 10 places^3
+            operations: 4096, 64 tokens of pairs, take gigabytes and minutes.
 
     Returns:
         A ModulePrediction: `table()`, `to_frame()` by submodule, `operations_frame()`,
@@ -195,7 +199,8 @@ def predict(
         raise domain_error("loss", loss, "'cross-entropy' or None")
     grad_variance = check_number("grad_variance", grad_variance, NONNEGATIVE)
     draws, seed = check_count("draws", draws), check_count("seed", seed, least=0)
-    done = lowered(built(module, seed), batch, loss, grad_variance, draws, seed)
+    sizes = {"tokens": check_count("tokens", tokens), "places": check_count("places", places)}
+    done = lowered(built(module, seed), batch, loss, grad_variance, draws, seed, **sizes)
     return summary(done, draws)
 
 
@@ -263,6 +268,8 @@ def lowered(
     draws: int = 24,
     seed: int = 0,
     wider: Mapping[str, tuple[float, ...]] | None = None,
+    tokens: int = TOKENS,
+    places: int = PLACES,
 ) -> Lowered:
     """Record a pass, make variables of it, and carry a gradient back; arguments as of `predict`.
 
@@ -278,10 +285,10 @@ def lowered(
     with _spelled_out(module):
         batched = any(isinstance(p, nn.modules.batchnorm._BatchNorm) for p in module.modules())
         rows = NORMED_ROWS if batched else ROWS
-        graph = recorded(module, batch, rows=rows, tokens=TOKENS)
+        graph = recorded(module, batch, rows=rows, tokens=tokens)
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            lowering = Lowering(graph, draws, seed, wider or {})
+            lowering = Lowering(graph, draws, seed, wider or {}, places)
             return _carried_back(lowering, loss, grad_variance)
     except RuntimeError as error:  # shapes of another draw
         if routed := graph.routed():
@@ -396,6 +403,11 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
         for one, other in sorted(lowering.laws.left_out)
     ]
+    if tied := lowering.tied:
+        notes.append(
+            f"{', '.join(sorted(tied))}: a table and a matrix behind it; a token's own logit is "
+            "taken as any other (mean squares of logits up to half, gradients up to twice)"
+        )
     if lowering.chosen:
         notes.append("rows that experts take are those that this pass chose for them")
     tokens = next((v.tensor.shape[1] for v in graph.values if v.live and v.tensor.ndim > 1), 0)

@@ -10,7 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import optional
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
 from ..dataflow.graph import Graph, Node, filled
 from .laws import F64, Laws, Replicas
 from .variables import (
@@ -29,11 +32,6 @@ from .variables import (
     Weights,
     gathered,
 )
-
-with optional("torch", "torch"):
-    import torch
-    from torch import Tensor
-    from torch.utils._pytree import tree_flatten
 
 
 def again(

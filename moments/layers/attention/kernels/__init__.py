@@ -9,7 +9,7 @@ exchangeable logits, the reference of both.
 Start with `attention`, then `closure`.
 """
 
-from .attention import HeadAverage, KernelAttention, Paths
+from .attention import KernelAttention, Paths
 from .logits import Rotation
 
-__all__ = ["HeadAverage", "KernelAttention", "Paths", "Rotation"]
+__all__ = ["KernelAttention", "Paths", "Rotation"]

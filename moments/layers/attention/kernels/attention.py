@@ -1,7 +1,5 @@
 """Softmax attention on an arbitrary token kernel, at initialisation.
 
-Heads whose logits differ: their average.
-
 See docs/theory/attention.md.
 """
 
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -107,28 +104,17 @@ class KernelAttention:
                 `forward`, which without dropout it would raise by itself everywhere.
 
         Raises:
-            DomainError: an argument of the wrong shape or outside its range.
+            DomainError: a kernel that is no square matrix, or what is not finite.
         """
         self.kernel = square("kernel", kernel)
         keys = self.kernel if key_kernel is None else square("key_kernel", key_kernel)
         queries = keys if query_kernel is None else square("query_kernel", query_kernel)
-        if keys.shape != self.kernel.shape:
-            raise domain_error("key_kernel", keys.shape, f"of shape {self.kernel.shape}")
-        for name, one in (("kernel", keys), ("query_kernel", queries)):
-            if np.any(np.diag(one) < 0.0):
-                raise domain_error(name, float(np.diag(one).min()), "at least 0 on its diagonal")
         if not 0.0 <= logit_scale < math.inf:
             raise domain_error("logit_scale", logit_scale, "finite and at least 0")
-        if not 0.0 <= drop_prob < 1.0:
-            raise domain_error("drop_prob", drop_prob, "a probability in [0, 1)")
-        for name, width in (("d_model", d_model), ("d_head", d_head)):
-            if not width >= 1.0:
-                raise domain_error(name, width, "a width of at least 1")
-        for name, share in (("norm_spread", norm_spread), ("value_bias", value_bias)):
-            if not 0.0 <= share < math.inf:
-                raise domain_error(name, share, "finite and at least 0")
-        self.allowed = mask = mask_of(allowed, (len(queries), len(keys)))
-        offset = None if bias is None else bias_of(bias, mask)
+        if allowed is None:
+            allowed = np.ones((len(queries), len(keys)), bool)
+        self.allowed = np.asarray(allowed, bool)
+        offset = None if bias is None else np.asarray(bias, dtype=np.float64)
         self.drop_prob = float(drop_prob)
         # Queries and keys without any size still receive gradients: the limit of small ones.
         of_queries = np.diag(queries)
@@ -140,7 +126,7 @@ class KernelAttention:
             queries + np.diag(small) if np.any(small) else queries,
             keys,
             self.kernel,
-            prior_weights(mask, offset),
+            prior_weights(self.allowed, offset),
             max(float(logit_scale), least),
             offset is not None,
             rotation,
@@ -277,67 +263,3 @@ def square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:
     if not np.all(np.isfinite(array)):
         raise domain_error(name, kernel, "finite everywhere")
     return np.asarray(0.5 * (array + array.T))
-
-
-def mask_of(allowed: ArrayLike | None, shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """The mask, all True by default; every row has a key."""
-    mask = np.ones(shape, bool) if allowed is None else np.asarray(allowed, bool)
-    if mask.shape != shape or not mask.any(1).all():
-        remedy = "let a padded query see itself"
-        raise domain_error("allowed", mask, f"{shape}, a key in each row", remedy)
-    return mask
-
-
-def bias_of(bias: ArrayLike, mask: NDArray[np.bool_]) -> Array:
-    """What is added to the logits, finite wherever the mask allows."""
-    offset = np.asarray(bias, dtype=np.float64)
-    if offset.shape != mask.shape or not np.all(np.isfinite(offset[mask])):
-        raise domain_error("bias", bias, f"of shape {mask.shape}, finite where allowed")
-    return offset
-
-
-# --- heads that differ ----------------------------------------------------------------------------
-
-
-class HeadAverage:
-    """Moments of one head drawn at random, with the interface of `KernelAttention`.
-
-    Heads share their tokens and have independent weights, so that kernels and gradients are those
-    of an average head.
-    """
-
-    def __init__(
-        self, layers: Sequence[KernelAttention], shares: Sequence[float] | Array = (1.0,)
-    ) -> None:
-        self.layers, self._shares = list(layers), list(shares)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "layers":
-            raise AttributeError(name)
-        return self._mean([getattr(layer, name) for layer in self.layers])
-
-    def _mean(self, values: Sequence[Any]) -> Any:
-        return sum(share * value for share, value in zip(self._shares, values, strict=True))
-
-    @property
-    def beyond_tables(self) -> NDArray[np.bool_]:
-        return np.asarray(np.any([layer.beyond_tables for layer in self.layers], axis=0))
-
-    @property
-    def kernel(self) -> Array:
-        return np.asarray(self.layers[0].kernel)
-
-    def forward(self) -> Array:
-        """(Lq, Lq) second moments per feature of sum_j a_ij x_j."""
-        return np.asarray(self._mean([layer.forward() for layer in self.layers]))
-
-    def mean_output(self) -> Array:
-        """Overlap of the outputs of two heads that share keys and values: their queries are
-        independent, and so are, to leading order, their rows."""
-        mean = self.mean_attention
-        return np.asarray(mean @ self.kernel @ mean.T)
-
-    def backward(self, gradient: ArrayLike) -> Paths[Array]:
-        """Second moments per feature of the gradient at the attention's input, by path."""
-        paths = zip(*(layer.backward(gradient) for layer in self.layers), strict=True)
-        return Paths(*map(self._mean, paths))
