@@ -133,7 +133,7 @@ def _readings(
     if promised is not None:
         words = f"the initialisation that its {by} promises ({in_words(promised)})"
         yield WeightRule(words, promised)
-    rules = _RULES if base.layers > 1 else _RULES[:1]
+    rules: tuple[_Rule, ...] = _RULES if base.layers > 1 else _RULES[:1]
     rules += (_OF_LAYERS,) if base.layers > 1 and base.encoder is not None else ()
     bases = {rule.words: _base(weights, rule, base) for rule in (*rules, *_SLIPS)}
     for rule in rules:

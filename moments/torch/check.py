@@ -428,13 +428,13 @@ class Checking:
                 head.tied, said, self.tensors.names("head") or self.tensors.names("token")
             )
         elif head is not None and not head.tied:
-            parts = dict(self.module.named_parameters())
-            named = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
-            two = [parts[name].detach() for name in named if name in parts]
+            own = dict(self.module.named_parameters())
+            both = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
+            two = [own[name].detach() for name in both if name in own]
             if len(two) == 2 and torch.equal(*two):
                 why = "the head starts as a copy of the token table, in a matrix of its own: the "
                 why += "two part with the first step (head.weight = tokens.weight ties them)"
-                yield Finding("note", "copied head", named, reason=why)
+                yield Finding("note", "copied head", both, reason=why)
 
     def _zero_heads(self) -> Iterator[Finding]:
         tensors = tensors_of(self.module)
