@@ -13,6 +13,7 @@ import pytest
 
 import moments
 from moments import Embedding, Head, Transformer, Weights
+from moments.show.outliers import odd_layers
 
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -175,6 +176,11 @@ def made(**options: Any) -> Model:
 
 
 IDS = torch.as_tensor(np.random.default_rng(1).integers(0, VOCAB, (2, LENGTH)))
+
+
+def test_a_zero_is_odd_next_to_a_single_other() -> None:
+    for square, odd in (((0.0, 0.1), (0,)), ((0.1, 0.0), (1,)), ((0.0, 0.0), ()), ((0.1, 0.4), ())):
+        assert odd_layers(square, (0.01, 0.01)) == odd, square
 
 
 def test_full_attention_is_named_where_ids_alone_are_given() -> None:
