@@ -50,7 +50,8 @@ def test_experts_beside_a_shared_one_are_held_to_their_config() -> None:
     points = report.comparison.points()
     assert set(points["layer"]) == {0, 1, 2}
     assert (points["deviations"].abs() < 4).all()
-    assert "config promises" in report.scheme and "1 sequence of 32 tokens" in report.read
+    assert "config promises" in report.scheme
+    assert "1 sequence of 32 tokens" in report.read
 
 
 def test_a_matrix_of_another_variance_is_named() -> None:

@@ -220,7 +220,12 @@ class _Pass:
             leaving, weights = kept or self._layer(n, entering, self.seen)
             ends = [entering, *self.shared.values(), *weights.values()]
             ends += [one for one in (self.memory, self.first) if one is not None]
-            received, *pulled = torch.autograd.grad(leaving, ends, received)
+            # a block in attention's place need not read all biases that are declared
+            back = torch.autograd.grad(leaving, ends, received, allow_unused=True)
+            received, *pulled = (
+                torch.zeros_like(end) if one is None else one
+                for one, end in zip(back, ends, strict=True)
+            )
             if self.first is not None:
                 self.first_gradient += pulled.pop()
             if self.memory is not None:
