@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from ..errors import DomainError, domain_error
 from ..formulas.checks import check_count
 from .block import Block
-from .fields import Count, Natural, Nonnegative, Positive, Variance, one_of
+from .fields import Count, Flag, Natural, Nonnegative, Positive, Variance, one_of
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -18,6 +18,8 @@ RULES = ("softmax", "sigmoid", "sigmoid_input")
 NORMALISED = ("chosen", "all", "none")
 SHARED = "shared_"
 """Begins the names of the matrices of a shared expert."""
+OUTPUT_NORMS = ("ffn.experts_norm", "ffn.shared_norm")
+"""Sites of the norms at their outputs."""
 MOST_EXPERTS = 2**16
 
 
@@ -45,6 +47,8 @@ class Experts(Block):
         shared: width of a shared expert's hidden layer, which every token passes; 0: there is none.
             Its matrices have the experts' variances.
         shared_gate_variance: of the vector w of a gate sigmoid(w.x) on it; None: there is none.
+        output_norms: whether one of the model's norms stands at what the routed experts give
+            together and one at what the shared expert gives (Gemma 4).
         shift: added to the factor that a gated unit multiplies its activation by (GPT-OSS: 1).
         clamp: bounds that factor from both sides and the gate from above; None: no bounds.
 
@@ -68,6 +72,7 @@ class Experts(Block):
     router_bias_variance: Variance | None = None
     shared: Natural = 0
     shared_gate_variance: Variance | None = None
+    output_norms: Flag = False
     shift: Nonnegative = 0.0
     clamp: Positive | None = None
 
@@ -97,6 +102,8 @@ class Experts(Block):
     def check(self, model: Transformer) -> None:
         if (self.shift or self.clamp) and not model.gated:
             raise DomainError("shift and clamp are of gated units: declare the model gated=True")
+        if self.output_norms and model.normalization == "dyt":
+            raise domain_error("normalization", "dyt", "a norm at the experts' outputs")
         if model.activation_dropout:
             raise domain_error("activation_dropout", model.activation_dropout, "0 inside experts")
 
