@@ -414,6 +414,8 @@ class Sublayer:
         back_kappa: the same of the gradient, beyond what `response` calls noise.
         inner: number of features of all heads, where the branch attends; else None.
         attends: (...,) share of attention in what the branch adds; 1 where it is all of it.
+        scatter: relative covariance of factors of its tokens that all features share and a draw
+            sets; None: there are none.
     """
 
     response: Response
@@ -429,6 +431,7 @@ class Sublayer:
     width: float
     inner: float | None
     attends: Array = 1.0
+    scatter: Matrix | None = None
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         """What a sensitivity to the gradient sent says; see `GradientAdjoint`."""
@@ -471,7 +474,11 @@ class Sublayer:
         if not self.residual:
             return np.zeros(sensitivity.shape[:-2])
         skipped, branch = sensitivity @ carried, sensitivity @ added
-        return total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
+        own = total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
+        if self.scatter is None:
+            return own
+        each = sensitivity * added
+        return own + 4 * total(transposed(each) @ (self.scatter @ each))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine.derivative import pullback
+from ...errors import DomainError
 
 Array = Any
 
@@ -382,6 +383,11 @@ def gram(x: Array) -> Array:
 
 def root_of(kernel: Array) -> Array:
     """The symmetric root of a kernel."""
+    if not np.all(np.isfinite(kernel)):
+        raise DomainError(
+            "moments at a mixer are no numbers: a token is zero, as padding inside a text is, and "
+            "a norm divides by it; give norm_epsilon, or sequences of one length"
+        )
     values, vectors = np.linalg.eigh(0.5 * (kernel + kernel.T))
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 
