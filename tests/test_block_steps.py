@@ -1,12 +1,14 @@
-"""The first step through blocks, against twins of them that torch steps once."""
+"""The first step and the sharpness through blocks, against twins of them in torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy.sparse.linalg import LinearOperator, eigsh
 
 import moments
 from moments.model.mixers import Mamba
@@ -58,31 +60,39 @@ MODELS = {
 }
 
 
-def stepped(model: moments.Transformer, optimizer: str, rate: float, seeds: int) -> np.ndarray:
-    """(2, 5) means and standard errors of the loss's change, its slope, and the relative change of
-    the stream behind the tables and both layers."""
+Run = Callable[[Any], tuple[Any, list[Any]]]
+
+
+def twin(model: moments.Transformer, seed: int) -> tuple[Run, list[dict[str, torch.Tensor]]]:
+    """What gives the loss and the stream of parameters, and a draw of these."""
     ids = torch.tensor(IDS)
     targets = torch.full_like(ids, -100)
     targets[:, :-1] = ids[:, 1:]
+    random, kind = torch.Generator().manual_seed(seed), torch.float64
+    parts = [draw_embedding(model, 1, random, kind)]
+    parts += [draw_weights(model, n, random, kind) for n in (1, 2)]
+    parts += [draw_head(model, random, kind)]
+
+    def watch(x: Any, _: str) -> Any:
+        return x
+
+    def run(parts: Any) -> tuple[Any, list[Any]]:
+        x = run_embedding(model, ids, None, parts[0], random, watch)
+        stream = [x]
+        for number in (1, 2):
+            layer = LayerTwin(model, number, parts[number], random, watch)
+            stream.append(layer.run(stream[-1]))
+        return run_head(model, stream[-1], targets, parts[3], random, watch).loss, stream
+
+    return run, parts
+
+
+def stepped(model: moments.Transformer, optimizer: str, rate: float, seeds: int) -> np.ndarray:
+    """(2, 5) means and standard errors of the loss's change, its slope, and the relative change of
+    the stream behind the tables and both layers."""
     rows = []
     for seed in range(seeds):
-        random, kind = torch.Generator().manual_seed(seed), torch.float64
-        parts = [draw_embedding(model, 1, random, kind)]
-        parts += [draw_weights(model, n, random, kind) for n in (1, 2)]
-        parts += [draw_head(model, random, kind)]
-
-        def run(parts: Any, random: Any = random) -> tuple[Any, list[Any]]:
-            def watch(x: Any, _: str) -> Any:
-                return x
-
-            x = run_embedding(model, ids, None, parts[0], random, watch)
-            stream = [x]
-            for number in (1, 2):
-                stream.append(
-                    LayerTwin(model, number, parts[number], random, watch).run(stream[-1])
-                )
-            return run_head(model, stream[-1], targets, parts[3], random, watch).loss, stream
-
+        run, parts = twin(model, seed)
         loss, before = run(parts)
         leaves = [one for part in parts for one in part.values()]
         sent = torch.autograd.grad(loss, leaves)
@@ -168,6 +178,71 @@ def test_a_step_through_a_block_is_that_of_its_twin(name: str, optimizer: str) -
     assert np.all(np.abs(numbers / mean - 1) < within + 3 * np.abs(error / mean)), numbers / mean
 
 
+def eigenvalues(model: moments.Transformer, optimizer: str, seeds: int) -> np.ndarray:
+    """(2, 2) means and standard errors of the largest and the least eigenvalue of the Hessian,
+    for Adam over the root mean squares of the gradients by matrix."""
+    rows = []
+    for seed in range(seeds):
+        run, parts = twin(model, seed)
+        loss, _ = run(parts)
+        every = [one for part in parts for one in part.values()]
+        given = torch.autograd.grad(loss, every, create_graph=True, allow_unused=True)
+        used = [(one, g) for one, g in zip(every, given, strict=True) if g is not None]
+        leaves, sent = zip(*used, strict=True)
+        sizes = [float(g.detach().square().mean()) ** 0.5 for g in sent]
+        scales = [s**-0.5 if s > 1e-7 * max(sizes) else 0.0 for s in sizes]
+        if optimizer == "sgd":
+            scales = [1.0] * len(sizes)
+        ends = np.cumsum([one.numel() for one in leaves])
+
+        def product(
+            vector: Any, leaves: Any = leaves, sent: Any = sent, scales: Any = scales, e: Any = ends
+        ) -> Any:
+            pieces = torch.as_tensor(vector).ravel().tensor_split(torch.as_tensor(e[:-1]))
+            ways = [s * v.view(p.shape) for s, v, p in zip(scales, pieces, leaves, strict=True)]
+            found = torch.autograd.grad(sent, leaves, ways, retain_graph=True, allow_unused=True)
+            both = zip(scales, found, leaves, strict=True)
+            moved = [torch.zeros_like(p) if x is None else s * x for s, x, p in both]
+            return torch.cat([one.ravel() for one in moved]).numpy()
+
+        count = int(ends[-1])
+        hessian = LinearOperator((count, count), matvec=product, dtype=np.float64)
+        rows.append(sorted(eigsh(hessian, 2, which="BE", tol=1e-3, return_eigenvectors=False)))
+    found = np.array(rows)[:, ::-1]
+    return np.array([found.mean(0), found.std(0, ddof=1) / seeds**0.5])
+
+
+SHARP: dict[tuple[str, str], Any] = {
+    ("experts", "adam"): ((797.3, -864.4), (25.79, 34.28)),
+    ("experts", "sgd"): ((2.829, -2.916), (0.07928, 0.06499)),
+    ("mamba2", "adam"): ((1259, -1259), (87.98, 73.7)),
+    ("delta", "sgd"): ((2.083, -2.22), (0.06547, 0.1013)),
+    ("convolution", "adam"): ((1044, -1083), (82.44, 105.1)),
+    ("latent", "adam"): ((775.9, -797), (36.35, 36.66)),
+    ("heads", "adam"): ((620, -600.8), (29.22, 33.56)),
+    ("one expert", "adam"): ((863.8, -838.7), (44.63, 43.49)),
+}
+"""`eigenvalues` of 12 draws, of models whose logits start near 0, likewise."""
+
+
+def near_zero(name: str) -> moments.Transformer:
+    head = moments.Head(loss="causal", tied=False, weight_variance=0.1 / D)
+    return MODELS[name].replace(head=head)
+
+
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+@pytest.mark.parametrize(("name", "optimizer"), SHARP)
+def test_sharpness_through_a_block_is_that_of_its_twin(name: str, optimizer: str) -> None:
+    """The largest eigenvalue within 20 percent and the least within 30 beyond twice the standard
+    errors of both; of short convolutions, whose step is a product of three, within 30."""
+    found = moments.predict(near_zero(name), token_ids=IDS).sharpness(optimizer)
+    mean, error = np.array(SHARP[name, optimizer])
+    numbers = np.array([found.largest, found.least])
+    errors = np.hypot(error, (found.largest_stderr, found.least_stderr)) / np.abs(mean)
+    within = np.array([0.3 if name == "convolution" else 0.2, 0.3])
+    assert np.all(np.abs(numbers / mean - 1) < within + 2 * errors), numbers / mean
+
+
 def main() -> None:
     torch.set_num_threads(1)
     for name, optimizer in STORED:
@@ -175,6 +250,10 @@ def main() -> None:
         text = ", ".join(f"{one:.4g}" for one in mean)
         print(f'    ("{name}", "{optimizer}"): (\n        ({text}),')
         print("        (" + ", ".join(f"{one:.2g}" for one in error) + "),\n    ),", flush=True)
+    for name, optimizer in SHARP or ((name, of) for name in MODELS for of in ("adam", "sgd")):
+        mean, error = eigenvalues(near_zero(name), optimizer, 12)
+        text = "), (".join(", ".join(f"{x:.4g}" for x in one) for one in (mean, error))
+        print(f'    ("{name}", "{optimizer}"): (({text})),', flush=True)
 
 
 if __name__ == "__main__":

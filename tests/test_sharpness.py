@@ -320,3 +320,24 @@ def test_of_many_tokens_the_first_are_stepped(monkeypatch: pytest.MonkeyPatch) -
     assert rates.step_size == few.step_size
     assert "one step is that of the first 32 tokens" in rates.table()
     assert rates.edge != few.edge
+
+
+def test_rates_of_blocks_say_on_what_they_were_fixed() -> None:
+    model = moments.Transformer(
+        layers=1,
+        d_model=32,
+        heads=2,
+        seq_len=12,
+        causal=True,
+        activation="silu",
+        gated=True,
+        d_ff=32,
+        ffn=moments.Experts(4, 2, d_ff=32),
+        embedding=moments.Embedding(30, 1.0),
+        head=moments.Head(tied=False, weight_variance=1e-3),
+    )
+    rates = moments.learning_rate(moments.predict(model, token_ids=TEXT[:, :12] % 30), "adam")
+    assert rates.range is not None
+    assert rates.range[0] < rates.range[1]
+    assert "router" in rates.limited_by
+    assert any("plain attention and feed-forward blocks" in note for note in rates.warnings)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..model.summary import in_short
-from .findings import choices, wrapped
-from .report import number
-from .verdict import growth
+from .report import number, wrapped
+from .verdict import choices, growth
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction

@@ -51,7 +51,7 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
             by_sign[name] = at.kernel
         responses[name] = matrix.fan_in * matrix.variance * walk.response
     steps, follow = {}, {}
-    for name in block.own:
+    for name in block.draws.own:
         full, sent = walk.prefix + block.named(name), block.sent[name]
         move, mean, square = _entrywise(walk, full, sent, leaving)
         count = copies(block.head, name).times * sent[0].size

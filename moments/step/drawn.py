@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -80,12 +80,37 @@ class _Probe(NamedTuple):
     sent: dict[str, Array]
 
 
+class Draws(NamedTuple):
+    """Of a block.
+
+    Attributes:
+        many: N.
+        entering, own: (N, ...) preactivations by section, and what is the function's own.
+        run: the function of both.
+        output: (N, T, features).
+        push: its derivative along changes of both.
+        delta, sent: gradients at the output, and what it sends back of them.
+        even, sized: probes of kernel 1, and times `sizes`, (T,) the tokens' gradients'.
+    """
+
+    many: int
+    entering: Arrays
+    own: Arrays
+    run: Callable[..., Array]
+    output: Array
+    push: Callable[..., Array]
+    delta: Array
+    sent: Arrays
+    even: _Probe
+    sized: _Probe
+    sizes: Array
+
+
 class Block:
-    """Draws of a block at the kernels of both passes.
+    """A block at the kernels of both passes.
 
     Attributes:
         matrices: by section.
-        gradients: (T, T) E delta delta at every section.
 
     Args:
         head: the function.
@@ -97,6 +122,7 @@ class Block:
         sequences: that the tokens are.
         gains: of matrices inside a draw, what they make per unit of what they read.
         factors: of what matrices make, before the function reads it.
+        gradients: behind matrices, where they are known better than by draws.
         named: what the function's own parameters are called.
     """
 
@@ -111,57 +137,82 @@ class Block:
         sequences: int = 1,
         gains: Mapping[str, float] = MappingProxyType({}),
         factors: Mapping[str, float] = MappingProxyType({}),
+        gradients: Mapping[str, Array] = MappingProxyType({}),
         named: Callable[[str], str] = str,
     ) -> None:
         self.head, self.features = head, features
         self.matrices = {name: matrices[name] for name in head.sections}
         self.reads, self.received = reads, received
         self.sequences, self.gains, self.named = sequences, gains, named
-        self._factors, tokens, sections = factors, len(received), head.sections
+        self._factors, self._known, self._gradients = factors, known, gradients
+
+    @functools.cached_property
+    def draws(self) -> Draws:
+        head, tokens, sections = self.head, len(self.received), self.head.sections
         rows = head.features + sum(one.drawn for one in sections.values())
-        pairs = head.pairs * tokens * tokens // sequences + getattr(head, "states", 0) * tokens
-        count = self.count = int(np.clip(NUMBERS // (pairs + rows * tokens), LEAST, MOST))
+        pairs = head.pairs * tokens * tokens // self.sequences
+        pairs += getattr(head, "states", 0) * tokens
+        count = int(np.clip(NUMBERS // (pairs + rows * tokens), LEAST, MOST))
 
-        def drawn(many: int, kernel: Array, name: str) -> Array:
-            return np.swapaxes(rows_of(count, many, len(kernel), name) @ root_of(kernel), 1, 2)
+        def drawn(many: int, root: Array, name: str) -> Array:
+            return np.swapaxes(rows_of(count, many, len(root), name) @ root, 1, 2)
 
-        entering = {
-            name: drawn(
-                one.drawn,
-                matrices[name].fan_in * matrices[name].variance * reads[name]
-                + (matrices[name].bias or 0.0),
-                name,
-            )
-            for name, one in sections.items()
-        }
-        self.own, fixed = self.parameters(np.random.default_rng(0), count)
-        self.entering = entering
-        self._run = self.function(fixed)
-        given = *entering.values(), *self.own.values()
-        self.output, pull = pullback(self._run, *given)
-        _, self._push = pullback(pull, np.zeros(self.output.shape))
-        self._names = (*entering, *self.own)
-        self.delta = drawn(head.features, received, "gradient")
-        probe = drawn(head.features, np.eye(tokens), "probe")
-        # a token that receives next to nothing has a P that is next to infinite
-        size = np.sqrt(np.maximum(np.diag(received), 0.0))
-        size = size * (size > NOTHING * size.max(initial=0.0))
-        sent = dict(zip(self._names, pull(self.delta), strict=True))
-        self._even, self._sized = (
-            _Probe(one, dict(zip(self._names, pull(one), strict=True)))
-            for one in (probe, size[:, None] * probe)
-        )
-        self._sizes = size
-        self.gradients, self.sent = {}, {}
+        roots, entering = dict[int, Array](), {}
         for name, one in sections.items():
-            kernel = gram(sent[name]) * (one.shared / (count * one.drawn))
-            matrix = matrices[name]
-            square = matrix.fan_in * matrix.fan_out * float(np.vdot(kernel, reads[name]))
-            grown = known.get(name, square) / square if square > 0 else 1.0
-            self.gradients[name] = grown * kernel
-            self.sent[name] = grown**0.5 * _of_all(sent[name], one.shared)
-        for name in self.own:
-            self.sent[name] = _of_all(sent[name], copies(head, name).shared)
+            read, matrix = self.reads[name], self.matrices[name]
+            gain = matrix.fan_in * matrix.variance
+            if matrix.bias:
+                root = root_of(gain * read + matrix.bias)
+            else:  # what matrices read is often one
+                if id(read) not in roots:
+                    roots[id(read)] = root_of(read)
+                root = gain**0.5 * roots[id(read)]
+            entering[name] = drawn(one.drawn, root, name)
+        own, fixed = self.parameters(np.random.default_rng(0), count)
+        run = self.function(own, fixed)
+        output, pull = pullback(run, *entering.values(), *own.values())
+        _, push = pullback(pull, np.zeros(output.shape))
+
+        def sent(delta: Array) -> dict[str, Array]:
+            return dict(zip((*entering, *own), pull(delta), strict=True))
+
+        delta = drawn(head.features, root_of(self.received), "gradient")
+        probe = np.swapaxes(rows_of(count, head.features, tokens, "probe"), 1, 2)
+        # a token that receives next to nothing has a P that is next to infinite
+        sizes = np.sqrt(np.maximum(np.diag(self.received), 0.0))
+        sizes = sizes * (sizes > NOTHING * sizes.max(initial=0.0))
+        even, sized = (_Probe(one, sent(one)) for one in (probe, sizes[:, None] * probe))
+        return Draws(
+            count, entering, own, run, output, push, delta, sent(delta), even, sized, sizes
+        )
+
+    def _gram(self, name: str) -> Array:
+        """(T, T) of a section's gradients, by draws."""
+        one, draws = self.head.sections[name], self.draws
+        return np.asarray(gram(draws.sent[name]) * (one.shared / (draws.many * one.drawn)))
+
+    @functools.cached_property
+    def gradients(self) -> dict[str, Array]:
+        """(T, T) E delta delta at every section."""
+        result = {}
+        for name, matrix in self.matrices.items():
+            kernel = self._gradients[name] if name in self._gradients else self._gram(name)
+            square = matrix.fan_in * matrix.fan_out * float(np.vdot(kernel, self.reads[name]))
+            result[name] = (self._known.get(name, square) / square if square > 0 else 1.0) * kernel
+        return result
+
+    @functools.cached_property
+    def sent(self) -> dict[str, Array]:
+        """Draws of what every section and own parameter receives from all that it stands in."""
+        result = {}
+        for name, one in self.draws.sent.items():
+            if name in self.matrices:
+                size = float(np.trace(self._gram(name)))
+                size = np.trace(self.gradients[name]) / max(size, 1e-300)
+                result[name] = size**0.5 * _of_all(one, self.head.sections[name].shared)
+            else:
+                result[name] = _of_all(one, copies(self.head, name).shared)
+        return result
 
     def parameters(self, random: np.random.Generator, draws: int) -> tuple[Arrays, Arrays]:
         """The function's own, and what draws differ in that no gradient reaches."""
@@ -172,9 +223,9 @@ class Block:
         fixed = {name: one for name, one in own.items() if name in FIXED}
         return {name: one for name, one in own.items() if name not in FIXED}, fixed
 
-    def function(self, fixed: Arrays) -> Callable[..., Array]:
+    def function(self, own: Iterable[str], fixed: Arrays) -> Callable[..., Array]:
         """Of preactivations by section, and of what is the function's own."""
-        names, own = list(self.head.sections), list(self.own)
+        names, own = list(self.head.sections), list(own)
         run = on_lists(self.head, names, own, fixed, self.sequences)
         if not self._factors:
             return run
@@ -201,7 +252,7 @@ class Block:
 
     def columns(self, kernel: Array) -> DrawnRows:
         """The output's features across tokens, likewise, on the scale of that kernel."""
-        result = _as_rows(self.output)
+        result = _as_rows(self.draws.output)
         size = np.trace(kernel) / float((result.values**2).sum() / len(result.values))
         return result._replace(values=size**0.5 * result.values, twins=size**0.5 * result.twins)
 
@@ -209,8 +260,10 @@ class Block:
     def excess(self) -> float:
         """As `Site.excess`, over all pairs: Gaussian features' overlaps have the mean square
         K_tt K_ss + K_ts^2 over their number."""
-        parts = self.features / self.output.shape[2]
-        overlaps = self.output @ np.swapaxes(self.output, 1, 2) / self.output.shape[2]
+        parts = self.features / self.draws.output.shape[2]
+        overlaps = (
+            self.draws.output @ np.swapaxes(self.draws.output, 1, 2) / self.draws.output.shape[2]
+        )
         kernel = overlaps.mean(0)
         own = np.diag(kernel)
         gaussian = float(np.outer(own, own).sum() + (kernel * kernel).sum())
@@ -235,13 +288,13 @@ class Block:
     def _linear(self, ways: Mapping[str, Array], probe: _Probe) -> Array:
         """E of J way, of changes of what is drawn, with the probe that they were made of."""
         if not any(np.any(one) for one in ways.values()):
-            return np.zeros((self.output.shape[1],) * 2)
+            return np.zeros((self.draws.output.shape[1],) * 2)
         every = (ways.get(name, 0.0 * sent) for name, sent in probe.sent.items())
-        return self._mean(self._push(tuple(every))[0], probe.rows)
+        return self._mean(self.draws.push(tuple(every))[0], probe.rows)
 
     def _averaged(self, parts: Mapping[str, Array]) -> Array:
         """sum_k J_k A_k J_k^T."""
-        probe = self._even
+        probe = self.draws.even
         ways = {name: part @ probe.sent[name] for name, part in parts.items()}
         return self._linear(ways, probe)
 
@@ -274,16 +327,19 @@ class Block:
                 result[name] = carried[name] @ one + (part - carried[name]) @ stepped
             return result
 
-        probe, there = self._sized, self._sizes > 0
+        probe, there = self.draws.sized, self.draws.sizes > 0
         ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}
-        coherent = self._linear(ways, probe) / np.where(there, self._sizes, 1.0) ** 2 * there
+        coherent = self._linear(ways, probe) / np.where(there, self.draws.sizes, 1.0) ** 2 * there
         along_delta = self.features * float(np.vdot(coherent, gradient))
         slope = sum(
             self.matrices[name].fan_out * float(np.vdot(part, self.gradients[name]))
             for name, part in parts.items()
         )
         slope += sum(
-            one * copies(self.head, name).times * float((self.sent[name] ** 2).sum()) / self.count
+            one
+            * copies(self.head, name).times
+            * float((self.sent[name] ** 2).sum())
+            / self.draws.many
             for name, one in follow.items()
         )
         if along_delta > 0 and slope > 0:  # what probes scatter by
@@ -294,18 +350,18 @@ class Block:
             scale = way.shape[0] * way.shape[2]
             rest = spread(changes[name].total - gram(way) / scale)
             ways[name] = rest @ rng.standard_normal(way.shape) - way
-        every = self.entering | self.own
+        every = self.draws.entering | self.draws.own
         share = max(float(np.abs(ways[k]).max() / (np.abs(every[k]).max() or 1.0)) for k in ways)
         grown = max(TINY / share, 1.0) if share > 0 else 1.0
         sides = []
         for sign in (grown, -grown):
             given = [one + sign * ways.get(name, 0.0) for name, one in every.items()]
-            sides.append(self._run(*given) - self.output)
+            sides.append(self.draws.run(*given) - self.draws.output)
         moved = (sides[0] - sides[1]) / (2 * grown)
         kept = self._saturated(moved, coherent, gradient)
         coherent = kept[:, None] * coherent
         total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
-        drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.output)
+        drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.draws.output)
         overlap = self._averaged({name: one.overlap for name, one in changes.items()})
         scattered = self.followed({name: one.scattered for name, one in changes.items()})
         return Change(coherent, overlap + drift, total, kept[:, None] * scattered)
@@ -313,11 +369,13 @@ class Block:
     def _saturated(self, moved: Array, coherent: Array, gradient: Array) -> Array:
         """(T,) what is left of each token's coherent change as the function bends, where that is
         beyond what draws scatter by: a norm of next to nothing has slopes that no step follows."""
-        each = -(moved * self.delta).mean(-1)
+        each = -(moved * self.draws.delta).mean(-1)
         linear = np.sum(coherent * gradient, -1)
         there = linear > 0
         left = np.where(there, each.mean(0) / np.where(there, linear, 1.0), 1.0)
-        error = np.where(there, each.std(0) / np.where(there, linear, 1.0), 1.0) / self.count**0.5
+        error = (
+            np.where(there, each.std(0) / np.where(there, linear, 1.0), 1.0) / self.draws.many**0.5
+        )
         off = np.clip(left, 0.0, 1.0) - 1.0
         beyond = off**4 / (off**4 + (3 * error) ** 4 + 1e-12)
         return np.asarray(1.0 + off * beyond)
@@ -326,7 +384,7 @@ class Block:
         """(T, T) how the output's kernel follows overlaps of the stream's tokens, from how those
         behind the matrices do: nothing is left of one where tokens are averaged."""
         if self.head.pairs:
-            return np.zeros((self.output.shape[1],) * 2)
+            return np.zeros((self.draws.output.shape[1],) * 2)
         return self._averaged(parts)
 
 

@@ -359,7 +359,7 @@ class Draws:
             y, ways[name] = self.behind(read[name], matrix.fan_out, matrix.variance)
             given.append(block.parted(name, y + self._bias(matrix.bias or 0.0, y), parts))
         own, fixed = block.parameters(self._rng, self.count * parts)
-        output, pull = pullback(block.function(fixed), *given, *own.values())
+        output, pull = pullback(block.function(own, fixed), *given, *own.values())
 
         def back(delta: Features) -> Features:
             apart = np.swapaxes(delta.reshape(*delta.shape[:2], parts, features), 1, 2)

@@ -152,7 +152,8 @@ def attention_block(
                 m.fan_in * m.variance * own + (m.bias or 0.0) + heads.norm_epsilon
             )
     head, sequences = AttentionHead(heads, None, each, sizes), int(heads.sequences)
-    return drawn_block(reading, leaving, head, matrices, kernels, float(width), sequences)
+    sent, size = entering.sent(heads, there), float(width)
+    return drawn_block(reading, leaving, head, matrices, kernels, size, sequences, gradients=sent)
 
 
 class Latent(NamedTuple):
@@ -258,7 +259,9 @@ def mixture_block(
     head = Units(leaf.router, laws, width, gated, leaf.inward, *bend, tuple(matrices))
     kernels, received = dict.fromkeys(matrices, entering.kernel), d * variance * leaving.gradient
     block = drawn_block(reading, leaving, head, matrices, kernels, float(many), received=received)
-    gates = reading.once(Units, leaving.index, make=lambda: head.gates(block.entering[leaf.name]))
+    gates = reading.once(
+        Units, leaving.index, make=lambda: head.gates(block.draws.entering[leaf.name])
+    )
     added = float(given.get("bias_variance", 0.0)) if out.has_bias else None
     shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
     kernel = (leaving.kernel - (added or 0.0) * shared) / (many * variance)

@@ -49,6 +49,11 @@ WARMED = 1.5
 """Rates at which training is damaged behind a warm-up of 50 steps over those without, the geometric
 mean of the same Pre-LN modules."""
 
+BY_PLAIN = (
+    "where to search and what is damaged were measured on plain attention and feed-forward blocks "
+    "alone, and this model has "
+)
+
 BY_SGD = "where sgd is damaged is not known: on four models from 3.5 to 19 times the edge on"
 
 
@@ -260,6 +265,9 @@ def learning_rate(
         if where in SEARCH:
             low, high = SEARCH[where]
             bracket = low * edge, high * edge
+            blocks = (*prediction.model.mixers, *prediction.model.ffns)
+            if others := sorted({one.kind for one in blocks if one is not None}):
+                notes += (BY_PLAIN + ", ".join(others),)
         else:
             notes += (f"where to search under {optimizer} is not known of norm = {where[1]!r}",)
         if where in DAMAGED:

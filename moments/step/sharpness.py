@@ -663,7 +663,7 @@ class Hessian:
             maps.append(step)
         own, fixed = block.parameters(self.rng, parts)
         spaces = {name: self._own(block, layer, name, one) for name, one in own.items()}
-        run, given = block.function(fixed), (*entering.values(), *own.values())
+        run, given = block.function(own, fixed), (*entering.values(), *own.values())
         output, pull = pullback(run, *given)
         _, push = pullback(pull, np.zeros(output.shape))
         root = self._root(block.received)

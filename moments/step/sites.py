@@ -22,6 +22,7 @@ from ..engine.texts import TextClasses
 from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..layers.architecture import declare, declare_embedding, declare_output
+from ..layers.attention.self_attention import AttentionPulled
 from ..layers.embedding import joint_kernel, table_rows
 from ..layers.head.readout import Readout
 from ..layers.images import image_kernel, patch_layout
@@ -50,6 +51,7 @@ class Site:
         kernel: E x_t x_s per feature.
         gradient: E delta delta per feature, of the loss on the whole batch.
         width: features.
+        attended: the way back of the attention that reads it; None: none does.
         weights: (T,) what multiplied the gradients of its tokens; None: nothing.
     """
 
@@ -60,6 +62,7 @@ class Site:
     kernel: Array
     gradient: Array
     width: float
+    attended: Any = None
     weights: Array | None = None
 
     def weighted(self, batches: Batches) -> Site:
@@ -81,7 +84,7 @@ class Site:
         return dataclasses.replace(other, signal=total, kernel=kernel)
 
     @classmethod
-    def of(cls, index: int, prefix: str, point: Point) -> Site:
+    def of(cls, index: int, prefix: str, point: Point, attended: Any = None) -> Site:
         assert point.gradient is not None
         return cls(
             index,
@@ -91,7 +94,26 @@ class Site:
             over_tokens(point.signal.second_moment()),
             over_tokens(point.gradient.kernel),
             float(point.signal.width),
+            attended,
         )
+
+    def sent(self, leaf: Any, memory: Site) -> dict[str, Array]:
+        """(T, T) gradients at queries, keys and values of the attention that reads this site and
+        the tokens of `memory`, per feature; none where the engine has none."""
+        if self.attended is None:
+            return {}
+        width = float(leaf.heads * leaf.d_head)
+        shared = width * float(leaf.kv_heads or leaf.heads) / float(leaf.heads)
+        # all paths are on the scale of the tokens attended to
+        rows = width * leaf.d_model / leaf.memory_width, shared, shared
+        result = {}
+        for name, many, at in zip(
+            ("query", "key", "value"), rows, (self, memory, memory), strict=True
+        ):
+            path = over_tokens(getattr(self.attended.sides, name))
+            weighted = 1.0 if at.weights is None else np.outer(at.weights, at.weights)
+            result[name] = weighted * path / (many * max(float(getattr(leaf, name)), 1e-60))
+        return result
 
     def excess(self) -> float:
         """Relative variance of two tokens' overlap beyond the 1/width of independent features.
@@ -374,19 +396,27 @@ def _norms(prediction: Prediction) -> dict[tuple[int, str], float]:
 
 
 def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
-    """Every point in the order of the forward pass."""
-    points: list[tuple[str, Point]] = []
+    """Every point in the order of the forward pass, with the attention that reads it."""
+    points: list[tuple[str, Point, Any]] = []
+    attended: dict[int, Any] = {}
     for prefix, trace in traces:
         for record in (trace.embedding, None, trace.stack, trace.ending):
             if record is None:
-                if not any(point.site == "stream" for own, point in points if own == prefix):
+                if not any(point.site == "stream" for own, point, _ in points if own == prefix):
                     sent = None if trace.stack is None else trace.stack.grad_in
-                    points.append((prefix, Point(0, "stream", trace.entering, sent)))
+                    points.append(
+                        (prefix, Point(0, "stream", trace.entering, sent), trace.entering)
+                    )
                 continue
             for one in record.walk():
+                if isinstance(one.pulled, AttentionPulled):
+                    attended[id(one.input)] = one.pulled
                 if one.component.label or not one.component.children:
-                    points.append((prefix, one.point))
-    return tuple(Site.of(k, *point) for k, point in enumerate(points))
+                    points.append((prefix, one.point, one.output))
+    return tuple(
+        Site.of(k, prefix, point, attended.get(id(signal)))
+        for k, (prefix, point, signal) in enumerate(points)
+    )
 
 
 def _check(prediction: Prediction) -> None:
@@ -410,6 +440,8 @@ def _check(prediction: Prediction) -> None:
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
         "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
+        "input_mix": model.input_mix is not None,
+        "several residual streams": model.streams is not None,
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,
