@@ -105,6 +105,9 @@ TABLE = (
     Constant("layers.attention.sinks", "DEGREES", (8, 24), "precision", ("sinks",)),
     Constant("layers.attention.sinks", "STEP", (1.0, 0.25), "precision", ("sinks",)),
     Constant("layers.attention.sinks", "SHARED_NODES", (8, 28), "precision", ("sinks",)),
+    Constant("layers.streams", "NODES", (7, 13), "precision", ("streams",)),
+    Constant("layers.streams", "DRAWS", (2**10, 2**14), "precision", ("streams",)),
+    Constant("layers.streams", "POINTS", (48, 192), "precision", ("streams",)),
     Constant("layers.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
     Constant("layers.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
     Constant("layers.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
@@ -216,6 +219,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "sinks": lambda: moments.predict(
         _plain(causal=True, attention_sink=1.0), correlation=0.3, tokens=True
     ),
+    "streams": lambda: moments.predict(
+        _plain(causal=True, streams=moments.HyperConnections(4, variance=6.5 / 512)),
+        correlation=0.3,
+    ),
     "experts": lambda: moments.predict(
         _plain(
             normalization="rmsnorm",
@@ -282,6 +289,7 @@ DESCRIBED = {
     "rotary": "rotary, grouped heads, gated units, RMSNorm, by token",
     "distances": "ALiBi of 8 heads",
     "sinks": "causal, sinks of variance 1",
+    "streams": "four residual streams, logits of variance 6.5",
     "experts": "2 of 16 experts, logits of variance about 1",
     "grouped": "4 of 16 experts, of 2 of 4 groups, sigmoid gates",
     "state space": "Mamba-2 of 32 heads of 8 and 16 states",
@@ -552,8 +560,7 @@ Thresholds of notes and warnings say from where on something is mentioned:
 `moments/prediction/resolution.py::OFTEN`,
 `moments/layers/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
-`moments/layers/attention/kernels/joint_laws.py::STACK_ENTRIES`,
-`moments/layers/attention/kernels/joint_laws.py::MOST_PADDED`.
+`moments/layers/attention/kernels/joint_laws.py::STACK_ENTRIES`.
 """
 
 

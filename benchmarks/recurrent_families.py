@@ -23,6 +23,8 @@ STORE = Path(__file__).parent / "data" / "recurrent_families.json"
 KINDS = ("lfm2", "mamba2", "qwen3_next", "bamba", "minimax")
 HYBRIDS = ("granitemoehybrid", "nemotron_h", "falcon_h1", "jamba", "kimi_linear")
 HYBRIDS += ("mamba", "falcon_mamba", "recurrent_gemma", "gemma4_text")
+VARIANTS = ("gemma4_experts",)
+"""Of kinds above, by other entries."""
 LENGTH, LAYERS, DRAWS = 16, 2, 48
 _DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -67,6 +69,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2}
     | {"sliding_window": 8, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0}
     | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_experts": {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2}
+    | {"sliding_window": 8, "hidden_size_per_layer_input": 0, "enable_moe_block": True}
+    | {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32, "initializer_range": 0.1}
+    | {"layer_types": ["sliding_attention", "full_attention"], "model_type": "gemma4_text"},
     "qwen3_next": _DELTA
     | _EXPERTS
     | {"linear_num_value_heads": 16, "num_key_value_heads": 2, "head_dim": 16}
@@ -219,6 +225,20 @@ ROLES: dict[str, dict[str, str]] = {
         "q_norm": "query.norm.gain",
         "k_norm": "key.norm.gain",
     },
+    "gemma4_experts": {
+        "q_proj": "query",
+        "k_proj": "key",
+        "v_proj": "value",
+        "o_proj": "output",
+        "mlp.gate_proj": "shared_gate",
+        "mlp.up_proj": "shared_ffn_in",
+        "mlp.down_proj": "shared_ffn_out",
+        r"experts\.gate_up": "gate ffn_in",
+        r"experts\.down": "ffn_out",
+        r"router\.proj": "router",
+        "post_feedforward_layernorm_1": "ffn.shared_norm.gain",
+        "post_feedforward_layernorm_2": "ffn.experts_norm.gain",
+    },
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,
     "recurrent_gemma": {
@@ -251,7 +271,8 @@ ROLES: dict[str, dict[str, str]] = {
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    return sized_config(kind, LAYERS, 64, vocab_size=150, seq_len=32) | SMALL[kind]
+    of = SMALL[kind].get("model_type", kind)
+    return sized_config(of, LAYERS, 64, vocab_size=150, seq_len=32) | SMALL[kind]
 
 
 def text() -> np.ndarray:

@@ -198,13 +198,39 @@ TWINS: dict[str, dict[str, Any]] = {
     "layernorm scaling": {"layernorm_scaling": True},
     "narrow values": {"d_head": 12},
 }
+STREAMS: dict[str, dict[str, Any]] = {
+    "sinkhorn": {
+        "streams": moments.HyperConnections(4, variance=6.55 / (4 * 96)),
+        "normalization": "rmsnorm",
+        "weights": moments.Weights.normal(1 / 96),
+    },
+    "identity, causal": {
+        "streams": moments.HyperConnections(
+            2, variance=2 / (2 * 96), mixing="identity", read_bias=-1.0, write_bias=0.5
+        ),
+        "causal": True,
+        "norm_affine": True,
+        "dropout": 0.1,
+    },
+}
+STREAMS["input again"] = {
+    "input_mix": [(1.15, 0.2), (1.1, -0.3), (0.8, 0.7), (1.0, 0.1)],
+    "causal": True,
+    "norm_affine": True,
+}
+"""Models with several residual streams, and one whose layers add the input again."""
 ENTERING = {"correlation": 0.3, "grad_correlation": 0.2}
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 
 
-def twin_draws(name: str, seeds: int, seed: int) -> dict[str, Any]:
+def streamed(name: str) -> moments.Transformer:
+    """One of `STREAMS`."""
+    return small(**({"dropout": 0.0} | STREAMS[name]))
+
+
+def twin_draws(model: moments.Transformer, seeds: int, seed: int, batch: int = 1) -> dict[str, Any]:
     """The stream, and every matrix's squared gradient norm by layer, with standard errors."""
-    measured = moments.simulate(small(**TWINS[name]), seeds=seeds, batch=1, seed=seed, **ENTERING)
+    measured = moments.simulate(model, seeds=seeds, batch=batch, seed=seed, **ENTERING)
     found: dict[str, Any] = {
         quantity: [getattr(measured, end).tolist() for end in (quantity, f"{quantity}_stderr")]
         for quantity in STREAM
@@ -224,13 +250,13 @@ def twin_draws(name: str, seeds: int, seed: int) -> dict[str, Any]:
 
 
 def stored() -> dict[str, Any]:
-    """By name, "block/...", "growth/..." and "twin/..."."""
+    """By name, "block/...", "growth/...", "twin/..." and "streams/..."."""
     return json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
 
 
 def run(names: list[str]) -> None:
     """Draw and store those named, or all."""
-    kinds = {"block": BLOCKS, "growth": STACKS, "twin": TWINS}
+    kinds = {"block": BLOCKS, "growth": STACKS, "twin": TWINS, "streams": STREAMS}
     every = [f"{kind}/{name}" for kind, names_of in kinds.items() for name in names_of]
     for full in names or every:
         kind, _, name = full.partition("/")
@@ -238,8 +264,11 @@ def run(names: list[str]) -> None:
             entry = {"draws": DRAWS, "seed": 3, "found": block_draws(name, DRAWS, 3)}
         elif kind == "growth":
             entry = {"draws": DRAWS, "seed": 3, "found": growth_draws(name, DRAWS, 3)}
+        elif kind == "streams":
+            found = twin_draws(streamed(name), 2 * SEEDS, 3, 4)
+            entry = {"draws": 2 * SEEDS, "seed": 3, "found": found}
         else:
-            entry = {"draws": SEEDS, "seed": 3, "found": twin_draws(name, SEEDS, 3)}
+            entry = {"draws": SEEDS, "seed": 3, "found": twin_draws(small(**TWINS[name]), SEEDS, 3)}
         entry["torch"] = torch.__version__
         kept = {**stored(), full: entry}
         STORE.write_text(json.dumps(_short(kept), indent=1, sort_keys=True) + "\n")

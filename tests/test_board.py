@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 board = pytest.importorskip("board")
 
+from moments.torch.dataflow.graph import record  # noqa: E402
 from moments.torch.open_check import recurrences  # noqa: E402
 
 ROWS = board.stored()["rows"]
@@ -131,7 +132,7 @@ class Recurrent(torch.nn.Module):
 def test_how_long_a_state_remembers(bias: float) -> None:
     """1 / (softplus(b) A), and told where it is less than what the layer's convolution sees."""
     module, ids = Recurrent(bias), torch.arange(8)[None]
-    (found,) = recurrences(module, lambda: module(ids), {"ids": ids})
+    (found,) = recurrences(record(module, lambda: module(ids), {"ids": ids}))
     assert found.bias == "bias"
     assert found.alike == bias
     assert found.memory == pytest.approx(1 / math.log1p(math.exp(bias)), rel=1e-5)

@@ -146,3 +146,9 @@ def _same(stated: str, printed: str) -> bool:
         return float(stated) == pytest.approx(float(printed), rel=0.02, abs=1e-9)
     except ValueError:
         return stated == printed
+
+
+def test_the_first_page_names_every_notebook() -> None:
+    page = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"notebooks/([\w-]+)\.ipynb", page))
+    assert named == {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}

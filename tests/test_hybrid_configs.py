@@ -119,8 +119,10 @@ RELEASED = {
     "recurrentgemma-2b": ("rg_lru", 18),
     "kimi-linear-48b": ("gated_delta_net", 20),
     "gemma-4-31b": ("attention", 60),
+    "gemma-4-26b-a4b": ("attention", 30),
 }
 SAID = {"falcon-h1-0.5b": "mlp_multipliers", "gemma-4-31b": "attention_k_eq_v"}
+SAID |= {"gemma-4-26b-a4b": " = True: "}  # of keys that are values, and of experts
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -131,6 +133,18 @@ def test_released_configs_are_read_whole(name: str) -> None:
     assert kinds.count(RELEASED[name][0]) == RELEASED[name][1]
     left = [one for one in said if "text side" not in one]
     assert all(SAID.get(name, "none") in one for one in left), left
+
+
+@pytest.mark.filterwarnings("ignore::moments.errors.ValidityWarning")
+def test_heads_of_512_features_have_numbers() -> None:
+    """Of the released entries, fewer layers, on classes of a text with repeats."""
+    config = json.loads((FOLDER / "gemma-4-26b-a4b.json").read_text(encoding="utf-8"))
+    own = config["text_config"]
+    own |= {"num_hidden_layers": 2, "layer_types": own["layer_types"][4:6]}
+    model, _ = read(config, seq_len=64)
+    prediction = moments.predict(model)
+    assert min(prediction.grad_variance) > 0
+    assert prediction.experts()["experts"].tolist() == [128, 128]
 
 
 def test_of_a_model_that_reads_pictures_the_text_side_is_read() -> None:
@@ -149,6 +163,6 @@ def test_of_a_model_that_reads_pictures_the_text_side_is_read() -> None:
 
 
 def test_what_gemma_4_has_besides_is_refused_by_name() -> None:
-    for entry, value in (("hidden_size_per_layer_input", 256), ("enable_moe_block", True)):
+    for entry, value in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2)):
         with pytest.raises(DomainError, match=f"{entry} = {value}"):
             moments.from_huggingface(config_of("gemma4_text") | {entry: value})

@@ -66,6 +66,10 @@ def test_every_public_name_loads() -> None:
     assert (PACKAGE / "py.typed").exists()
 
 
+LOADED = 140
+"""Modules that the command line's first prediction may load; may only fall."""
+
+
 def test_a_first_prediction_loads_only_what_it_needs() -> None:
     """The whole of `moments predict bert-base`, from a cold interpreter, most of it loading."""
     code = (
@@ -77,7 +81,7 @@ def test_a_first_prediction_loads_only_what_it_needs() -> None:
     names = fresh(code).partition("LOADED")[2].split()
     assert {name for name in HEAVY if name in names} <= {"scipy", "typer"}
     assert not {"scipy.stats", "scipy.optimize", "scipy.integrate"} & set(names)
-    assert sum(name.startswith("moments.") for name in names) < len(imports()) / 2
+    assert sum(name.startswith("moments.") for name in names) <= LOADED
 
 
 # --- layers ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import mpmath
 import numpy as np
 import pytest
 from quadrature import Estimate, exchangeable, gridded_pair, token_moments
@@ -546,3 +547,24 @@ def test_a_function_known_by_its_values_is_registered_when_it_is_asked_for() -> 
             area = 0.25 * (high - low) * (upper - other)
             shared += area * (weights * ends[0]) @ density @ (weights * ends[1])
     assert float(laws.law("covariance")(**given)) == pytest.approx(shared - mean**2, rel=1e-6)
+
+
+@pytest.mark.parametrize("freedom", [96, 128, 256, 512])
+def test_short_vectors_of_large_heads_have_no_singularity(freedom: int) -> None:
+    """Next to parallel, against mpmath: scipy's 2F1 gives NaN there from 256 entries on."""
+    n, half = mpmath.mpf(freedom), mpmath.mpf(1) / 2
+    correlations = np.array([0.0, 0.5, 0.99, 1 - 1e-9])
+    for at, pull, cosine in zip(
+        correlations,
+        expected_pull(freedom, correlations),
+        expected_cosine(freedom, correlations),
+        strict=True,
+    ):
+        square = mpmath.mpf(at) ** 2
+        both = mpmath.hyp2f1(half, half, n / 2, square)
+        apart = (1 - square) * mpmath.hyp2f1(3 * half, 3 * half, n / 2 + 1, square)
+        ratio = (mpmath.gamma((n - 1) / 2) / mpmath.gamma(n / 2)) ** 2
+        assert pull == pytest.approx(float(ratio / 2 * (n - 1) * (both - apart / n)), rel=1e-11)
+        ratio = (mpmath.gamma((n + 1) / 2) / mpmath.gamma(n / 2)) ** 2
+        whole = 2 / n * ratio * mpmath.hyp2f1(half, half, n / 2 + 1, square)
+        assert cosine == pytest.approx(float(whole), rel=1e-11)

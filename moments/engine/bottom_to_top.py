@@ -292,24 +292,19 @@ class DoubleSum(NamedTuple):
 # and on the way back the feed-forward block's likewise.
 
 
-@dataclass(frozen=True)
-class Bypass:
+@dataclass(frozen=True, kw_only=True)
+class Bypass(Sublayer):
     """What the three parts of such a layer do to sensitivities, their noise included.
 
     Attributes:
         attention, norm, ffn: residual connection, normalisation, residual connection.
         carried: (..., L) a.
-        leaving: kernel of the signal y.
-        grad_in, grad_out: kernels of the gradient at x and at y.
     """
 
     attention: Sublayer
     norm: Sublayer
     ffn: Sublayer
     carried: Array
-    leaving: Array
-    grad_in: Array
-    grad_out: Array
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         inner = self.attention.gradient_adjoint(sensitivity)
@@ -359,6 +354,11 @@ class Bypass:
             inner.common + between.common + top.common,
         )
 
+    def gradient_noise(self, sensitivity: Array) -> Array:
+        return np.zeros(sensitivity.shape[:-2])
+
+    signal_noise = gradient_noise
+
     @property
     def _both(self) -> Array:
         return 1 + self.carried[..., :, None] + self.carried[..., None, :]
@@ -370,23 +370,6 @@ class Bypass:
         cross = 4 * paired(crossed, carried.astype(SINGLE), added.astype(SINGLE))
         square = paired(sensitivity, added.astype(SINGLE), added.astype(SINGLE))
         return (cross + kappa * square) / self.attention.width
-
-
-@dataclass(frozen=True)
-class _Bypassed(Sublayer):
-    """A part whose noise its response counts."""
-
-    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        return self.response.gradient_adjoint(sensitivity)
-
-    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        return self.response.signal_adjoint(sensitivity, exposure)
-
-    def gradient_noise(self, sensitivity: Array) -> Array:
-        return np.zeros(sensitivity.shape[:-2])
-
-    def signal_noise(self, sensitivity: Array) -> Array:
-        return np.zeros(sensitivity.shape[:-2])
 
 
 def bypassed(
@@ -402,8 +385,7 @@ def bypassed(
         kernels: of the signal that enters and leaves, of the gradient sent and received.
     """
     attention, norm, ffn = sublayers
-    entering, leaving, grad_in, grad_out = kernels
-    answer = Bypass(attention, norm, ffn, carried, leaving, grad_in, grad_out)
+    entering = kernels[0]
     # What different directions share passes the connections on average over tokens.
     each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
     added = [one.leaving - per_pair(one.skip) * one.entering for one in (attention, ffn)]
@@ -412,5 +394,6 @@ def bypassed(
     sizes[0] = sizes[0] * ratio(mean**2, np.asarray(attention.skip) ** 2)
     share = ratio(sizes[0], sizes[0] + sizes[1])
     kappa = 2 + (attention.kappa - 2) * share**2 + (ffn.kappa - 2) * (1 - share) ** 2
-    widths = attention.width, attention.inner
-    return _Bypassed(answer, True, each, 1.0, *kernels, kappa, kappa, *widths, share)
+    moments = *kernels, kappa, kappa, attention.width, attention.inner, share
+    whole = attention.response, True, each, 1.0, *moments  # of which it makes nothing
+    return Bypass(*whole, attention=attention, norm=norm, ffn=ffn, carried=carried)

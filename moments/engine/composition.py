@@ -229,10 +229,6 @@ class Component(abc.ABC):
         """What follows one another in it: itself, unless it is a chain."""
         return (self,)
 
-    def records_in_order(self, record: Record) -> tuple[Record, ...]:
-        """The records of `in_order`, of its own."""
-        return (record,)
-
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         """The records of every way through parallel branches, leaf by leaf."""
         return [(record,)]
@@ -395,9 +391,6 @@ class Chain(Component):
     def in_order(self) -> tuple[Component, ...]:
         return self.components
 
-    def records_in_order(self, record: Record) -> tuple[Record, ...]:
-        return record.children
-
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         result: list[tuple[Record, ...]] = [()]
         for child in record.children:
@@ -528,12 +521,33 @@ class Residual(Component):
         if not self.branch.normalises:
             return self._scale_free(record, gradient, kept, handed, back)
         gained = branch.kernel.diagonal * output.kernel.lift(scale)[0]
+        return self._normalised(record, gradient, kept, handed, gained, run)
+
+    def _normalised(
+        self,
+        record: Record,
+        gradient: Gradient,
+        kept: Kernel,
+        handed: Kernel,
+        gained: Array,
+        run: Run,
+        entered: Callable[[Kernel], Kernel] = lambda grad_in: grad_in,
+    ) -> Record:
+        """The way back where the branch normalises what it reads.
+
+        Args:
+            kept: of the gradient, what the skip connection hands down.
+            handed: what the branch receives.
+            gained: the part of every token's variance that the branch gave.
+            entered: the gradient at the stream, of that at what enters the branch.
+        """
+        signal, output, (child,) = record.input, record.output, record.children
         share = ratio_or_zero(gained, output.kernel.diagonal)
         response = (1.0 - share) * gradient.norm_response
         shared = shared_persistence(signal, response, gradient.kernel, self.branch.documents)
         addend = gradient.at_addend(handed, share, (persistence(signal, response), shared))
-        done = back(addend)
-        grad_in = returned(done.grad_in.kernel, addend, self.branch, signal.width)
+        done = self.branch.backpropagate(child, addend, run)
+        grad_in = entered(returned(done.grad_in.kernel, addend, self.branch, signal.width))
         total = kept + grad_in
         kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
         mean_share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
@@ -667,10 +681,15 @@ def added(
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
     fluctuation = summed(signal, branch, skip, scale, source)
     if fluctuation is None:
-        return Signal(kernel, signal.seq_len, width=signal.width)
+        return Signal(kernel, signal.seq_len, width=signal.width, origin=signal.origin)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
     return Signal(
-        kernel, signal.seq_len, width=signal.width, fluctuation=fluctuation, centred=centred
+        kernel,
+        signal.seq_len,
+        width=signal.width,
+        fluctuation=fluctuation,
+        centred=centred,
+        origin=signal.origin,
     )
 
 

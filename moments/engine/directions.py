@@ -22,16 +22,29 @@ PARALLEL = 1 - 1e-12
 """Squared correlation that stands for 1, where hypergeometric functions have their singularity."""
 
 
+def _hypergeometric(a: float, b: float, c: float, z: Array) -> Array:
+    """2F1(a, b; c; z) of 0 <= z <= 1; of large c, where scipy's overflows next to z = 1, by 64
+    terms of its series: of c = 64 the last is below 1e-30."""
+    if c < 64:
+        from scipy.special import hyp2f1
+
+        return hyp2f1(a, b, c, z)
+    total = term = 1.0 + 0.0 * z
+    for k in range(64):
+        term = term * z * ((a + k) * (b + k) / ((c + k) * (k + 1)))
+        total = total + term
+    return total
+
+
 def expected_cosine(freedom: float, correlation: Array) -> Array:
     """E cos(x, x') over r, of two Gaussian vectors of n entries that correlate by r.
 
     (2/n) (Gamma((n + 1)/2)/Gamma(n/2))^2 2F1(1/2, 1/2; n/2 + 1; r^2), the mean of a sample
     correlation about a known mean (Hotelling 1953).
     """
-    from scipy.special import hyp2f1
-
     ratio = math.exp(2 * (math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)))
-    return 2 / freedom * ratio * hyp2f1(0.5, 0.5, freedom / 2 + 1, correlation * correlation)
+    square = correlation * correlation
+    return 2 / freedom * ratio * _hypergeometric(0.5, 0.5, freedom / 2 + 1, square)
 
 
 def expected_pull(freedom: float, correlation: Array) -> Array:
@@ -43,12 +56,10 @@ def expected_pull(freedom: float, correlation: Array) -> Array:
     n = freedom
     if is_number(correlation) and correlation * correlation == 1.0:
         return (n - 1) / (n - 2)
-    from scipy.special import hyp2f1
-
     square = np.minimum(correlation * correlation, PARALLEL)
     half = 0.5 * math.exp(2 * (math.lgamma((n - 1) / 2) - math.lgamma(n / 2)))
-    both = hyp2f1(0.5, 0.5, n / 2, square)
-    apart = (1 - square) * hyp2f1(1.5, 1.5, n / 2 + 1, square)
+    both = _hypergeometric(0.5, 0.5, n / 2, square)
+    apart = (1 - square) * _hypergeometric(1.5, 1.5, n / 2 + 1, square)
     result = half * (n - 1) * (both - apart / n)
     return result if np.ndim(result) else float(result)
 
@@ -121,7 +132,8 @@ def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     if is_number(response) and response == 0.0:
         return tokens
     diagonal = ratio_or_zero(spread.diagonal, tokens.diagonal * tokens.diagonal)
-    one, first, second = at_tokens(tokens, response * diagonal)
+    falls, _, _ = at_tokens(tokens, response)
+    one, first, second = at_tokens(tokens, falls * diagonal)
     return tokens.weighted(1 / (1 + one), 1 / (1 + (first + second) / 2))
 
 

@@ -39,9 +39,9 @@ class GradientAdjoint(NamedTuple):
     """
 
     sensitivity: Array
-    exposure: Any
-    noise: Array
-    coherence: Array
+    exposure: Any = None
+    noise: Array = 0.0
+    coherence: Array = 1.0
 
 
 class SignalAdjoint(NamedTuple):
@@ -55,8 +55,8 @@ class SignalAdjoint(NamedTuple):
     """
 
     sensitivity: Array
-    noise: Array
-    common: Array
+    noise: Array = 0.0
+    common: Array = 0.0
 
 
 class Response(Protocol):
@@ -312,10 +312,9 @@ class Elementwise:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         paired = sensitivity * self.gradient
-        none = np.zeros(sensitivity.shape[:-2])
         by_pair = self.back_change * paired if present(self.back_change) else None
         exposure = by_pair, self._by_size(self.back_growth * paired)
-        return GradientAdjoint(self.back * sensitivity, exposure, none, none + self._coherence)
+        return GradientAdjoint(self.back * sensitivity, exposure, coherence=self._coherence)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         by_pair, by_size = exposure
@@ -324,8 +323,7 @@ class Elementwise:
         result = self.onward * sensitivity
         if by_pair is not None:
             result = grown(result, by_pair)
-        none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(result + diagonal_matrix(size, result), none, none)
+        return SignalAdjoint(result + diagonal_matrix(size, result))
 
     @functools.cached_property
     def _coherence(self) -> Array:
@@ -416,6 +414,8 @@ class Sublayer:
         back_kappa: the same of the gradient, beyond what `response` calls noise.
         inner: number of features of all heads, where the branch attends; else None.
         attends: (...,) share of attention in what the branch adds; 1 where it is all of it.
+        scatter: relative covariance of factors of its tokens that all features share and a draw
+            sets; None: there are none.
     """
 
     response: Response
@@ -431,6 +431,7 @@ class Sublayer:
     width: float
     inner: float | None
     attends: Array = 1.0
+    scatter: Matrix | None = None
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         """What a sensitivity to the gradient sent says; see `GradientAdjoint`."""
@@ -473,7 +474,11 @@ class Sublayer:
         if not self.residual:
             return np.zeros(sensitivity.shape[:-2])
         skipped, branch = sensitivity @ carried, sensitivity @ added
-        return total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
+        own = total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
+        if self.scatter is None:
+            return own
+        each = sensitivity * added
+        return own + 4 * total(transposed(each) @ (self.scatter @ each))
 
 
 @dataclass(frozen=True)

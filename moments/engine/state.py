@@ -269,6 +269,9 @@ class Signal:
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
         diagnostics: what the component that made this signal adds to its moments.
         notes: what made the numbers here less certain, for the component that produced them.
+        apart: of several streams, whose mean this is, the kernel of one's deviation from it; None:
+            there is one, or they are copies.
+        origin: what entered layer 1, where layers add it again.
     """
 
     kernel: Kernel
@@ -281,6 +284,8 @@ class Signal:
     kurtosis: Array = 3.0
     diagnostics: Mapping[str, Array] | None = None
     notes: tuple[str, ...] = ()
+    apart: Kernel | None = None
+    origin: Signal | None = None
 
     @property
     def algebra(self) -> Any:
@@ -343,6 +348,7 @@ class Gradient:
     centred_share: Array = 0.0
     norm_response: Array = 0.0
     persistence: tuple[Kernel, Array] | None = None
+    apart: Kernel | None = None
 
     @property
     def orthogonal(self) -> bool:

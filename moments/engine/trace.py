@@ -95,8 +95,8 @@ class Record:
 
     def in_order(self) -> tuple[Record, ...]:
         """What follows one another in it: itself, unless it is of a chain."""
-        records: tuple[Record, ...] = self.component.records_in_order(self)
-        return records
+        alone = any(one is self.component for one in self.component.in_order())
+        return (self,) if alone else self.children
 
     def leaves(self) -> Iterator[Record]:
         """Those of components that hold no others."""

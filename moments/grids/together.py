@@ -151,7 +151,7 @@ def _adding_nothing(body: Component) -> Component:
     parts = body.children if isinstance(body, Chain) else (body,)
     found = []
     for part in parts:
-        if not isinstance(part, Residual):
+        if type(part) is not Residual:
             raise Unlike(part.label)
         branch = _without_logits(part.branch)
         found.append(dataclasses.replace(part, branch=branch, skip_scale=1.0, branch_scale=0.0))

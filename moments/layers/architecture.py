@@ -27,14 +27,12 @@ from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, LayerAtten
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from .attention.gates import GatedHeads
-from .attention.latent import LatentHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .by_law import LawLeaf
 from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
-from .shared import SharedStack
 
 
 @functools.lru_cache(maxsize=32)
@@ -57,7 +55,8 @@ def declare(
     """
     check_coverage(model, theory)
     if model.shared_layers:
-        return SharedStack.of(model)
+        result: Chain = _loaded("shared").SharedStack.of(model)
+        return result
     stack = _Stack(model, theory, padding, sequences, memory_padding)
     bodies: dict[Any, Component] = {}
     layers = []
@@ -144,6 +143,8 @@ class _Stack:
             model.placements,
             model.mixers,
             model.ffns,
+            # what a layer holds of the input depends on all before
+            range(model.layers) if model.input_mix is not None else (0,) * model.layers,
         )
         return zip(*columns, strict=True)
 
@@ -158,7 +159,19 @@ class _Stack:
             if isinstance(block[number - 1], Absent):
                 del named[name]
         kind = "parallel" if model.parallel else model.placements[number - 1]
-        return Layer(KINDS[kind](Parts(self, number, named)), number)
+        body = KINDS[kind](Parts(self, number, named))
+        if model.input_mix is not None:
+            body = Chain((self._mixed(number), body))
+        return Layer(body, number)
+
+    def _mixed(self, number: int) -> Component:
+        """What enters the layer and what entered layer 1, the latter with all that layers between
+        have kept of it."""
+        held, mixes = 1.0, self.model.input_mixes
+        for keep, add in mixes[: number - 1]:
+            held = keep * held + add
+        result: Component = _loaded("input_mix").InputMix("input.mix", *mixes[number - 1], held)
+        return result
 
     # --- norms and scales ----------------------------------------------------------------------
 
@@ -178,6 +191,13 @@ class _Stack:
         amplitude = self.branch[number - 1][which]
         if self.model.layer_scale:
             branch = Chain((branch, LayerScale(f"{name}.layer_scale", amplitude)))
+        if (streams := self.model.streams) is not None:
+            module, epsilon = _loaded("streams"), self.model.norm_epsilon
+            of = module.coefficients(streams, self.model.d_model)
+            result: Residual = module.Connection(
+                branch, skip, amplitude, f"{name}.sum", name, of, epsilon
+            )
+            return result
         return Residual(branch, skip, amplitude, f"{name}.sum")
 
     def _gain(self, name: str, number: int) -> float:
@@ -186,7 +206,12 @@ class _Stack:
     def _norm(self, name: str, number: int) -> tuple[Component, ...]:
         where = self.model.layernorm_scaling
         label = f"{name}.norm"
-        result = norm(self.model, self.theory, label, self._gain(name, number))
+        model = self.model
+        if model.streams is not None and model.norm_epsilon:
+            # the norm's input is followed in the mean stream's size
+            size = _loaded("streams").coefficients(model.streams, model.d_model).size
+            model = dataclasses.replace(model, norm_epsilon=model.norm_epsilon / size)
+        result = norm(model, self.theory, label, self._gain(name, number))
         if number == 1:
             return (result,)
         if where == "before-norm":
@@ -588,7 +613,8 @@ def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
         sequences=blocks.sequences,
     )
     projection = blocks._linear(name, "output", model.heads * block.value_dim, model.d_model)
-    return LatentHeads(heads, block, model.norm_affine), projection
+    made = _loaded("attention.latent").LatentHeads(heads, block, model.norm_affine)
+    return made, projection
 
 
 def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ...]:
@@ -601,11 +627,16 @@ def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ..
     return heads, *rest
 
 
+def _loaded(name: str) -> Any:
+    """A module that few models need, loaded for those alone."""
+    return import_module(f".{name}", __package__)
+
+
 def _recurrent(name: str) -> BlockParts:
-    """A function of `recurrent`, which few models need and which is loaded for those alone."""
+    """A function of `recurrent`."""
 
     def parts(blocks: Blocks, block: Any) -> Iterable[Component]:
-        made: BlockParts = getattr(import_module(".recurrent", __package__), name)
+        made: BlockParts = getattr(_loaded("recurrent"), name)
         return made(blocks, block)
 
     return parts
@@ -675,6 +706,8 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "activation_dropout": model.activation_dropout,
         "norm_groups": model.norm_groups > 1,
         "shared_layers": model.shared_layers,
+        "streams": model.streams is not None,
+        "input_mix": model.input_mix is not None,
     }
 
 

@@ -298,12 +298,11 @@ class LawResponse:
         return self.leaf.evaluated(self.layout, x)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        none = np.zeros(sensitivity.shape[:-2])
         if not sensitivity.size:  # of a number made of signals alone
-            return GradientAdjoint(sensitivity, sensitivity, none, none + 1.0)
+            return GradientAdjoint(sensitivity, sensitivity)
         _, result = tangent(self._across, *self._with(sensitivity))
         onward = (self.ratio * self.layout.joined(result)).astype(SINGLE)
-        return GradientAdjoint(onward, sensitivity, none, none + 1.0)
+        return GradientAdjoint(onward, sensitivity)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         (point,), (above,) = self._with(sensitivity)
@@ -321,8 +320,7 @@ class LawResponse:
 
         _, pull = pullback(number, point)
         result = self.layout.joined(pull(1.0)[0]).astype(SINGLE)
-        none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(0.5 * (result + np.swapaxes(result, -1, -2)), none, none)
+        return SignalAdjoint(0.5 * (result + np.swapaxes(result, -1, -2)))
 
     def _with(self, sensitivity: Array) -> tuple[list[Array], list[Array]]:
         """The law's argument and a direction, in one shape."""

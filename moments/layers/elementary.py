@@ -75,6 +75,8 @@ class Lawful(Leaf):
         algebra, kernel = signal.algebra, signal.kernel
         one, two = bind(signal, self.parameters)
         variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
+        if not np.all(kernel.diagonal):  # a constant's square less its mean's may round below 0
+            variance = np.maximum(variance, 0.0)
         off_diagonal = evaluate(laws["covariance"], algebra, two) + 0 * kernel.off_diagonal
         output = Signal(
             Kernel.joined(variance, off_diagonal, signal.resolved),

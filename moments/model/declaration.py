@@ -31,6 +31,7 @@ from .mixers import QK_NORMS, RECURRENT, Absent
 from .patches import PatchEmbedding, SoundEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
+from .streams import HyperConnections
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "relative_bias": (RelativeBias,),
     "embedding": (Embedding, PatchEmbedding, SoundEmbedding),
     "head": (Head,),
+    "streams": (HyperConnections,),
 }
 """Fields that are declarations of their own; an encoder is a whole one."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
@@ -260,6 +262,10 @@ def _check_together(model: Transformer) -> None:
     _check_unread(model)
     if model.shared_layers:
         _check_shared(model)
+    if model.input_mix is not None:
+        _check_input_mix(model)
+    if model.streams is not None:
+        model.streams.check(model)
     _check_biases(model)
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
@@ -275,7 +281,7 @@ def _check_shared(model: Transformer) -> None:
     plain = (
         "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
         "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
-        "norm_gain norm_groups parallel identity_attention"
+        "norm_gain norm_groups parallel identity_attention streams input_mix"
     )
     for name in plain.split():
         value = getattr(model, name)
@@ -288,6 +294,37 @@ def _check_shared(model: Transformer) -> None:
         name = "weights" if model.kv_heads == model.heads else "kv_heads"
         allowed = "the same in all layers, and as many as heads, where layers share their weights"
         raise domain_error(name, getattr(model, name), allowed)
+
+
+def _check_input_mix(model: Transformer) -> None:
+    """Raise where what layers hold of the input is no product and sum of declared factors."""
+    allowed = f"a pair (r, s), or one per layer ({model.layers}), of r > 0 and finite s"
+    try:
+        pairs = np.asarray(model.input_mix, dtype=float)
+    except (TypeError, ValueError):
+        raise domain_error("input_mix", model.input_mix, allowed) from None
+    fits = pairs.shape in ((2,), (model.layers, 2)) and np.all(np.isfinite(pairs))
+    if not fits or np.any(pairs[..., 0] <= 0):
+        raise domain_error("input_mix", model.input_mix, allowed)
+    plain = pairs.tolist()
+    set_field(model, "input_mix", tuple(map(tuple, plain)) if pairs.ndim == 2 else tuple(plain))
+    if model.norm not in ("pre", "sandwich"):
+        raise domain_error("norm", model.norm, "'pre' or 'sandwich' with input_mix")
+    apart = {
+        "encoder": model.encoder is not None,
+        "streams": model.streams is not None,
+        "skip_scale": bool(np.any(model.skip_scales != 1.0)),
+        "layernorm_scaling": model.layernorm_scaling == "after-residual",
+    }
+    for name in (name for name, there in apart.items() if there):
+        usual = type(model).__dataclass_fields__[name].default
+        raise domain_error(name, getattr(model, name), f"{usual!r} with input_mix")
+    held = 1.0
+    for keep, add in model.input_mixes:
+        held = keep * held + add
+        if abs(held) < 1e-9:
+            remedy = "what a layer holds of the input would be none"
+            raise domain_error("input_mix", model.input_mix, allowed, remedy)
 
 
 def _check_biases(model: Transformer) -> None:

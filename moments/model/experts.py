@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DomainError, domain_error
-from ..formulas.checks import NONNEGATIVE, POSITIVE, check_choice, check_count, check_number
+from ..formulas.checks import (
+    NONNEGATIVE,
+    POSITIVE,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+)
 from .block import Block
 from .fields import settle
 
@@ -17,6 +24,8 @@ RULES = ("softmax", "sigmoid", "sigmoid_input")
 NORMALISED = ("chosen", "all", "none")
 SHARED = "shared_"
 """Begins the names of the matrices of a shared expert."""
+OUTPUT_NORMS = ("ffn.experts_norm", "ffn.shared_norm")
+"""Sites of the norms at their outputs."""
 MOST_EXPERTS = 2**16
 
 
@@ -44,6 +53,8 @@ class Experts(Block):
         shared: width of a shared expert's hidden layer, which every token passes; 0: there is none.
             Its matrices have the experts' variances.
         shared_gate_variance: of the vector w of a gate sigmoid(w.x) on it; None: there is none.
+        output_norms: whether one of the model's norms stands at what the routed experts give
+            together and one at what the shared expert gives (Gemma 4).
         shift: added to the factor that a gated unit multiplies its activation by (GPT-OSS: 1).
         clamp: bounds that factor from both sides and the gate from above; None: no bounds.
 
@@ -67,6 +78,7 @@ class Experts(Block):
     router_bias_variance: float | None = None
     shared: int = 0
     shared_gate_variance: float | None = None
+    output_norms: bool = False
     shift: float = 0.0
     clamp: float | None = None
 
@@ -78,6 +90,7 @@ class Experts(Block):
         settle(self, variances, check_number, NONNEGATIVE, "pass a variance")
         settle(self, ("scale", "clamp"), check_number, POSITIVE)
         settle(self, ["shift"], check_number, NONNEGATIVE)
+        settle(self, ["output_norms"], check_flag)
         check_choice("rule", self.rule, RULES)
         check_choice("normalised", self.normalised, NORMALISED)
         if self.chosen > self.experts:
@@ -104,6 +117,8 @@ class Experts(Block):
     def check(self, model: Transformer) -> None:
         if (self.shift or self.clamp) and not model.gated:
             raise DomainError("shift and clamp are of gated units: declare the model gated=True")
+        if self.output_norms and model.normalization == "dyt":
+            raise domain_error("normalization", "dyt", "a norm at the experts' outputs")
         if model.activation_dropout:
             raise domain_error("activation_dropout", model.activation_dropout, "0 inside experts")
 

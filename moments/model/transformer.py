@@ -19,6 +19,7 @@ from .experts import SHARED
 from .fields import check_fields
 from .mixers import MIXER
 from .positions import RelativeBias, Rotary
+from .streams import HyperConnections
 from .summary import html, text
 from .weights import Biases, LayerWeights, Weights
 
@@ -101,6 +102,10 @@ class Transformer:
             layer, None where the fields above say how attention is.
         ffn: a block in the feed-forward block's place; likewise.
         encoder: the model whose output a decoder's cross-attention reads; None: there is none.
+        streams: several residual streams (hyper-connections), whose mean is what every point of the
+            stream is of; None: one. Of norm="pre" or "sandwich".
+        input_mix: (r, s), or such a pair per layer: r x + s x_0 enters a layer, x_0 being what
+            enters layer 1 (nanochat); None: x. Of norm="pre" or "sandwich" and skip_scale 1.
         shared_layers: whether all layers are one layer's weights used again (ALBERT): of Post-LN
             without a mask, and of the plain blocks.
         name: what pictures and reports call it; no part of what it is, so that equal models may
@@ -157,6 +162,10 @@ class Transformer:
     ffn: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     encoder: Transformer | None = field(default=None, kw_only=True)
     shared_layers: bool = field(default=False, kw_only=True)
+    streams: HyperConnections | None = field(default=None, kw_only=True)
+    input_mix: Sequence[float] | Sequence[Sequence[float]] | None = field(
+        default=None, kw_only=True
+    )
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
@@ -214,6 +223,14 @@ class Transformer:
         if isinstance(self.rotary, Sequence):
             return tuple(self.rotary)
         return (self.rotary,) * self.layers
+
+    @property
+    def input_mixes(self) -> tuple[tuple[float, float], ...]:
+        """Of every layer, the factors of what enters it and of what enters layer 1."""
+        values = np.broadcast_to(
+            (1.0, 0.0) if self.input_mix is None else self.input_mix, (self.layers, 2)
+        )
+        return tuple((float(keep), float(add)) for keep, add in values)
 
     @property
     def mixers(self) -> tuple[Block | None, ...]:

@@ -211,11 +211,10 @@ class Fresh:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         noise = 2 / self.width * paired(sensitivity, self.grad_out, self.grad_out)
-        return GradientAdjoint(sensitivity, None, noise, 0.0 * noise)
+        return GradientAdjoint(sensitivity, None, noise, 0.0)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(sensitivity, none, none)
+        return SignalAdjoint(sensitivity)
 
 
 def _by_token(trace: Trace) -> list[Sublayer]:

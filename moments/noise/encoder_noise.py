@@ -331,7 +331,7 @@ class OfModes:
         split = np.stack([mean, total(sensitivity * self.grad_out) - mean], axis=-1)
         weights = ratio(split, self._relative(self.grad_out))
         noise = (weights * matrix_times(self.covariance, weights)).sum(-1)
-        return GradientAdjoint(sensitivity, weights, noise, 0.0 * noise)
+        return GradientAdjoint(sensitivity, weights, noise, 0.0)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # of x_j = dm_j/m_j, with the modes m of the tokens averaged over sequences
@@ -345,8 +345,7 @@ class OfModes:
         result = diagonal_matrix(diagonal_of(like) + difference[..., 0], like)
         same = _same_sequence(like, self.modes.seq_len)
         result = result + (mean - difference) / self.modes.seq_len * same
-        none = np.zeros(sensitivity.shape[:-2])
-        return SignalAdjoint(sensitivity + result.astype(SINGLE), none, none)
+        return SignalAdjoint(sensitivity + result.astype(SINGLE))
 
     def _relative(self, kernel: Matrix) -> Array:
         """(..., 2) modes over the variance."""

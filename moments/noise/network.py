@@ -350,8 +350,9 @@ class Network:
     def _known(self, ups: Sequence[Passed]) -> None:
         """Keep the coherence of every part."""
         if not self._coherence:
-            for group, _, adjoint in ups:
-                self._coherence |= group.by_place(adjoint.coherence[:1])
+            for group, given, adjoint in ups:
+                coherence = np.broadcast_to(adjoint.coherence, given.shape[:-2])
+                self._coherence |= group.by_place(coherence[:1])
 
     # --- gradient ------------------------------------------------------------------------------
 

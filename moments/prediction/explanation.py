@@ -304,7 +304,8 @@ def explain(
     prediction = predict(model, theory=theory, **inputs)
     if prediction.variance.ndim > 1:
         raise DomainError("explain takes one configuration: pass numbers, not arrays")
-    prediction.unshared("one layer's recursion")
+    if prediction.model.shared_layers:
+        prediction.unshared("one layer's recursion")
     log = Log(prediction.layout, names_of_laws(model))
     record = prediction.trace.layers[layer - 1]
     log.forward(record)

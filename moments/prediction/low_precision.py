@@ -73,6 +73,8 @@ FORMATS = {
     "nvfp4": Format(E2M1, E2M1, "E4M3", 16),
 }
 
+COLUMNS = ("layer", "weight", "product", "operand", "zero", "clipped", "snr", "product_snr")
+
 PHASES = 8
 """Of a scale that is a power of two, over which an operand of unknown size is averaged."""
 
@@ -158,14 +160,11 @@ def low_precision(prediction: Any, format: str) -> pd.DataFrame:
     sites: Any = prediction.to_frame().to_dict("records")
     form = FORMATS[format]
     squares = {(at, name): float(np.sum(norm)) for at, name, norm in prediction.inner_weights()}
-    return as_frame(
-        row
-        for layer in range(1, prediction.model.layers + 1)
-        for row in (
-            *_rows(prediction, sites, layer, form, squares),
-            *_weight_rows(prediction, layer, form, squares),
-        )
-    )
+    rows: list[tuple[Any, ...]] = []
+    for layer in range(1, prediction.model.layers + 1):
+        rows += _rows(prediction, sites, layer, form, squares)
+        rows += _weight_rows(prediction, layer, form, squares)
+    return as_frame(rows, COLUMNS)
 
 
 def _rows(
@@ -174,7 +173,7 @@ def _rows(
     layer: int,
     form: Format,
     squares: Mapping[tuple[int, str], float],
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[Any, ...]]:
     """Two rows a product, one for each operand."""
     model = prediction.model
     tokens = prediction.layout.sequences * model.seq_len * prediction.batch
@@ -203,16 +202,8 @@ def _rows(
                 losses[kind] = _loss(unsized, elements, form.scale, size, entries)
             noise = product_noise(*losses.values())
             for kind, lost in losses.items():
-                yield {
-                    "layer": layer,
-                    "weight": name,
-                    "product": product,
-                    "operand": kind,
-                    "zero": lost.zero,
-                    "clipped": lost.clipped,
-                    "snr": decibels(lost.noise),
-                    "product_snr": decibels(noise),
-                }
+                own = lost.zero, lost.clipped, decibels(lost.noise)
+                yield layer, name, product, kind, *own, decibels(noise)
 
 
 def _operands(
@@ -275,7 +266,7 @@ class Drawn(NamedTuple):
 
 def _weight_rows(
     prediction: Any, layer: int, form: Format, norms: Mapping[tuple[int, str], float]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[Any, ...]]:
     """Two rows a weight gradient, where every token is resolved by itself."""
     squares = _squares(prediction, layer, norms)
     for name, (read, sent) in _drawn(prediction, layer).items():
@@ -292,17 +283,8 @@ def _weight_rows(
             lost = _share(casts[-1] - values, float(np.mean(values**2)))
             rows.append((kind, zero, clipped, decibels(lost)))
         lost = _share(casts[1] @ casts[0].T - sent @ read.T, squares[name])
-        for kind, zero, clipped, snr in rows:
-            yield {
-                "layer": layer,
-                "weight": name,
-                "product": "weight gradient",
-                "operand": kind,
-                "zero": zero,
-                "clipped": clipped,
-                "snr": snr,
-                "product_snr": decibels(lost),
-            }
+        for kind, *own in rows:
+            yield layer, name, "weight gradient", kind, *own, decibels(lost)
 
 
 def _share(noise: np.ndarray, square: float) -> float:

@@ -302,6 +302,32 @@ class Prediction:
             raise DomainError("the model has no experts: declare them by ffn=moments.Experts(...)")
         return as_frame([tuple(row.values()) for row in result], columns=list(result[0]))
 
+    def streams(self) -> Any:
+        """What connects every block to the residual streams, a row each, as a DataFrame.
+
+        Columns: `layer` and `block`; `read`, E (sum_i r_i)^2, and `write`, E (mean_k w_k)^2, of one
+        token; `mixing`, by how much mixing multiplies the variance of streams about their mean;
+        `logit_correlation` of two tokens' coefficients, averaged over pairs; and behind the sum
+        `variance` of the mean stream, `apart`, that of one stream about it, and `likeness`, the
+        correlation of two streams of one token.
+
+        Raises:
+            DomainError: the model has one stream, or several configurations were predicted.
+        """
+        if self.variance.shape[:-1]:
+            raise DomainError("streams needs a single configuration, not a batch of them")
+        assert self.trace.stack is not None
+        result = [
+            one.component.stream_row(one)
+            for one in self.trace.stack.walk()
+            if hasattr(one.component, "stream_row")
+        ]
+        if not result:
+            raise DomainError(
+                "the model has one residual stream: declare streams=moments.HyperConnections(...)"
+            )
+        return as_frame([tuple(row.values()) for row in result], columns=list(result[0]))
+
     @property
     def sequences(self) -> tuple[int, int]:
         """Of how many sequences `weight_gradients` are, and over how many the loss is averaged."""
@@ -328,12 +354,19 @@ class Prediction:
     @property
     def states_draws(self) -> bool:
         """Whether it says what one draw of the weights does, its band included."""
-        return self.theory == "refined" and not self.model.shared_layers
+        return self.theory == "refined" and self._together is None
 
     def unshared(self, what: str) -> None:
-        """Raise where layers share their weights, for which `what` is not stated."""
+        """Raise where layers share their weights or input, for which `what` is not stated."""
+        if self._together is not None:
+            raise DomainError(f"{what} is not stated where layers {self._together}")
+
+    @property
+    def _together(self) -> str | None:
+        """What layers share that a walk from one to the next does not follow; None: nothing."""
         if self.model.shared_layers:
-            raise DomainError(f"{what} is not stated where layers share their weights")
+            return "share their weights"
+        return None if self.model.input_mix is None else "add the input again (input_mix)"
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)
@@ -457,11 +490,11 @@ class Prediction:
                 "layer": point.layer,
                 **{
                     name: float(np.mean(point.signal.kernel.average(values)))
-                    for name, values in point.signal.diagnostics.items()
+                    for name, values in known.items()
                 },
             }
             for point in self.trace.points
-            if "entropy" in (point.signal.diagnostics or {})
+            if "entropy" in (known := point.signal.diagnostics or {})
         ]
         columns = ["layer", "logit_variance", "square_sum", "distance_to_uniform", "entropy"]
         return as_frame(rows, columns=columns)

@@ -321,7 +321,10 @@ def judged(
 
 
 def alike(model: Transformer) -> Transformer:
-    """The same without what tells tokens apart, and without a loss."""
+    """The same without what tells tokens apart, and without a loss; of a hybrid, whose mixers take
+    a second a layer, with attention in every layer."""
+    if any(one is None for one in model.mixers):
+        model = model.replace(mixer=None)
     changes: dict[str, Any] = {"causal": False, "window": None, "alibi": False, "rotary": None}
     changes |= {"relative_bias": None, "head": None}
     if any(one is not None and one.by_token for one in (*model.mixers, *model.ffns)):

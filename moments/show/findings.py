@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import html
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,8 @@ from ..model.summary import in_short
 from ..model.transformer import Transformer
 from .html import document, fragment, picture, table
 from .precision import precision
-from .report import number, render, tabled
-from .verdict import NAMES, growths, judge
+from .report import number, render, tabled, wrapped
+from .verdict import NAMES, choices, growths, judge
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -441,17 +440,9 @@ class Report:
 LINES = 8
 """Of a report between its verdict and what was not checked."""
 
-WIDTH = 100
 TABLE_WIDTH = 240  # parameter names stay whole
 ALL = "everything: print(report.text(whole=True)), or --all on the command line"
 NUMBER_HEADS = ("number", "parameter", "measured", "expected", "95 % of draws")
-
-
-def wrapped(text: str, first: str, rest: str) -> list[str]:
-    """Lines of a report, the first and the others behind their indents."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
-    )
 
 
 def braced(names: Sequence[str]) -> tuple[str, ...]:
@@ -527,9 +518,3 @@ def _precision(report: Report) -> str:
         rows.append((f"{form}, {way}", where, *shares))
     heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
     return table(heads, rows, text={0, 1})
-
-
-def choices(model: Transformer) -> int | None:
-    """Logits per prediction, where a head declares them."""
-    known = model.head is not None and model.head.loss is not None
-    return model.head.choices(model.embedding) if known else None

@@ -29,10 +29,10 @@ from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
-from .findings import Finding, Report, Row, choices, ranked, streamed
+from .findings import Finding, Report, Row, ranked, streamed
 from .precision import FORMATS, precision
 from .recognition import Weight, WeightRule, in_words, recognise, weights_of
-from .verdict import times
+from .verdict import choices, times
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
@@ -82,6 +82,12 @@ token table's doing: ten times the matrices' std."""
 
 STARVED = 0.5
 """Part of the experts that get less than a tenth of an even share, from which it is named."""
+
+COPIES = 0.9999
+"""The same everywhere, from which streams are called copies."""
+
+ALIKE = 0.99
+"""Correlation of two residual streams of a token behind the last layer, from which it is named."""
 
 OVERFLOW = 1e-9
 """Share of entries beyond a format's range that is named: one in as many as a large model's step
@@ -163,7 +169,7 @@ def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
     """Findings and notes from the numbers along the depth and at the output."""
     every = (
         *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range),
-        *(_experts, _mixers, _depth_scale),
+        *(_experts, _mixers, _streams, _depth_scale),
     )
     found = [one for rule in every for one in rule(seen)]
     findings = [one for one in found if isinstance(one, Finding)]
@@ -544,6 +550,35 @@ def _experts(seen: Seen) -> Found:
             "train with a balancing loss from the first step, or keep tokens apart: a smaller "
             "attention branch, or token embeddings of a larger share",
         )
+
+
+def _streams(seen: Seen) -> Found:
+    """Of what is declared: whether several residual streams differ at all."""
+    if seen.prediction.model.streams is None:
+        return
+    frame = seen.prediction.streams()
+    last = float(frame["likeness"].iloc[-1])
+    if last < ALIKE:
+        return
+    first, count = float(frame["likeness"].iloc[0]), seen.prediction.model.streams.streams
+    copies = float(frame["likeness"].min()) > COPIES
+    yield Finding(
+        "note" if copies else "warning",
+        "streams stay copies" if copies else "streams become alike",
+        seen.of("streams"),
+        tuple(sorted(set(map(int, frame["layer"])))),
+        last,
+        ALIKE,
+        f"all {count} residual streams carry the same tensor at the start (they correlate by "
+        f"{last:.6f}): coefficients of reading and mixing receive no gradient before streams differ"
+        if copies
+        else f"two residual streams of a token correlate by {first:.3f} behind the first block and "
+        f"by {last:.3f} behind the last: mixing leaves of their differences "
+        f"{float(frame['mixing'].iloc[-1]):.2f} of the variance at every block",
+        "nothing, if this start is meant: it is that of one stream"
+        if copies
+        else "start mixing nearer to the identity (mixing='identity', or a bias on its diagonal)",
+    )
 
 
 def _mixers(seen: Seen) -> Found:

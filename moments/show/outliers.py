@@ -42,6 +42,8 @@ def odd_layers(
     square = np.asarray(variances, dtype=float)
     zero = square == 0
     if zero.any():
+        if len(zero) == 2 and not zero.all():
+            return (int(np.argmax(zero)),)  # a zero is odd next to a single other
         few = zero if 2 * zero.sum() < len(zero) else ~zero
         return tuple(np.flatnonzero(few).tolist()) if 2 * few.sum() < len(few) else ()
     if len(square) < 3:

@@ -133,7 +133,8 @@ def _readings(
     if promised is not None:
         words = f"the initialisation that its {by} promises ({in_words(promised)})"
         yield WeightRule(words, promised)
-    rules = _RULES if base.layers > 1 else _RULES[:1]
+    rules: tuple[_Rule, ...] = _RULES if base.layers > 1 else _RULES[:1]
+    rules += (_OF_LAYERS,) if base.layers > 1 and base.encoder is not None else ()
     bases = {rule.words: _base(weights, rule, base) for rule in (*rules, *_SLIPS)}
     for rule in rules:
         if (variance := bases[rule.words]) > 0:
@@ -237,6 +238,11 @@ _RULES = (
         OUTWARD,
         lambda b, n, w: (2 / (5 * w)) / (2 / (b / 2 * math.sqrt(w))) ** 2,
     ),
+)
+_OF_LAYERS = _Rule(
+    "scaled init by layers: std {std}, output and ffn_out over sqrt(2 N), N layers of three blocks",
+    OUTWARD,
+    lambda b, n, w: 2 * b / 3,
 )
 _INSTEAD = (
     "the depth scale 1/sqrt({{blocks}}) of GPT-2's init (std {{std}}) sits on {wrong} instead of "

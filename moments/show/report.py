@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,17 @@ TITLES = {
     "grad_variance": "gradient variance",
     "grad_correlation": "gradient correlation",
 }
+
+
+WIDTH = 100
+"""Of lines of text."""
+
+
+def wrapped(text: str, first: str, rest: str) -> list[str]:
+    """Lines of a report, the first and the others behind their indents."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def render(table: Table, width: int = 120) -> str:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..model.summary import in_short
-from .findings import choices, wrapped
-from .report import number
-from .verdict import growth
+from .report import number, wrapped
+from .verdict import choices, growth
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
@@ -30,7 +29,7 @@ def prediction_screen(prediction: Prediction, name: str) -> str:
     rows = [[str(n), *(number(float(getattr(prediction, q)[n])) for q in names)] for n in few]
     heads = ("layer", "variance", "token correlation", "gradient variance")
     lines = [*_table(heads, rows), *_loss(prediction)]
-    return _screen(f"{name}: {growth(prediction)}", prediction, lines, prediction.warnings)
+    return _screen(f"{name}: {growth(prediction)}", prediction, lines)
 
 
 def comparison_screen(comparison: Comparison, name: str) -> str:
@@ -55,13 +54,12 @@ def comparison_screen(comparison: Comparison, name: str) -> str:
     lines += _loss(p, None if m.loss is None else float(m.loss))
     if not all(inside.values()):
         lines.append("* outside its 95 % band")
-    return _screen(f"{name}: {comparison.verdict()}", p, lines, p.warnings)
+    return _screen(f"{name}: {comparison.verdict()}", p, lines)
 
 
-def _screen(verdict: str, p: Prediction, lines: Sequence[str], notes: Sequence[str]) -> str:
-    known = wrapped(in_short(p.model), "  ", "  ")
-    said = [line for note in notes for line in wrapped(f"note: {note}", "", "  ")]
-    body = [*known, *(f"  {line}" for line in lines), *said]
+def _screen(verdict: str, p: Prediction, lines: Sequence[str]) -> str:
+    """Without the prediction's warnings, which standard error has."""
+    body = [*wrapped(in_short(p.model), "  ", "  "), *(f"  {line}" for line in lines)]
     return "\n".join([*wrapped(verdict, "", "  "), *body, "every layer: --all, or .table()"])
 
 

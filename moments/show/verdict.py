@@ -12,6 +12,7 @@ from .expected import CLEAR, allowed_outside
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ..model.transformer import Transformer
     from ..prediction.result import Prediction
     from .comparison import Comparison
 
@@ -130,3 +131,9 @@ def _worst(part: Any, stack: str, quantity: str) -> str:
         f"{times(worst['measured'], worst['predicted']):.3g} times the prediction "
         f"({worst['deviations']:+.1f} standard deviations)"
     )
+
+
+def choices(model: Transformer) -> int | None:
+    """Logits per prediction, where a head declares them."""
+    known = model.head is not None and model.head.loss is not None
+    return model.head.choices(model.embedding) if known else None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from ..model.experts import SHARED, Experts
+from ..model.experts import OUTPUT_NORMS, SHARED, Experts
 from ..model.transformer import Transformer
-from .functions import activation
+from .functions import activation, affine_norm
 from .network import BLOCK_TWINS, LayerTwin
-from .parameters import BLOCK_DRAWS, draw
+from .parameters import BLOCK_DRAWS, affine, draw
 
 
 def draw_experts(
@@ -38,6 +40,8 @@ def draw_experts(
     if block.router_bias_variance is not None:
         variance = block.router_bias_variance
         found["router.bias"] = draw((block.experts,), variance, generator, dtype)
+    for site in OUTPUT_NORMS[: 1 + bool(block.shared)] if block.output_norms else ():
+        found |= affine(model, site, 1.0, generator.device, dtype)
     return found
 
 
@@ -59,12 +63,18 @@ def experts(block: Experts, layer: LayerTwin, z: Tensor) -> Tensor:
             given = gate * unit(block, layer, entering, "", number)
         y = y.index_add(0, rows, given)
     y = layer.watch(y.reshape(z.shape), "ffn.experts")
+    normed = functools.partial(_normed, layer) if block.output_norms else lambda x, site: x
+    y = normed(y, OUTPUT_NORMS[0])
     if not block.shared:
         return y
     common = unit(block, layer, z, SHARED)
     if block.shared_gate_variance is not None:
         common = torch.sigmoid(layer.linear(z, f"{SHARED}router")) * common
-    return y + layer.watch(common, "ffn.shared")
+    return y + normed(layer.watch(common, "ffn.shared"), OUTPUT_NORMS[1])
+
+
+def _normed(layer: LayerTwin, x: Tensor, site: str) -> Tensor:
+    return layer.watch(affine_norm(layer.model, x, layer.weights, site), site)
 
 
 def unit(

@@ -16,12 +16,14 @@ from ..errors import DomainError, domain_error, unknown_name
 from ..model.block import Block
 from ..model.law_block import LawBlock
 from ..model.mixers import LatentAttention, LayerAttention
+from ..model.streams import HyperConnections
 from ..model.transformer import Transformer
 from .attention import cross_attention, latent_attention, self_attention
 from .functions import activation, affine_norm, dropout, normalise
 from .parameters import BLOCK_DRAWS, qk_gains
 from .recurrent import TWINS as RECURRENT
 from .recurrent import present
+from .streams import connection
 
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""
@@ -81,6 +83,7 @@ class LayerTwin:
         watch: is shown every site.
         memory: the encoder's output (batch, L', its d_model), where there is an encoder.
         documents: (batch, L) of packed rows: a token sees its own document alone.
+        first: what entered layer 1, where layers add it again.
     """
 
     model: Transformer
@@ -90,9 +93,19 @@ class LayerTwin:
     watch: Watch
     memory: Tensor | None = None
     documents: Tensor | None = None
+    first: Tensor | None = None
 
     def run(self, x: Tensor) -> Tensor:
-        """Carry what enters the layer, (batch, L, d_model), through it."""
+        """Carry what enters the layer, (batch, L, d_model), through it.
+
+        Of several streams (batch, L, N, d_model): copies enter the first layer, and their mean
+        leaves the last.
+        """
+        if self.first is not None:
+            keep, add = self.model.input_mixes[self.number - 1]
+            x = self.watch(keep * x + add * self.first, "input.mix")
+        if self.model.streams is not None:
+            return self.several(self.model.streams, x)
         twin = TWINS.get(self.model.placements[self.number - 1])
         if twin is not None:
             x = twin(self, x)
@@ -122,6 +135,27 @@ class LayerTwin:
             if placement in ("post", "b2t"):
                 x = self.norm(x, f"{block}.norm")
         return x
+
+    def several(self, streams: HyperConnections, x: Tensor) -> Tensor:
+        """One block after the other, each between the streams; sites are those of their mean."""
+        x = x if x.ndim == 4 else x.unsqueeze(-2).expand(-1, -1, streams.streams, -1)
+        for place, block in enumerate(present(self.model, self.number, ("attention", "ffn"))):
+            read, write, mix = connection(streams, self, x, block, place)
+            z = self.norm((read.unsqueeze(-1) * x).sum(-2), f"{block}.norm")
+            z = self.block(z, block)
+            if self.model.placements[self.number - 1] == "sandwich":
+                z = self.norm(z, f"{block}.post_norm")
+            z = self.scaled(z, "after-block", f"{block}.scale")
+            gains = self.weights.get(f"{block}.layer_scale")
+            z = (self.scales(block)[1] if gains is None else gains) * z
+            x = mix.transpose(-1, -2) @ x + write.unsqueeze(-1) * z.unsqueeze(-2)
+            x = self._watched_mean(x, f"{block}.sum")
+        x = self._watched_mean(x, "stream")
+        return x.mean(-2) if self.number == self.model.layers else x
+
+    def _watched_mean(self, x: Tensor, site: str) -> Tensor:
+        mean = self.watch(x.mean(-2), site).unsqueeze(-2)
+        return mean + (x - x.mean(-2, keepdim=True))
 
     def parallel(self, x: Tensor) -> Tensor:
         """Attention and feed-forward block read the same stream and share one sum."""

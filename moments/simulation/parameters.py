@@ -70,6 +70,13 @@ def draw_weights(
         if place != "cross" or model.encoder is not None:
             full = torch.full((model.d_model,), start, device=generator.device, dtype=dtype)
             drawn[f"{place}.layer_scale"] = full.requires_grad_()
+    streams = model.streams
+    if streams is not None and streams.variance:
+        shape = (streams.streams * model.d_model, streams.logits)
+        for place in present(model, number, ("attention", "ffn")):
+            name = f"{place}.streams"
+            drawn[name] = draw(shape, streams.variance, generator, dtype)
+            drawn[f"{name}.bias"] = draw(shape[1:], 0.0, generator, dtype)
     sink = model.attention_sinks[number - 1]
     if sink is not None:
         drawn["attention_sink"] = draw((model.heads,), sink, generator, dtype)

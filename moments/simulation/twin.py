@@ -128,6 +128,7 @@ class _Pass:
     seen: Collector = field(init=False)
     loss: float | None = None
     logit_variance: float | None = None
+    first: Tensor | None = None
 
     def __post_init__(self) -> None:
         twin = self.twin
@@ -152,6 +153,9 @@ class _Pass:
         keep = self.twin.numbers < _KEPT
         with torch.no_grad():
             x = self._enter()[0]
+        if self.twin.model.input_mix is not None:
+            self.first = x.detach().requires_grad_()
+            self.first_gradient = torch.zeros_like(x)
         for n in range(1, self.layers + 1):
             self.entering.append(x.detach().requires_grad_(keep))
             with torch.set_grad_enabled(keep):
@@ -215,9 +219,15 @@ class _Pass:
             kept = self.graphs.pop() if self.graphs else None
             leaving, weights = kept or self._layer(n, entering, self.seen)
             ends = [entering, *self.shared.values(), *weights.values()]
-            if self.memory is not None:
-                ends.append(self.memory)
-            received, *pulled = torch.autograd.grad(leaving, ends, received)
+            ends += [one for one in (self.memory, self.first) if one is not None]
+            # a block in attention's place need not read all biases that are declared
+            back = torch.autograd.grad(leaving, ends, received, allow_unused=True)
+            received, *pulled = (
+                torch.zeros_like(end) if one is None else one
+                for one, end in zip(back, ends, strict=True)
+            )
+            if self.first is not None:
+                self.first_gradient += pulled.pop()
             if self.memory is not None:
                 self.memory_gradient += pulled.pop()
             for total, added in zip(self.shared_gradient, pulled, strict=False):
@@ -231,6 +241,7 @@ class _Pass:
             self._note(n, weights, pulled, wholes)
         self._note(0, self.shared, self.shared_gradient)
         leaving, leaves = self._enter(self.seen)
+        received = received if self.first is None else received + self.first_gradient
         pulled = torch.autograd.grad(leaving, list(leaves.values()), received)
         found = {} if self.twin.input.read is None else dict(zip(leaves, pulled, strict=True))
         if self.tied_gradient is not None:
@@ -272,7 +283,7 @@ class _Pass:
         of_weights = self.random(self.layers + 4) if twin.model.shared_layers else random
         weights = draw_weights(twin.model, number, of_weights, twin.dtype)
         every, watch = {**weights, **self.shared}, _watcher(seen, number)
-        of = (self.memory, twin.input.documents)
+        of = (self.memory, twin.input.documents, self.first)
         return LayerTwin(twin.model, number, every, random, watch, *of).run(x), weights
 
     def _note(

@@ -97,6 +97,11 @@ def _far_start(objective: str, target: float, stream: Sequence[float]) -> str:
 
 
 def _check_stream(model: Transformer, free: tuple[str, ...]) -> None:
+    if model.streams is not None:
+        raise DomainError(
+            "stream_variance is not solved for with several residual streams: solve for "
+            "block_variance"
+        )
     after = {"post", "b2t", "hybrid"} & set(model.placements)
     if after or model.layernorm_scaling == "after-residual":
         raise DomainError(

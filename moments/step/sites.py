@@ -440,6 +440,8 @@ def _check(prediction: Prediction) -> None:
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
         "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
+        "input_mix": model.input_mix is not None,
+        "several residual streams": model.streams is not None,
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,

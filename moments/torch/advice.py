@@ -69,7 +69,7 @@ def _times(factor: Callable[[Place], float]) -> Callable[[Place], float | None]:
     return lambda p: factor(p) * p.expected
 
 
-def _by_fans(rule: Callable[[float, float], float]) -> Callable[[Place], float | None]:
+def _by_fans(rule: Callable[[int, int], float]) -> Callable[[Place], float | None]:
     return lambda p: rule(p.role.fan_in, p.role.fan_out) if p.role.is_matrix else None
 
 

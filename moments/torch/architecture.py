@@ -120,12 +120,14 @@ def _of_torch(module: nn.Module, seq_len: int | None) -> Transformer | None:
         [part for part in module.modules() if isinstance(part, kind)]
         for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     )
-    reading = anatomy_of(module) if encoder else None
-    model = reading and as_drawn(reading)
-    if model is None or reading is None or (main and model.encoder is None):
+    if not encoder:
         return None  # what a decoder alone reads, nothing in it says
+    reading = anatomy_of(module)
+    model = as_drawn(reading)
+    if model is None or (main and model.encoder is None):
+        return None
     together = any(isinstance(part, nn.Transformer) for part in module.modules())
-    length = {} if seq_len is None else {"seq_len": seq_len}
+    length: dict[str, Any] = {} if seq_len is None else {"seq_len": seq_len}
     read = model if model.encoder is None else model.encoder
     own = _drawn_by_torch(encoder[0], together=together and bool(main))
     read = read.replace(causal=False, **own, **length)  # a mask is its caller's

@@ -264,3 +264,19 @@ def _first_apart(
         if float(apart) > RANDOM * float(size):
             return path or "the module itself"
     return None
+
+
+def shortened(batch: Any, sequences: int, tokens: int) -> Any:
+    """Of a text that is all it holds, the first tokens; anything else as it is."""
+    if not isinstance(batch, Mapping):
+        return batch[:sequences, :tokens] if is_ids(batch) else batch
+    shapes = {np.shape(v) for v in batch.values() if np.ndim(v)}
+    texts = all(is_ids(v) for v in batch.values() if v is not None)
+    if not batch or not texts or len(shapes) != 1:
+        return batch
+    return {name: v if v is None else v[:sequences, :tokens] for name, v in batch.items()}
+
+
+def is_ids(value: Any) -> bool:
+    """Whether it is (B, L) token ids."""
+    return np.ndim(value) == 2 and not torch.as_tensor(value).is_floating_point()

@@ -33,16 +33,25 @@ from ..show.recognition import Weight, WeightRule, recognise
 from .advice import advise
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
-from .batches import batch_shape, first_stream, measured_gradient, measured_moments, random_part
+from .batches import (
+    batch_shape,
+    first_stream,
+    is_ids,
+    measured_gradient,
+    measured_moments,
+    random_part,
+    shortened,
+)
 from .checkpoints import opened
 from .dataflow.reading import ModuleReading, in_every_layer
-from .describe import NO_ROLE, described_as, unplaced_by
+from .describe import described_as
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten
 from .measure import Loss, measure, needs_labels
 from .open_check import NotRead, check_open, not_read, random_outcome
+from .promised import check_promised
 from .roles import (
     ModuleRoles,
     block_of,
@@ -128,6 +137,9 @@ def check_module(
     except NotRead as refusal:
         if scheme is not None:  # which says what a module's roles have to be
             raise
+        if (promised := promised_by(module)) is not None:
+            with contextlib.suppress(MomentsError):
+                return check_promised(module, batch, promised, loss, refusal)
         return check_open(module, batch, refusal)
 
 
@@ -428,13 +440,13 @@ class Checking:
                 head.tied, said, self.tensors.names("head") or self.tensors.names("token")
             )
         elif head is not None and not head.tied:
-            parts = dict(self.module.named_parameters())
-            named = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
-            two = [parts[name].detach() for name in named if name in parts]
+            every = dict(self.module.named_parameters())
+            names = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
+            two = [every[name].detach() for name in names if name in every]
             if len(two) == 2 and torch.equal(*two):
                 why = "the head starts as a copy of the token table, in a matrix of its own: the "
                 why += "two part with the first step (head.weight = tokens.weight ties them)"
-                yield Finding("note", "copied head", named, reason=why)
+                yield Finding("note", "copied head", names, reason=why)
 
     def _zero_heads(self) -> Iterator[Finding]:
         tensors = tensors_of(self.module)
@@ -795,10 +807,8 @@ def architecture_read(
     model = reading.model or promised
     if model is None:
         said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
-        unplaced = unplaced_by(reading)
-        names = [words for words in unplaced if words.endswith(NO_ROLE)]
-        why = [words for words in unplaced if words not in names]
-        why += [f"{len(names)} parameters of unknown role"] if names else []
+        count = len(reading.roles.unidentified)
+        why = [*reading.reasons, *[f"{count} parameters of unknown role"] * bool(count)]
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return model
 
@@ -816,7 +826,7 @@ def inputs_for(
 ) -> _Inputs:
     """A batch of one's own, or the user's; `example` is what the module was run on to be read."""
     random = batch is None
-    given = _cropped(batch, SEQUENCES, TOKENS)
+    given = shortened(batch, SEQUENCES, TOKENS)
     if random:
         given = _own_batch(module, found, model, example)
         if given is not example and not _configured(module):  # nothing says how much it reads
@@ -824,7 +834,7 @@ def inputs_for(
     given = _with_labels(module, _with_targets(module, given))
     loss = loss or _next_token(module, given, found)
     words = f"measured on {batch_shape(given)}" + (" of random input" if random else "")
-    return _Inputs(given, _cropped(given, 1, FEW), loss, words)
+    return _Inputs(given, shortened(given, 1, FEW), loss, words)
 
 
 def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
@@ -832,7 +842,7 @@ def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
     lengths = (TOKENS, 24, FEW) if _ids_alone(given) else (TOKENS,)
     with torch.no_grad(), in_mode(module, False):
         for length in lengths:
-            few = _cropped(given, SEQUENCES, length)
+            few = shortened(given, SEQUENCES, length)
             with contextlib.suppress(Exception):  # the module's own code, on too many tokens
                 run(module, few)
                 return few
@@ -889,21 +899,6 @@ def _arguments(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _cropped(batch: Any, sequences: int, tokens: int) -> Any:
-    """Of a text that is all it holds, the first tokens; anything else as it is."""
-    if not isinstance(batch, Mapping):
-        return batch[:sequences, :tokens] if _ids(batch) else batch
-    shapes = {np.shape(v) for v in batch.values() if np.ndim(v)}
-    texts = all(_ids(v) for v in batch.values() if v is not None)
-    if not batch or not texts or len(shapes) != 1:
-        return batch
-    return {name: v if v is None else v[:sequences, :tokens] for name, v in batch.items()}
-
-
-def _ids(value: Any) -> bool:
-    return np.ndim(value) == 2 and not torch.as_tensor(value).is_floating_point()
-
-
 def _configured(module: nn.Module) -> bool:
     """Whether its arguments are Hugging Face's."""
     return hasattr(getattr(module, "config", None), "to_dict")
@@ -945,8 +940,8 @@ def _with_labels(module: nn.Module, batch: Any) -> Any:
 
 def _ids_alone(batch: Any) -> bool:
     if isinstance(batch, Mapping):
-        return len(batch) == 1 and _ids(next(iter(batch.values())))
-    return _ids(batch)
+        return len(batch) == 1 and is_ids(next(iter(batch.values())))
+    return is_ids(batch)
 
 
 def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | None:

@@ -14,8 +14,8 @@ from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from ..show.expected import TOLERANCE, one_draw
-from ..show.findings import choices
 from ..show.health import declared, made_by
+from ..show.verdict import choices
 from .batches import inputs_of
 from .check import Checking
 from .checkpoints import opened

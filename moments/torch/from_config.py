@@ -235,7 +235,9 @@ class _Copy:
 def cut_tokens(config: Any) -> Any:
     """A config whose special tokens are rows of its vocabulary."""
     rows = getattr(config, "vocab_size", None)
-    for name, token in list(vars(config).items()) if isinstance(rows, int) else ():
+    if not isinstance(rows, int):
+        return config
+    for name, token in list(vars(config).items()):
         if name.endswith("token_id") and type(token) is int:
             setattr(config, name, min(token, rows - 1))
     return config

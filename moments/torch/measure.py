@@ -108,7 +108,7 @@ def measure(
             state = np.random.SeedSequence((seed, draw)).generate_state(1)[0]
             torch.manual_seed(int(state))
             parts = measured_parts(target, batch) if parts is None else parts
-            result, size = _draw(target, batch, loss, parts)
+            result, size = one_draw(target, batch, loss, parts)
         draws.append(result)
         name = type(target).__name__
         if progress:
@@ -116,7 +116,7 @@ def measure(
     return Measurement.from_draws(draws, batch=size, source=name)
 
 
-def _draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> tuple[Draw, int]:
+def one_draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> tuple[Draw, int]:
     """One pass forward and backward, and the number of sequences it held."""
     points, weights = parts
     inputs = _tensors(module, batch)

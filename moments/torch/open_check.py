@@ -19,14 +19,13 @@ from ..errors import MomentsError
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
 from .batches import random_part
-from .dataflow.graph import CHOICES, VIEWS, Graph, record
-from .dataflow.reading import called
+from .dataflow.graph import CHOICES, VIEWS, Graph
+from .dataflow.reading import recorded
 from .entries import EntryMoments
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, lowered, summary
 from .operations.sampling import again
 from .roles import gathered_names
-from .running import in_mode, kept_buffers
 from .tensors import odd_tensors
 
 DRAWS = 24
@@ -71,7 +70,7 @@ def report_of(
     gradients = {} if wider else _gradients(done, loss)
     chosen = _chosen(done, prediction, gradients)
     rows = list(_rows(done, prediction, gradients, chosen)) if not wider else []
-    findings = [*refusal.findings, *_odd_tensors(module), *_unlike(rows), *_way(prediction)]
+    findings = [*refusal.findings, *odd_namesakes(module), *_unlike(rows), *_way(prediction)]
     notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
     unread = [f"{name} ({why})" for name, why in prediction.unread]
@@ -81,7 +80,7 @@ def report_of(
         findings=ranked(findings),
         notes=tuple(notes),
         unchecked=(
-            f"what its initialisation is meant to be ({_why(refusal)})",
+            f"what its initialisation is meant to be ({why_not(refusal)})",
             *((drawn,) if prediction.sampled else ()),
             *(("gradients inside experts, which depend on what tokens chose",) if chosen else ()),
             *(f"what stands behind {words}" for words in unread),
@@ -92,7 +91,7 @@ def report_of(
     )
 
 
-def _why(refusal: NotRead) -> str:
+def why_not(refusal: NotRead) -> str:
     """Why it was not read as a stack of layers."""
     return str(refusal).splitlines()[0].partition("; found nonetheless: ")[0]
 
@@ -199,7 +198,7 @@ def _unlike(rows: list[Row]) -> Iterator[Finding]:
         )
 
 
-def _odd_tensors(module: nn.Module) -> Iterator[Finding]:
+def odd_namesakes(module: nn.Module) -> Iterator[Finding]:
     """Tensors whose variance is unlike that of their namesakes in other layers."""
     alike: dict[str, dict[int, list[tuple[str, EntryMoments]]]] = {}
     for name, parameter in module.named_parameters():
@@ -296,9 +295,8 @@ class Recurrence(NamedTuple):
     memory: float
 
 
-def recurrences(module: nn.Module, call: Any, batch: dict[str, Tensor]) -> Iterator[Recurrence]:
-    """Of one call of a module."""
-    graph = record(module, call, batch)
+def recurrences(graph: Graph) -> Iterator[Recurrence]:
+    """Of one recorded pass."""
     for node in graph.nodes:
         if node.name != "softplus" or not graph.values[node.outputs[0]].live:
             continue
@@ -382,9 +380,8 @@ class NotRead(MomentsError):
 def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with what is found in it all the same."""
     try:
-        near, call, passed, given = called(module, batch)
-        with kept_buffers(near), in_mode(near, True):
-            found = [*_forgetting(list(recurrences(near, call, passed)))]
+        graph, given = recorded(module, batch)
+        found = [*_forgetting(list(recurrences(graph)))]
         found += random_outcome(random_part(module, given))
     except Exception:  # a refusal does not fail over what it could add
         found = []

@@ -396,7 +396,8 @@ def _unread(model: Transformer, sums: Sums) -> Iterator[str]:
             if layers:
                 where = in_layers(layers, of_stack.layers)
                 what = "residual multipliers, norm factors and norm placement"
-                yield f"{what} of {stack}{name} blocks{where} (no such sum was read)"
+                unseen = "where it is added to the stream was not seen"
+                yield f"{what} of {stack}{name} blocks{where} ({unseen})"
 
 
 def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Row]:

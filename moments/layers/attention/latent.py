@@ -26,10 +26,9 @@ from ...model.mixers import LatentAttention
 from ...model.positions import Rotary
 from ..elementary import Linear
 from ..normalization import FiniteNormalization
-from .layers import Mask, self_masks
 from .projections import through
 from .response import AttentionSublayer, through_attention
-from .self_attention import AttentionPullback, SelfAttention, attended
+from .self_attention import AttentionPullback, SelfAttention, attended, mean_size
 
 QUERY_LATENT, KV_LATENT = "attention.query_latent", "attention.kv_latent"
 
@@ -74,10 +73,6 @@ class _Core(SelfAttention):
     @property
     def value_width(self) -> Any:
         return self.heads * self.value_dim
-
-    def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """Which keys each query attends to: it stands where its key does."""
-        return self_masks(self, keys, matrices)
 
 
 @dataclass(frozen=True)
@@ -170,7 +165,7 @@ class LatentHeads(Leaf):
         for part in self._latent("kv_down", KV_LATENT, block.kv_rank, block.kv_factor):
             latent, back = part.forward(latent)
             stands.append(back)
-        core = self.core(_size(signal))
+        core = self.core(mean_size(signal))
         if block.query_rank is None and block.query_factor != 1.0:
             core = replace(core, query=core.query * block.query_factor**2)
         if not signal.resolved:
@@ -189,14 +184,14 @@ class LatentHeads(Leaf):
         """The way back, around `signal`: through attention, and through what made the latents."""
         block, length, parts = self.block, gradient.seq_len, list[Pulled]()
         query, rest, sides = way._sent(gradient.kernel)
-        _, share = self._shares(_size(signal))
+        _, share = self._shares(mean_size(signal))
         key = through(sides.key, way.law.keys, way.law.key_scale)
         total = _down(asks, query, length, parts)
         total = total + _down(stands, rest + key.scaled(-share), length, parts)
         # of the parts that all heads share, per feature of theirs: gradient's kernel at tokens that
         # these would be made of with matrices of unit gain
         shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
-        total = total + shared.scaled(1.0 / (float(self.attention.d_model) * _size(signal)))
+        total = total + shared.scaled(1.0 / (float(self.attention.d_model) * mean_size(signal)))
         return Pulled(
             Gradient(total, length),
             functools.partial(self._weights, signal, way, (gradient.kernel, sides), shared, parts),
@@ -226,14 +221,14 @@ class LatentHeads(Leaf):
             if self.attention.rotary is None:
                 tokens = tokens.without_common()
             total = (tokens * shared).total(signal.seq_len)
-            result["kv_down"] += total / max(block.kv_down * _size(signal), 1e-300)
+            result["kv_down"] += total / max(block.kv_down * mean_size(signal), 1e-300)
         return result
 
     # --- one draw of it --------------------------------------------------------------------------
 
     def _alone(self, signal: Signal) -> SelfAttention:
         """Attention to the tokens with the same logits and values: latents of many features."""
-        size, block, leaf = _size(signal), self.block, self.attention
+        size, block, leaf = mean_size(signal), self.block, self.attention
         core, width = self.core(size), float(leaf.d_model)
         asked = core.d_model * core.query * block.query_factor**2
         if block.query_rank is not None:
@@ -265,11 +260,6 @@ _AS_THEY_ARE = (
     *("heads", "d_head", "value", "drop_prob", "temperature", "causal", "padding"),
     *("window", "sequences"),
 )
-
-
-def _size(signal: Signal) -> float:
-    """Of the tokens of all configurations, on average; 1 where they are nothing."""
-    return float(np.mean(signal.second_moment().mean_diagonal())) or 1.0
 
 
 def _down(ways: tuple[Pullback, ...], kernel: Kernel, length: int, parts: list[Pulled]) -> Kernel:

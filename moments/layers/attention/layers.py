@@ -126,62 +126,11 @@ def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
 # --- by token -------------------------------------------------------------------------------------
 
 
-def build(
-    leaf: Any, law: LogitLaw, memory: Kernel, allowed: list[Mask], norm_spread: Array
-) -> tuple[list[list[KernelAttention]], Array]:
-    """The heads that are followed, on every kernel of a batch, and the variance their logits were
-    to have in each.
-
-    Args:
-        memory: (..., Lk, Lk) kernel of the tokens attended to.
-        allowed: a mask for every kernel.
-        norm_spread: Var|x|^2 / E^2|x|^2 of a token, averaged over each kernel's.
-    """
-    queries, keys = law.queries.kernel, law.keys.kernel
-    scales, wanted = logit_scales(law)
-    lead = memory.off_diagonal.shape[:-2]
-    scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
-    heads: list[list[KernelAttention]] = []
-    turned = leaf.rotary is not None
-    value_gain = memory_gain(leaf)
-    kernels = flat(queries), flat(keys), flat(memory)
-    matrices = zip(*kernels, allowed, scales, spreads, strict=True)
-    for query_tokens, key_tokens, values, mask, scale, spread in matrices:
-        where = [positions(len(one), leaf) for one in (query_tokens, key_tokens)]
-        # A common shift of all keys cancels in the softmax unless it is turned.
-        plain = law.keys.gain is None and (not turned or keys is memory)
-        settings = {
-            "logit_scale": float(scale),
-            "allowed": mask,
-            "drop_prob": leaf.drop_prob,
-            "d_model": leaf.memory_width,
-            "d_head": law.head_freedom,
-            "norm_spread": float(spread),
-            "query_kernel": None if plain and queries is memory else query_tokens,
-            "key_kernel": None if plain else key_tokens,
-            "rotation": Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *where)
-            if turned
-            else None,
-            "value_bias": leaf.value_bias / value_gain,
-        }
-        heads.append(_heads(leaf, values, where, settings))
-    return heads, wanted
-
-
 def head_slopes(leaf: Any) -> tuple[Array, Array]:
     """Distance penalties that stand for those of all heads, and their shares."""
     every = leaf.alibi * alibi_slopes(int(leaf.heads))
     slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
     return np.exp(slopes), shares
-
-
-def _heads(
-    leaf: Any, values: Array, where: list[Array], settings: dict[str, Any]
-) -> list[KernelAttention]:
-    if not leaf.alibi:
-        return [KernelAttention(values, **settings)]
-    far = np.abs(np.subtract.outer(*where))
-    return [KernelAttention(values, bias=-s * far, **settings) for s in head_slopes(leaf)[0]]
 
 
 def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
@@ -220,11 +169,53 @@ class TokenLayer(Layer):
         )
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.key_masks(self._shape[-1], self._memory_shape[-1], count)
-        self._rows, self.wanted = build(leaf, law, memory, self._masks, norm_spread)
+        self._rows = self._built(law, memory, norm_spread)
         self._length = self._shape[-1]
         self._shares = head_slopes(leaf)[1].tolist() if leaf.alibi else [1.0]
         self.beyond_tables = any(np.any(one.beyond_tables) for row in self._rows for one in row)
         self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
+
+    def _built(
+        self, law: LogitLaw, memory: Kernel, norm_spread: Array
+    ) -> list[list[KernelAttention]]:
+        """The heads that are followed, on every kernel."""
+        leaf, queries, keys = self._leaf, law.queries.kernel, law.keys.kernel
+        scales, self.wanted = logit_scales(law)
+        lead, value_gain = memory.off_diagonal.shape[:-2], memory_gain(leaf)
+        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
+        # A common shift of all keys cancels in the softmax unless it is turned.
+        plain = law.keys.gain is None and (leaf.rotary is None or keys is memory)
+        result = []
+        kernels = flat(queries), flat(keys), flat(memory)
+        matrices = zip(*kernels, self._masks, scales, spreads, strict=True)
+        for query_tokens, key_tokens, values, mask, scale, spread in matrices:
+            where = [positions(len(one), leaf) for one in (query_tokens, key_tokens)]
+            rotation, biases = None, list[Any]([None])
+            if leaf.rotary is not None:
+                rotation = Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *where)
+            if leaf.alibi:
+                far = np.abs(np.subtract.outer(*where))
+                biases = [-slope * far for slope in head_slopes(leaf)[0]]
+            result.append(
+                [
+                    KernelAttention(
+                        values,
+                        logit_scale=float(scale),
+                        allowed=mask,
+                        drop_prob=leaf.drop_prob,
+                        d_model=leaf.memory_width,
+                        d_head=law.head_freedom,
+                        norm_spread=float(spread),
+                        query_kernel=None if plain and queries is memory else query_tokens,
+                        key_kernel=None if plain else key_tokens,
+                        rotation=rotation,
+                        bias=bias,
+                        value_bias=leaf.value_bias / value_gain,
+                    )
+                    for bias in biases
+                ]
+            )
+        return result
 
     def _kernel(self, matrices: Any) -> Kernel:
         return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
@@ -521,37 +512,33 @@ class ClassLayer(Layer):
 
 def layer_of(
     leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
-) -> Layer | SinkLayer:
+) -> TokenLayer | ClassLayer | AlikeLayer | SinkLayer:
     """Attention in the resolution of its tokens: moments of what it mixes, and the paths back.
 
     Args:
         signal, memory: the tokens that ask and those attended to, which may be the same.
     """
-    layer, (_, tokens) = _layer_of(leaf, law, signal, memory, kernels), kernels
+    (queries, tokens), spread = kernels, norm_variance(memory)
+    layer: TokenLayer | ClassLayer | AlikeLayer
+    if memory.resolved is True:
+        layer = TokenLayer(leaf, law, queries, tokens, spread)
+    elif memory.resolved or (by_distance(leaf) and memory.seq_len > 1):
+        layer = ClassLayer(leaf, law, memory, tokens)
+    else:
+        scale, wanted = logit_scales(law)
+        layer = AlikeLayer(
+            law.queries.kernel,
+            law.keys.kernel,
+            tokens,
+            query_count=signal.seq_len,
+            key_count=memory.seq_len,
+            scale=scale,
+            drop_prob=leaf.drop_prob,
+            d_model=leaf.memory_width,
+            d_head=law.head_freedom,
+            norm_spread=spread,
+            value_bias=leaf.value_bias / positive(leaf.memory_width * leaf.value),
+            wanted=wanted,
+        )
     sink = getattr(leaf, "sink", None)
     return layer if sink is None else SinkLayer(layer, law, sink, tokens)
-
-
-def _layer_of(
-    leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
-) -> Layer:
-    (queries, tokens), spread = kernels, norm_variance(memory)
-    if memory.resolved is True:
-        return TokenLayer(leaf, law, queries, tokens, spread)
-    if memory.resolved or (by_distance(leaf) and memory.seq_len > 1):
-        return ClassLayer(leaf, law, memory, tokens)
-    scale, wanted = logit_scales(law)
-    return AlikeLayer(
-        law.queries.kernel,
-        law.keys.kernel,
-        tokens,
-        query_count=signal.seq_len,
-        key_count=memory.seq_len,
-        scale=scale,
-        drop_prob=leaf.drop_prob,
-        d_model=leaf.memory_width,
-        d_head=law.head_freedom,
-        norm_spread=spread,
-        value_bias=leaf.value_bias / positive(leaf.memory_width * leaf.value),
-        wanted=wanted,
-    )

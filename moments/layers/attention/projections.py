@@ -475,19 +475,6 @@ def _averaged(weights: Array, sizes: Array, sums: Array) -> Array:
 # --- gradients of the projections -----------------------------------------------------------------
 
 
-class ProjectionPaths(NamedTuple):
-    """What attention sends back, per the kernels of its queries and keys (`Side`).
-
-    Attributes:
-        query, key: through queries and keys.
-        overlap_path: what `query` gains per unit of the variance of two tokens' overlap.
-    """
-
-    query: Kernel
-    key: Kernel
-    overlap_path: Kernel
-
-
 def projection_gradients(
     leaf: Any,
     law: LogitLaw,
@@ -495,7 +482,8 @@ def projection_gradients(
     memory: Signal,
     mixed: Kernel,
     grad_out: Kernel,
-    paths: ProjectionPaths,
+    paths: Paths[Kernel],
+    overlap_path: Kernel,
     rows: RowMoments,
 ) -> dict[str, Array]:
     """Expected squared gradient norms of the three projections, of their biases and norms.
@@ -505,9 +493,11 @@ def projection_gradients(
         signal, memory: the tokens that ask, and those attended to.
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
         grad_out: gradient's kernel at the heads.
+        paths: what attention sends back, per the kernels of its queries and keys (`Side`).
+        overlap_path: what the query path gains per unit of the variance of two tokens' overlap.
     """
     width, length = leaf.value_width, signal.seq_len
-    grown = _overlap_gradients(leaf, law, signal, paths.overlap_path)
+    grown = overlap_gradients(leaf, law, signal, overlap_path)
     result: dict[str, Array] = {}
     sides = (("query", signal, paths.query), ("key", memory, paths.key))
     inverse = _inverse_variances(leaf)
@@ -518,7 +508,7 @@ def projection_gradients(
     result["key"] = result["key"] + grown["key"] / leaf.memory_width
     if leaf.qk_norm is not None and leaf.norm_affine:
         # E (tr J)^2 of two rows, to which the overlaps' variance adds, is that of any two.
-        path = paths.query + paths.overlap_path.scaled(-1 / leaf.memory_width)
+        path = paths.query + overlap_path.scaled(-1 / leaf.memory_width)
         within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
         gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
         result["query.norm.gain"] = result["key.norm.gain"] = gain
@@ -529,7 +519,7 @@ def projection_gradients(
     if "key.bias" in result:
         moved = _moves_with_keys(leaf)
         result["key.bias"] = np.maximum(result["key.bias"], 0.0) if moved else 0.0
-    return _prefixed(leaf, dict(sorted(result.items(), key=lambda one: one[0].count("."))))
+    return prefixed(leaf, dict(sorted(result.items(), key=lambda one: one[0].count("."))))
 
 
 def biased(given: bool | tuple[str, ...]) -> tuple[str, ...]:
@@ -543,12 +533,6 @@ def overlap_gradients(
     leaf: Any, law: LogitLaw, signal: Signal, overlap_path: Kernel
 ) -> dict[str, Array]:
     """What queries' and keys' squared gradient norms gain per unit of the overlaps' variance."""
-    return _prefixed(leaf, _overlap_gradients(leaf, law, signal, overlap_path))
-
-
-def _overlap_gradients(
-    leaf: Any, law: LogitLaw, signal: Signal, overlap_path: Kernel
-) -> dict[str, Array]:
     inverse = _inverse_variances(leaf)
     of_query = _of_side(leaf, law, "query", signal, overlap_path)
     grown = {name: norm * inverse["query"] for name, norm in of_query.items()}
@@ -617,5 +601,5 @@ def _inverse_variances(leaf: Any) -> dict[str, Array]:
     return {"query": there[1] / query, "key": there[0] / key}
 
 
-def _prefixed(leaf: Any, norms: dict[str, Array]) -> dict[str, Array]:
+def prefixed(leaf: Any, norms: dict[str, Array]) -> dict[str, Array]:
     return {f"{leaf.prefix}{name}": norm for name, norm in norms.items()}

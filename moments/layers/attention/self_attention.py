@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,12 +37,12 @@ from .layers import (
 )
 from .projections import (
     LogitLaw,
-    ProjectionPaths,
     logit_law,
     normalised_cross,
     of_rows,
     over_all_heads,
     overlap_gradients,
+    prefixed,
     projection_gradients,
     through,
     variance_notes,
@@ -278,7 +278,7 @@ class AttentionPullback:
     def overlaps(self, grad_out: Kernel) -> dict[str, Array]:
         """As `Pulled.overlaps`."""
         path = self.overlap_path(grad_out)
-        return overlap_gradients(self.leaf, self.law, self.signal, path)
+        return prefixed(self.leaf, overlap_gradients(self.leaf, self.law, self.signal, path))
 
     def response(self) -> Kernel:
         """The query path of a gradient of ones."""
@@ -302,11 +302,10 @@ class AttentionPullback:
 
     def _of_projections(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
         query = self.summed(sides.query)
-        paths = ProjectionPaths(query, sides.key, self.overlap_path(grad_out))
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
-        return projection_gradients(
-            self.leaf, self.law, self.signal, self.memory, self.mixed, grad_out, paths, rows
-        )
+        tokens, path = (self.signal, self.memory, self.mixed), self.overlap_path(grad_out)
+        paths = sides._replace(query=query)
+        return projection_gradients(self.leaf, self.law, *tokens, grad_out, paths, path, rows)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -335,18 +334,7 @@ def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
     notes += law.notes
     if turned_alike(leaf, law):
         notes += (TURNED_ALIKE,)
-    output = concatenated(
-        leaf,
-        signal,
-        memory,
-        mixed,
-        layer.sum_square,
-        layer.mean_output,
-        layer.weights,
-        diagnostics=layer.diagnostics(),
-        notes=notes,
-        rows=layer.rows,
-    )
+    output = concatenated(leaf, signal, memory, mixed, layer, notes)
     return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
 
 
@@ -363,29 +351,16 @@ def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) ->
 
 
 def concatenated(
-    leaf: Any,
-    signal: Signal,
-    memory: Signal,
-    mixed: Kernel,
-    squares: Array,
-    shared: Callable[[], Kernel],
-    weights: Callable[[], Any],
-    diagnostics: Mapping[str, Array] | None = None,
-    notes: tuple[str, ...] = (),
-    rows: Kernel | None = None,
+    leaf: Any, signal: Signal, memory: Signal, mixed: Kernel, layer: Any, notes: tuple[str, ...]
 ) -> Signal:
     """The concatenated heads of a `SelfAttention` or `CrossAttention`.
 
     Args:
         signal, memory: the tokens that ask, and those attended to.
         mixed: second moments per feature of sum_j a_ij y_j over the latter.
-        squares: E sum_j a_ij^2.
-        shared: gives the overlap of what two heads of one key and value mix.
-        weights: gives mean attention, None where it is uniform, tokens alike.
-        rows: second moments of the sums of rows; None: they are 1.
     """
     width, gain = leaf.value_width, leaf.memory_width * leaf.value
-    kernel = _with_bias(leaf, mixed.scaled(gain), squares, rows)
+    kernel = _with_bias(leaf, mixed.scaled(gain), layer.sum_square, layer.rows)
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
@@ -393,9 +368,9 @@ def concatenated(
         alone = (kernel * kernel).scaled(2 / width)
         together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
         if together > 1:
-            common = shared().scaled(gain).resolved_as(kernel)
+            common = layer.mean_output().scaled(gain).resolved_as(kernel)
             alone += (common * common).scaled(2 * (together - 1) / width)
-        result = of_averages(memory, weights(), gain)
+        result = of_averages(memory, layer.weights(), gain)
         fluctuation = Fluctuation(alone)
         if result is not None and result.overlaps is not None:  # the averages' own vary too
             # Of another stack's tokens, those that ask are taken to know nothing; what the layers
@@ -409,7 +384,7 @@ def concatenated(
         0.0 * kernel.diagonal,
         width,
         fluctuation=fluctuation,
-        diagnostics=diagnostics,
+        diagnostics=layer.diagnostics(),
         notes=notes,
     )
 
@@ -533,13 +508,13 @@ class NormalizedAttention(Leaf):
             raise domain_error("value", attention.value, allowed, "zeros have no direction")
         unit, plain = self.values_normalised(signal)
         inner, back_norm = unit.forward(signal)
-        gain = attention.d_model * attention.value + attention.value_bias / _size(signal)
+        gain = attention.d_model * attention.value + attention.value_bias / mean_size(signal)
         output, back = plain.forward(inner)
         freedom = _freedom(float(attention.d_head), attention.qk_norm == "layernorm")
         factor = expected_pull(freedom, 1.0)
         share = plain.value_bias
         both = expected_pull(freedom, inner.correlation() * (1 - share) + share)
-        factors = factor, both, gain, _size(signal)
+        factors = factor, both, gain, mean_size(signal)
         return output, functools.partial(self._back, back, back_norm, factors)
 
     def _back(
@@ -579,7 +554,7 @@ class NormalizedAttention(Leaf):
         """
         attention = self.attention
         unit = FiniteNormalization(RMSNORM, attention.label, attention.norm_epsilon, centres=False)
-        width, size = attention.d_model, _size(signal)
+        width, size = attention.d_model, mean_size(signal)
         diagonal, bias = width * attention.value * size, attention.value_bias
         bias = bias / (diagonal + bias) if bias > 0 else 0.0
         plain = dataclasses.replace(
@@ -626,7 +601,7 @@ def _normed(inner: Pulled, norm: Pullback) -> Kernel | None:
     return None if result is None else norm(inner.gradient.with_kernel(result)).gradient.kernel
 
 
-def _size(signal: Signal) -> float:
+def mean_size(signal: Signal) -> float:
     """Of the tokens of all configurations, on average; 1 where they are nothing."""
     return float(np.mean(signal.second_moment().mean_diagonal())) or 1.0
 

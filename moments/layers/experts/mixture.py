@@ -24,6 +24,7 @@ from ...engine.composition import (
     Pulled,
 )
 from ...engine.composition import forward as passed
+from ...engine.directions import shortened
 from ...engine.fluctuation import (
     OverlapWalk,
     UnsharedOverlap,
@@ -46,8 +47,9 @@ from ...engine.state import Array, Gradient, Kernel, Signal, Values, observed, r
 from ...engine.trace import Record
 from ...errors import DomainError, domain_error
 from ...formulas.linear import SCALE
-from ...model.experts import SHARED, Experts
+from ...model.experts import OUTPUT_NORMS, SHARED, Experts
 from ..elementary import Scale, entrywise_overlap
+from ..normalization import FiniteNormalization
 from .routing import LARGEST, LEAST, Router, functions
 
 
@@ -210,10 +212,16 @@ class Mixture(Leaf):
         dL/dz_e = sum_a (dg_a/dz_e) F_a.g has the covariance d G_ij K_ij N(r_ij), summed over
         experts. What the gradient lacks along the output, it lacks along one of k equal experts by
         its share 1/k; sums of dg_a/dz_e F_a over the chosen, which a common factor of gates does
-        not change, lie across the output. Of a pair either token lacks its own.
+        not change, lie across the output. Of a pair either token lacks its own. And as |F_a|^2
+        varies by v, relatively, by their few hidden units, F_a - y has a part of its square along
+        y, v/k, and a norm behind sends the less back the larger F_a is: with all of both,
+        (1 - v/k)/(1 + v/k).
         """
         lacks = (1.0 - gradient.averaged().radial) / self.router.chosen
-        grad_out = Gradient(gradient.kernel * weight, gradient.seq_len, 1.0 - lacks)
+        falls = gradient.averaged().norm_response / self.router.chosen
+        grad_out = Gradient(
+            gradient.kernel * weight, gradient.seq_len, 1.0 - lacks, norm_response=falls
+        )
         with observed(_by_nobody):
             record = record.backward(grad_out)
         through, slopes = record.grad_in.kernel, at.slopes
@@ -224,7 +232,10 @@ class Mixture(Leaf):
             )
             through = Kernel.joined(through.diagonal, off_diagonal, through.resolved)
             slopes = sides.weighted(slopes, "slopes", "out")
-        logits = (gradient.kernel * inner.second_moment() * slopes).scaled(inner.width)
+        sizes = inner.second_moment()
+        if inner.fluctuation is not None:
+            sizes = shortened(sizes, inner.fluctuation.norms, falls + lacks)
+        logits = (gradient.kernel * sizes * slopes).scaled(inner.width)
         if self.router.normalised != "chosen":
             one, two = logits.lift(1.0 - lacks)
             logits = logits.weighted(one, two * two)
@@ -566,9 +577,15 @@ def experts(parts: Any, block: Experts) -> Iterator[Component]:
         has_bias=bias is not None,
         inward=block.rule == "sigmoid_input",
     )
-    if not block.shared:
-        yield routed
-        return
+    given: list[Component] = [routed, *([_shared_expert(parts, block)] if block.shared else [])]
+    if block.output_norms:
+        norms = [FiniteNormalization.of(model, label) for label in OUTPUT_NORMS]
+        given = [Chain(pair) for pair in zip(given, norms, strict=False)]
+    yield Parallel(tuple(given)) if block.shared else given[0]
+
+
+def _shared_expert(parts: Any, block: Experts) -> Component:
+    model = parts.model
     gated = block.shared_gate_variance is not None
     hidden = parts._hidden(block.shared, SHARED, "", block.shift, block.clamp)
     label = "" if gated else "ffn.shared"
@@ -577,4 +594,4 @@ def experts(parts: Any, block: Experts) -> Iterator[Component]:
     if block.shared_gate_variance is not None:
         every, name = (model.d_model, block.shared_gate_variance), f"{SHARED}router"
         shared = Mixture("ffn.shared", GATE, Chain((*hidden, out)), *every, name=name)
-    yield Parallel((routed, shared))
+    return shared

@@ -264,21 +264,21 @@ class PoolWay:
         blocks = [spread(np.asarray(kernel.mean_diagonal()))]
         if len(classes.ends) > 1:
             blocks.append(spread(np.asarray(kernel.mean_off_diagonal())))
-        return Kernel(*classes.joined(*blocks), classes)
+        diagonal, off_diagonal = classes.joined(*blocks)
+        return Kernel(diagonal, off_diagonal, classes)
 
     def __call__(self, gradient: Gradient) -> Pulled:
         return Pulled(Gradient(self.returned(gradient.kernel), self.length))
 
     def gradient_adjoint(self, sensitivity: Matrix) -> GradientAdjoint:
-        none = np.zeros(sensitivity.shape[:-2])
         onward = matrix_of(self.pooled(kernel_of(sensitivity)), 1)
         if not isinstance(self.resolved, bool) and self.pool.kind == "mean":
             # counted as matrices on classes are
             onward = total(sensitivity)[..., None, None] / count_of(sensitivity) ** 2
-        return GradientAdjoint(onward.astype(SINGLE), None, none, none + 1.0)
+        return GradientAdjoint(onward.astype(SINGLE))
 
     def signal_adjoint(self, sensitivity: Matrix, exposure: Any) -> SignalAdjoint:
-        none, classes = np.zeros(sensitivity.shape[:-2]), self.resolved
-        one = self if isinstance(classes, bool) else replace(self, resolved=classes.of_one)
+        alike = isinstance(self.resolved, bool)
+        one = self if alike else replace(self, resolved=self.resolved.of_one)
         result = matrix_of(one.returned(kernel_of(sensitivity)), self.length)
-        return SignalAdjoint(result.astype(SINGLE), none, none)
+        return SignalAdjoint(result.astype(SINGLE))

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...engine.derivative import pullback
+from ...errors import DomainError
 
 Array = Any
 
@@ -76,52 +77,59 @@ FIXED = ("decay", "alibi", "relative_bias")
 """What heads differ in that no gradient reaches."""
 
 
-class Head(Protocol):
+class Head:
     """What is drawn: one head, or several that share a norm or keys.
 
     Attributes:
         sections: by the name of their matrix.
-        inner: by name.
+        inner: by name; most heads have none of these, nor of the next two.
         features: that one draw gives.
         pairs, states: matrices over pairs of tokens in one draw, and numbers that its states hold.
         effort: times as many draws as others have, where what all features share scatters most.
     """
 
-    def __hash__(self) -> int: ...
+    block: Any
 
     @property
-    def block(self) -> Any: ...
+    def sections(self) -> dict[str, Section]:
+        raise NotImplementedError
 
     @property
-    def sections(self) -> Mapping[str, Section]: ...
+    def inner(self) -> dict[str, Inner]:
+        return {}
 
     @property
-    def inner(self) -> Mapping[str, Inner]: ...
+    def features(self) -> int:
+        raise NotImplementedError
 
     @property
-    def features(self) -> int: ...
+    def pairs(self) -> int:
+        return 0
 
     @property
-    def pairs(self) -> int: ...
+    def states(self) -> int:
+        return 0
 
     @property
-    def states(self) -> int: ...
-
-    @property
-    def effort(self) -> int: ...
+    def effort(self) -> int:
+        return 1
 
     def own(self, random: np.random.Generator, draws: int) -> dict[str, Array]:
         """Parameters that multiply no input, each with draws first; as many for a row as the
         section before the dot in their name, or `OF_SECTION`, has."""
+        raise NotImplementedError
 
     def kept(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
         """(draws, heads, ...) of a head's state, the part that is left a token later."""
+        raise NotImplementedError
 
     def before_norm(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
         """(..., features) of what a norm divides by its root mean square."""
+        raise NotImplementedError
 
     def __call__(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
         """(draws, L, features) of (draws, L, rows) by section."""
+        raise NotImplementedError
 
 
 class Back(NamedTuple):
@@ -375,6 +383,11 @@ def gram(x: Array) -> Array:
 
 def root_of(kernel: Array) -> Array:
     """The symmetric root of a kernel."""
+    if not np.all(np.isfinite(kernel)):
+        raise DomainError(
+            "moments at a mixer are no numbers: a token is zero, as padding inside a text is, and "
+            "a norm divides by it; give norm_epsilon, or sequences of one length"
+        )
     values, vectors = np.linalg.eigh(0.5 * (kernel + kernel.T))
     return (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
 

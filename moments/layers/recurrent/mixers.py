@@ -9,7 +9,7 @@ import numpy as np
 
 from ...model.block import Block
 from ...model.mixers import RGLRU, GatedDeltaNet, LinearAttention, Mamba, Mamba2
-from .drawn import Inner, Section
+from .drawn import Head, Inner, Section
 from .heads import (
     FUNCTIONS,
     by_heads,
@@ -61,26 +61,6 @@ def step_bias(random: np.random.Generator, block: Any, size: tuple[int, ...]) ->
     return step + np.log(-np.expm1(-step))
 
 
-class _Drawn:
-    """What most heads have none of."""
-
-    @property
-    def inner(self) -> dict[str, Inner]:
-        return {}
-
-    @property
-    def pairs(self) -> int:
-        return 0
-
-    @property
-    def states(self) -> int:
-        return 0
-
-    @property
-    def effort(self) -> int:
-        return 1
-
-
 def behind_taps(x: Array, own: Arrays, name: str) -> Array:
     """A short convolution, with its bias where it has one."""
     x = convolved(x, own[f"{name}.taps"])
@@ -89,7 +69,7 @@ def behind_taps(x: Array, own: Arrays, name: str) -> Array:
 
 
 @dataclass(frozen=True)
-class Mamba2Heads(_Drawn):
+class Mamba2Heads(Head):
     """Heads of one group of Mamba-2: they share B, C and the norm."""
 
     block: Mamba2
@@ -187,7 +167,7 @@ class Mamba2Heads(_Drawn):
 
 
 @dataclass(frozen=True)
-class MambaFeatures(_Drawn):
+class MambaFeatures(Head):
     """Features of Mamba's x, at most `MOST_FEATURES`, with what they read of each other.
 
     B, C and steps are sums over all features, of which those drawn stand for `_more` as many:
@@ -271,7 +251,7 @@ class MambaFeatures(_Drawn):
 
 
 @dataclass(frozen=True)
-class RecurrentUnit(_Drawn):
+class RecurrentUnit(Head):
     """Features of one block of an RG-LRU, at most `MOST_FEATURES`, as `MambaFeatures` are."""
 
     block: RGLRU
@@ -322,7 +302,7 @@ class RecurrentUnit(_Drawn):
 
 
 @dataclass(frozen=True)
-class DeltaHead(_Drawn):
+class DeltaHead(Head):
     """One head of values of a gated delta net."""
 
     block: GatedDeltaNet
@@ -412,7 +392,7 @@ def _unit(x: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class DrawnLinearHeads(_Drawn):
+class DrawnLinearHeads(Head):
     """Heads of linear attention that share a norm, or one."""
 
     block: LinearAttention

@@ -140,8 +140,10 @@ def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
     return {**text, "model_type": own} | {k: entries[k] for k in shared if k in entries}
 
 
-_OUTER = ("model_type", "image_token_id", "video_token_id", "vision_token_id")
-_OUTER += ("vision_start_token_id", "vision_end_token_id")
+_OUTER = (
+    *("model_type", "image_token_id", "video_token_id", "vision_token_id"),
+    *("vision_start_token_id", "vision_end_token_id"),
+)
 """Entries of a model that also reads pictures, which its text side does not have."""
 
 

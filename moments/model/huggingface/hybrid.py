@@ -217,8 +217,6 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
 
 def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
     """Gemma 3 with values normalised too, undivided logits, and full layers of other widths."""
-    experts = "experts and a dense block behind norms of their own"
-    read.refuse("enable_moe_block", False, experts)
     read.refuse("hidden_size_per_layer_input", 0, "an embedding that every layer reads anew")
     read.refuse("num_kv_shared_layers", 0, "keys and values of another layer")
     if (given := read("use_bidirectional_attention", None)) == "all":
@@ -265,7 +263,29 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         embedding={"scale": math.sqrt(read.count("hidden_size"))},
         head={"logit_softcap": read.cap("final_logit_softcapping", None)},
         mixer=mixers,
+        ffn=_beside_experts(read) if read.flag("enable_moe_block") else None,
     )
+
+
+def _beside_experts(read: Entries) -> tuple[Experts | None, ...]:
+    """A dense block and routed experts, each behind a norm and in front of one."""
+    width, variance = read.count("hidden_size"), read.variance()
+    read.notes.append(
+        "enable_moe_block = True: pre_feedforward_layernorm and pre_feedforward_layernorm_2 count "
+        "as one norm, whose gain receives what both do; the router's input has the factor "
+        "hidden_size^-1/2, which is in its matrix: of that the squared gradient is hidden_size = "
+        f"{width} times router.proj's; "
+        "router.scale and router.per_expert_scale have none here"
+    )
+    experts = Experts(
+        read.count("num_experts"),
+        read.count("top_k_experts"),
+        d_ff=read.count("moe_intermediate_size"),
+        router_variance=variance / width,
+        shared=read.count("intermediate_size"),
+        output_norms=True,
+    )
+    return routed(read, experts)
 
 
 _KIMI = {

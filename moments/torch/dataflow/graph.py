@@ -55,11 +55,17 @@ class Node:
     outputs: tuple[int, ...]
     writes: tuple[int, ...] = ()
 
-    def again(self, args: Any, kwargs: Any) -> Any:
-        """The operation on other tensors, whose strides may be others too."""
+    def redone(self, value: Callable[[int], Any]) -> list[Tensor]:
+        """What it gives where its inputs are other tensors, whose strides may be others too."""
+
+        def given(number: int) -> Any:
+            return value(number).clone() if number in self.writes else value(number)
+
+        args, kwargs = filled(self.args, given), filled(self.kwargs, given)
         if self.name in ("view", "_unsafe_view") and not kwargs and len(args) == 2:
-            return args[0].reshape(args[1])
-        return self.func(*args, **kwargs)
+            return [args[0].reshape(args[1])]
+        made = self.func(*args, **kwargs)
+        return [t for t in tree_flatten(made)[0] if isinstance(t, Tensor)]
 
 
 @dataclass
@@ -228,23 +234,15 @@ class Graph:
                 plan.append(node)
                 needed.update(v for v in node.inputs if v not in given)
         values = dict(given)
-        for node in reversed(plan):
-            self._again(node, values, given)
-        return [values[v] if v in values else self.tensor(v) for v in wanted]
 
-    def _again(self, node: Node, values: dict[int, Tensor], given: Mapping[int, Tensor]) -> None:
-        def value(number: int) -> Tensor:
-            found = values.get(number)
-            found = self.tensor(number) if found is None else found
-            return found.clone() if number in node.writes else found
+        def now(number: int) -> Tensor:
+            return values[number] if number in values else self.tensor(number)
 
-        args, kwargs = filled(node.args, value), filled(node.kwargs, value)
         with torch.no_grad():
-            made = node.again(args, kwargs)
-        tensors = [t for t in tree_flatten(made)[0] if isinstance(t, Tensor)]
-        for output, tensor in zip(node.outputs, tensors, strict=True):
-            if output not in given:
-                values[output] = tensor
+            for node in reversed(plan):
+                pairs = zip(node.outputs, node.redone(now), strict=True)
+                values.update((output, t) for output, t in pairs if output not in given)
+        return [now(v) for v in wanted]
 
 
 def filled(entry: Any, value: Callable[[int], Any]) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...prediction.draws import STREAM
 from ..roles import HookPoint, ModuleBranch, Role, SubmoduleTensor, WeightPart
-from .graph import VIEWS, Graph, filled
+from .graph import VIEWS, Graph
 from .stream import BranchUnit, SumChain
 from .units import LinearUnit, Norm
 
@@ -221,10 +221,7 @@ def _followed(graph: Graph, given: dict[int, Tensor], end: int) -> Tensor | None
             continue
         if node.name not in VIEWS and node.name not in ("cat", "stack"):
             return None
-        args, kwargs = filled(node.args, values.get), filled(node.kwargs, values.get)
-        made = node.again(args, kwargs)
-        made = made if isinstance(made, list | tuple) else [made]
-        values |= dict(zip(node.outputs, made, strict=True))
+        values |= dict(zip(node.outputs, node.redone(values.get), strict=True))
     return values.get(end)
 
 

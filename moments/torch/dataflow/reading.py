@@ -121,7 +121,7 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
         MomentsError: the module cannot be run, or no residual stream is found in it.
     """
     near = _near_copy(module)
-    graph, length, example = _recorded(near, batch)
+    graph, length, example = _recorded(near, batch, 2, TOKENS)
     far: list[int | None] = []
     if batch is not None and length is not None and length > TOKENS:
         far = _far(near, batch)
@@ -138,22 +138,6 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
             f"be followed ({said})"
         ) from error
     return dataclasses.replace(found, example=_as_read(example, module))
-
-
-@made_at_hand
-def called(
-    module: nn.Module, batch: Any
-) -> tuple[nn.Module, Callable[[], Any], dict[str, Tensor], Any]:
-    """The module that is read, or a copy, a call of it, the tensors that this passes by number, and
-    the same as the module itself takes it.
-
-    Raises:
-        MomentsError: the module cannot be run.
-    """
-    near = _near_copy(module)
-    _, _, given = _recorded(near, batch)
-    tensors = _tensors(given)
-    return near, functools.partial(run, near, given), tensors, _as_read(given, module)
 
 
 @made_at_hand
@@ -231,17 +215,22 @@ def _as_read(given: Any, module: nn.Module) -> Any:
 # --- a pass ---------------------------------------------------------------------------------------
 
 
-def recorded(module: nn.Module, batch: Any, rows: int, tokens: int) -> Graph:
-    """One pass over the first tokens of the first rows of a batch; None: over random input.
+@made_at_hand
+def recorded(
+    module: nn.Module, batch: Any, rows: int = 2, tokens: int = TOKENS
+) -> tuple[Graph, Any]:
+    """One pass over the first tokens of the first rows of a batch, or over random input where that
+    is None, and what was passed.
 
     Raises:
         MomentsError: the module cannot be run.
     """
-    return _recorded(_near_copy(module), batch, rows, tokens)[0]
+    graph, _, given = _recorded(_near_copy(module), batch, rows, tokens)
+    return graph, _as_read(given, module)
 
 
 def _recorded(
-    module: nn.Module, batch: Any, rows: int = 2, tokens: int = TOKENS
+    module: nn.Module, batch: Any, rows: int, tokens: int
 ) -> tuple[Graph, int | None, Any]:
     """The graph of a short pass, the tokens that the batch has, and what was passed."""
     errors = []

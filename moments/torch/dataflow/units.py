@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...formulas.activation import activation_names
 from ...simulation.functions import activation
-from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, Ref, filled
+from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, Ref
 
 EXACT = 2e-3
 """Relative deviation below which a stretch computes what it is taken for (float32, some
@@ -380,12 +380,7 @@ class GraphReader:
         if any(self.live(v) for v in user.inputs[1:]):
             return []
 
-        def entry(a: int) -> Tensor:
-            return columns if a == value else self.graph.tensor(a)
-
-        args, kwargs = filled(user.args, entry), filled(user.kwargs, entry)
-        made = user.again(args, kwargs)
-        made = made if isinstance(made, list | tuple) else [made]
+        made = user.redone(lambda a: columns if a == value else self.graph.tensor(a))
         return list(zip(user.outputs, made, strict=True))
 
     # --- normalisations ----------------------------------------------------------------------

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,6 +98,8 @@ _BY_PLACES = ("index", "index_put", "index_add", "index_copy", "masked_scatter",
 
 _REDUCTIONS = ("mean", "sum", "var", "std", "linalg_vector_norm", "var_mean", "norm")
 _SUMS = ("add", "sub", "rsub", "mul", "div", "neg")
+Made = TypeVar("Made")
+
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm")
 
 PLACES = 1500
@@ -512,14 +514,8 @@ class Lowering:
         c = c.detach().to(F64)
         if c.numel() == 1:
             return c.reshape(())
-        sites, features = x.variable.sites, x.variable.features
-        entries, at = c.expand(x.site.shape).reshape(-1), _flat(x)
-        table = torch.zeros(sites * features, dtype=F64)
-        table[at] = entries
-        if not torch.equal(table[at], entries):
-            return None
-        table = table.reshape(sites, features)
-        if bool((table == table[:, :1]).all()):
+        table = _by_entry(c, x)
+        if table is not None and bool((table == table[:, :1]).all()):
             table = table[:, :1]
             if bool((table == table[:1]).all()):
                 return table[0, 0]
@@ -527,21 +523,22 @@ class Lowering:
 
     def _as_field(self, other: Weights | Known, x: Field) -> Field | None:
         """Weights or numbers, by site and feature of a field."""
-        sites, features, at = x.variable.sites, x.variable.features, _flat(x)
-        if isinstance(other, Weights):
-            labels = other.index.expand(x.site.shape).reshape(-1)
-            index = torch.zeros(sites * features, dtype=torch.long)
-            index[at] = labels
-            if not torch.equal(index[at], labels):
-                return None
-            of = self._entries(other, index.reshape(sites, features))
-            return Field(of, x.site, x.feature)
-        entries = other.tensor.to(F64).expand(x.site.shape).reshape(-1)
-        values = torch.zeros(sites * features, dtype=F64)
-        values[at] = entries
-        if not torch.equal(values[at], entries):
+        table = _by_entry(other.index if isinstance(other, Weights) else other.tensor.to(F64), x)
+        if table is None:
             return None
-        return Field(_fixed(values.reshape(sites, features), other), x.site, x.feature)
+        made = self._entries(other, table) if isinstance(other, Weights) else _fixed(table, other)
+        return Field(made, x.site, x.feature)
+
+    def _matched(
+        self, x: Field, other: Any, shape: Sequence[int], by: Callable[[Any, Field], Made | None]
+    ) -> tuple[Field, Made | None]:
+        """A field, with new sites where it takes them, and what `by` makes of another tensor by its
+        sites and features."""
+        made = by(other, x)
+        if made is None:
+            x = self._split(x, shape)
+            made = by(other, x)
+        return x, made
 
     def _arithmetic(self, node: Node, name: str) -> Field | None:
         shape, args = self._shape(node.outputs[0]), [self._state(a) for a in node.args]
@@ -578,23 +575,15 @@ class Lowering:
             return Field(combination(sites, features, terms), site, feature)
         x = _expanded(x, shape)
         if isinstance(y, Weights) and y.tensor.numel() >= _FEW:
-            y = _weights_expanded(y, shape)
-            split = x
-            field = self._as_field(y, x)
-            if field is None:
-                split = self._split(x, shape)
-                field = self._as_field(y, split)
-            return None if field is None else self._sum(split, one, field, other)
+            x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
+            return None if field is None else self._sum(x, one, field, other)
         numbers = _tensor(y)
         if numbers.is_complex() or numbers.dtype == torch.bool:
             return None
         if not bool(torch.isfinite(numbers.to(F64)).all()) or float(numbers.abs().max()) > 1e9:
             return None
         numbers = numbers.expand(tuple(shape))
-        c = self._coefficient(numbers, x)
-        if c is None:
-            x = self._split(x, shape)
-            c = self._coefficient(numbers, x)
+        x, c = self._matched(x, numbers, shape, self._coefficient)
         if c is None:
             return None
         if c.ndim == 2 and c.shape[1] > 1:
@@ -627,11 +616,7 @@ class Lowering:
             return None
         x = _expanded(x, shape)
         if isinstance(y, Weights) and (y.tensor.numel() == 1 or y.tensor.numel() >= _FEW):
-            y = _weights_expanded(y, shape)
-            field = self._as_field(y, x)
-            if field is None:
-                x = self._split(x, shape)
-                field = self._as_field(y, x)
+            x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
             if field is None:
                 return None
             a, b = x.variable, field.variable
@@ -639,11 +624,7 @@ class Lowering:
         numbers = _tensor(y)
         if numbers.is_complex():
             return None
-        numbers = numbers.expand(tuple(shape))
-        c = self._coefficient(numbers, x)
-        if c is None:
-            x = self._split(x, shape)
-            c = self._coefficient(numbers, x)
+        x, c = self._matched(x, numbers.expand(tuple(shape)), shape, self._coefficient)
         return None if c is None else self._scaled(x, c)
 
     def _entangled(self, a: Variable, b: Variable) -> bool:
@@ -1284,8 +1265,15 @@ def _count(label: Tensor) -> int:
     return int(label.max()) + 1 if label.numel() else 1
 
 
-def _flat(x: Field) -> Tensor:
-    return (x.site * x.variable.features + x.feature).reshape(-1)
+def _by_entry(numbers: Tensor, x: Field) -> Tensor | None:
+    """(sites, features) of the numbers that stand where a field's entries do; None where several
+    stand at one."""
+    sites, features = x.variable.sites, x.variable.features
+    at = (x.site * features + x.feature).reshape(-1)
+    entries = numbers.expand(x.site.shape).reshape(-1)
+    table = torch.zeros(sites * features, dtype=numbers.dtype)
+    table[at] = entries
+    return table.reshape(sites, features) if torch.equal(table[at], entries) else None
 
 
 def _roots(variables: Any) -> frozenset[object]:

@@ -199,8 +199,8 @@ def predict(
         raise domain_error("loss", loss, "'cross-entropy' or None")
     grad_variance = check_number("grad_variance", grad_variance, NONNEGATIVE)
     draws, seed = check_count("draws", draws), check_count("seed", seed, least=0)
-    sizes = {"tokens": check_count("tokens", tokens), "places": check_count("places", places)}
-    done = lowered(built(module, seed), batch, loss, grad_variance, draws, seed, **sizes)
+    most = check_count("tokens", tokens), check_count("places", places)
+    done = lowered(built(module, seed), batch, loss, grad_variance, draws, seed, None, *most)
     return summary(done, draws)
 
 
@@ -285,7 +285,7 @@ def lowered(
     with _spelled_out(module):
         batched = any(isinstance(p, nn.modules.batchnorm._BatchNorm) for p in module.modules())
         rows = NORMED_ROWS if batched else ROWS
-        graph = recorded(module, batch, rows=rows, tokens=tokens)
+        graph, _ = recorded(module, batch, rows, tokens)
     try:
         with torch.inference_mode(False), torch.enable_grad():
             lowering = Lowering(graph, draws, seed, wider or {}, places)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
-from ..dataflow.graph import Graph, Node, filled
+from ..dataflow.graph import Graph, Node
 from .laws import F64, Laws, Replicas
 from .variables import (
     Blend,
@@ -46,14 +45,12 @@ def again(
             x = state.tensor
             if values and x.dtype == F64:
                 x = x.to(graph.tensor(index).dtype)
-        x = graph.tensor(index) if x is None else x
-        return x.clone() if index in node.writes else x
+        return graph.tensor(index) if x is None else x
 
     if node.name in ("detach", "alias", "lift_fresh"):
-        made: Any = value(node.inputs[0])
+        tensors = [value(node.inputs[0])]
     else:
-        made = node.again(filled(node.args, value), filled(node.kwargs, value))
-    tensors = [t for t in tree_flatten(made)[0] if isinstance(t, Tensor)]
+        tensors = node.redone(value)
     values.update(zip(node.outputs, tensors, strict=False))
     return tensors
 

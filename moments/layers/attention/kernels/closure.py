@@ -20,7 +20,6 @@ See docs/theory/attention.md, The closure.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,55 +32,6 @@ from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-
-
-class RowLayout(NamedTuple):
-    """The rows of one layer.
-
-    Attributes:
-        statistics: of the patterns, then of the classes' own rows.
-        pattern: (Lq,) the pattern of every row.
-        group: (P,) the class of every pattern.
-        weights: (Lq, Lk) mean attention.
-        norm: (Lq,) norm of a row's query over its pattern's.
-    """
-
-    statistics: AttentionRows
-    pattern: Indices
-    group: Indices
-    classes: list[RowClass]
-    weights: Array
-    norm: Array
-
-    @classmethod
-    def of(cls, logits: Logits) -> RowLayout:
-        """Sort the rows of a layer; patterns are numbered class by class."""
-        temperature, kernel = logits.temperature, logits.within
-        first, pattern = find_patterns(logits.prior, temperature, logits.biased)
-        groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
-        order = np.concatenate(groups)
-        pattern = np.argsort(order)[pattern]
-        patterns = logits.prior[first[order]]
-        pattern_temperature = _means(temperature, pattern)
-        ends = np.cumsum([len(group) for group in groups])
-        spans = [
-            slice(int(end) - len(one), int(end)) for end, one in zip(ends, groups, strict=True)
-        ]
-        shared = [_shared(patterns[span], logits.biased) for span in spans]
-        extended = np.vstack([patterns, *shared])
-        means = [pattern_temperature[span].mean() for span in spans]
-        statistics = rows_of_kernel(
-            kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
-        )
-        given = extended, statistics, kernel, logits.scale
-        classes = [_make_class(s, len(patterns) + k, *given) for k, s in enumerate(spans)]
-        compact = np.zeros(patterns.shape)
-        group = np.empty(len(patterns), dtype=np.intp)
-        for index, one in enumerate(classes):
-            compact[window(one.patterns, one.keys)] = one.weights
-            group[one.patterns] = index
-        norm = np.sqrt(temperature / pattern_temperature[pattern])
-        return cls(statistics, pattern, group, classes, compact[pattern], norm)
 
 
 def _shared(patterns: Array, biased: bool) -> Array:
@@ -118,15 +68,17 @@ class OverlapClosure:
     """Joint laws of all pairs of rows of one attention layer.
 
     Attributes:
-        rows, pattern, group, classes, weights: as in `RowLayout`, `rows` its statistics.
+        rows: statistics of the patterns, then of the classes' own rows.
+        pattern: (Lq,) the pattern of every row.
+        group: (P,) the class of every pattern.
+        weights: (Lq, Lk) mean attention.
         calibration: what exact rows say about every class.
         pairs: what the joint laws are read at.
     """
 
     def __init__(self, logits: Logits, widths: Widths) -> None:
         self.logits = logits
-        layout = RowLayout.of(logits)
-        self.rows, self.pattern, self.group, self.classes, self.weights, norm = layout
+        norm = self._sort_rows()
         stats = self.rows
         correlation = logits.correlation()
         if logits.rotation is not None:
@@ -158,6 +110,36 @@ class OverlapClosure:
             widths,
             self._turned(logits.values),
         )
+
+    def _sort_rows(self) -> Array:
+        """Patterns, numbered class by class; (Lq,) norm of a row's query over its pattern's."""
+        logits, temperature, kernel = self.logits, self.logits.temperature, self.logits.within
+        first, pattern = find_patterns(logits.prior, temperature, logits.biased)
+        groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
+        order = np.concatenate(groups)
+        pattern = np.argsort(order)[pattern]
+        patterns = logits.prior[first[order]]
+        pattern_temperature = _means(temperature, pattern)
+        ends = np.cumsum([len(group) for group in groups])
+        spans = [
+            slice(int(end) - len(one), int(end)) for end, one in zip(ends, groups, strict=True)
+        ]
+        shared = [_shared(patterns[span], logits.biased) for span in spans]
+        extended = np.vstack([patterns, *shared])
+        means = [pattern_temperature[span].mean() for span in spans]
+        self.rows = rows_of_kernel(
+            kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
+        )
+        given = extended, self.rows, kernel, logits.scale
+        classes = [_make_class(s, len(patterns) + k, *given) for k, s in enumerate(spans)]
+        compact = np.zeros(patterns.shape)
+        group = np.empty(len(patterns), dtype=np.intp)
+        for index, one in enumerate(classes):
+            compact[window(one.patterns, one.keys)] = one.weights
+            group[one.patterns] = index
+        self.pattern, self.group, self.classes = pattern, group, classes
+        self.weights = compact[pattern]
+        return np.asarray(np.sqrt(temperature / pattern_temperature[pattern]))
 
     # --- sums over pairs of rows ---------------------------------------------------------------
 
@@ -214,11 +196,9 @@ class OverlapClosure:
         for block in self._laws.blocks:
             if block.with_itself:
                 sums = block.overlap
-                for index, (wide, _) in enumerate(block.pairs):
-                    group = wide.source
+                for index, (group, _) in enumerate(block.pairs):
                     diagonal = np.diagonal(sums.excess[index, 0]) - 2.0 * sums.left[index, 0]
                     diagonal = diagonal + np.diagonal(sums.both[index, 0])[:, None]
-                    diagonal = diagonal[wide.leader_patterns, wide.leader_keys]
                     scale = self._row_scale[0, group.patterns, None] ** 2
                     square = group.weights**2 * np.maximum(1.0 + scale * diagonal, 0.0)
                     compact[window(group.patterns, group.keys)] = square

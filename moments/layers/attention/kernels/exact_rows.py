@@ -55,7 +55,7 @@ def rows(theta: Array, keys: Array) -> RowStatistics:
 
 class AlikeRows:
     """Statistics of rows of one length n, at any logit variance; as the functions of this module,
-    which take rows of many lengths (`finite_rows.Tables`).
+    which take rows of many lengths.
 
     Relative errors: up to theta = 8 those of one row are 1e-4 at most, of a pair with rho >= -0.3
     likewise (radial_overlap's over jacobian_overlap, overlap_slope's over psi times

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.polynomial import chebyshev
 from numpy.typing import NDArray
 
 from ....engine.state import ratio_or_zero
-from ..softmax import PairStatistics, RowStatistics, chi_square_rule
+from ..softmax import chi_square_rule
 from ..softmax.norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections, pair_spreads
 from ..softmax.table import chebyshev_basis
 from . import exact_rows
@@ -53,18 +53,6 @@ class Widths(NamedTuple):
 
 
 Array = NDArray[np.float64]
-
-
-class Tables(Protocol):
-    """Where exact statistics come from; as the functions of `exact_rows`."""
-
-    def rows(self, theta: Array, keys: Array) -> RowStatistics:
-        """Of single rows."""
-        ...
-
-    def pairs(self, theta: Array, keys: Array, rho: Array) -> PairStatistics:
-        """Of two alike rows: (m, s) variances and correlations, (m,) keys."""
-        ...
 
 
 class FiniteRows(NamedTuple):
@@ -114,7 +102,7 @@ def finite_rows(
     unshared: Array,
     rho: Array,
     widths: Widths,
-    tables: Tables = exact_rows,
+    tables: Any = exact_rows,
 ) -> FiniteRows:
     """Statistics of rows, averaged over the widths' fluctuations; zero responses for one key.
 
@@ -193,7 +181,7 @@ class Averages(NamedTuple):
 
 
 def averages(
-    theta: Array, keys: Array, unshared: Array, rho: Array, widths: Widths, tables: Tables
+    theta: Array, keys: Array, unshared: Array, rho: Array, widths: Widths, tables: Any
 ) -> Averages:
     """Arguments as those of `finite_rows`."""
     deficit, share = widths.deficit, np.reshape(widths.deficit_share, (-1, 1))

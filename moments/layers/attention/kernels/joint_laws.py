@@ -6,15 +6,14 @@ that the marginals are w_i and w_i' whatever g is. The two maps are each other's
     spread: H -> sum_{r i i'} H_r,ii' P_i g_r P_i'        gather: X -> tr(P_i g_r P_i' X^T)
 
 g is stored, and its sums are formed, in single precision. The leading axis c of every array counts
-pairs of classes of one shape, treated together: classes of few keys are brought to one shape by
-keys and rows of weight 0. See docs/theory/attention.md, The closure.
+pairs of classes of one shape, treated together. See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -393,88 +392,7 @@ def geometric_mean(first: Array, second: Array) -> Array:
 
 # --- joint laws of classes ------------------------------------------------------------------------
 
-MOST_PADDED = 32
-"""Classes of more keys keep their shape."""
-
-
-class PaddedClass(NamedTuple):
-    """One class in the shape of its bin, in single precision.
-
-    Attributes:
-        source: the class.
-        patterns, keys: of its a rows and n keys, real and added.
-        leader_patterns, leader_keys: where among them the real ones are.
-        weights: (a, n) mean attention.
-        leader_weights: (n,) of the class's own row.
-        response: (n, n) 1 - A.
-    """
-
-    source: RowClass
-    patterns: slice
-    keys: slice | Indices
-    leader_patterns: slice
-    leader_keys: slice
-    weights: Single
-    leader_weights: Single
-    response: Single
-
-
-def padded(classes: list[RowClass], patterns: int, tokens: int) -> dict[int, PaddedClass]:
-    """The classes of more than one key, by index; `patterns` and `tokens` count either in all."""
-    several = {i: one for i, one in enumerate(classes) if len(one.leader_weights) > 1}
-    shapes: dict[int, tuple[int, int]] = {}
-    for one in several.values():
-        rows, keys = one.weights.shape
-        most = shapes.get(_bin(keys), (0, 0))
-        shapes[_bin(keys)] = max(most[0], rows), max(most[1], keys)
-    return {
-        index: _in_shape(one, shapes[_bin(one.weights.shape[1])], patterns, tokens)
-        for index, one in several.items()
-    }
-
-
-def _bin(keys: int) -> int:
-    """Next power of two; classes beyond `MOST_PADDED` have bins of their own shape's."""
-    return 1 << (keys - 1).bit_length() if keys <= MOST_PADDED else keys
-
-
-def _in_shape(one: RowClass, shape: tuple[int, int], patterns: int, tokens: int) -> PaddedClass:
-    rows, leader_rows = _wider(one.patterns, shape[0], patterns)
-    if isinstance(one.keys, slice):
-        keys: slice | Indices
-        keys, leader_keys = _wider(one.keys, shape[1], tokens)
-    else:
-        others = np.setdiff1d(np.arange(tokens), one.keys)
-        keys = np.concatenate([one.keys, others[: shape[1] - len(one.keys)]])
-        leader_keys = slice(0, len(one.keys))
-
-    def placed(values: Array, shape: tuple[int, ...], where: Any) -> Single:
-        if values.shape == shape:
-            return values.astype(np.float32)
-        whole = np.zeros(shape, dtype=np.float32)
-        whole[where] = values
-        return whole
-
-    return PaddedClass(
-        one,
-        rows,
-        keys,
-        leader_rows,
-        leader_keys,
-        placed(one.weights, shape, (leader_rows, leader_keys)),
-        placed(one.leader_weights, shape[1:], leader_keys),
-        placed(one.response, (shape[1], shape[1]), (leader_keys, leader_keys)),
-    )
-
-
-def _wider(span: slice, length: int, limit: int) -> tuple[slice, slice]:
-    """A slice of the given length around `span`, within `limit`, and where `span` is inside."""
-    start = min(span.start, limit - length)
-    inner = span.start - start
-    return slice(start, start + length), slice(inner, inner + span.stop - span.start)
-
-
-Pair = tuple[PaddedClass, PaddedClass]
+Pair = tuple[RowClass, RowClass]
 
 STACK_ENTRIES = 1 << 18
 """Entries of the joint laws treated at a time, at all nodes: a megabyte, which stays in cache."""
@@ -484,14 +402,14 @@ Mixed = dict[int, Single]
 """By a class's row, (t, n, Lk): (1 - A) C of t kernels C."""
 
 
-def _mixed(classes: Iterable[PaddedClass], kernels: Array) -> Mixed:
+def _mixed(classes: Iterable[RowClass], kernels: Array) -> Mixed:
     whole: Single = kernels.astype(np.float32)
-    return {one.source.row: one.response @ whole[..., one.keys, :] for one in classes}
+    return {one.row: one.response @ whole[..., one.keys, :] for one in classes}
 
 
 def _projected(mixed: Mixed, pairs: list[Pair]) -> Single:
     """(c, t, n, k): (1 - A) C (1 - A')^T of every two classes."""
-    left = stacked([mixed[one.source.row][..., two.keys] for one, two in pairs])
+    left = stacked([mixed[one.row][..., two.keys] for one, two in pairs])
     projected: Single = left @ stacked([two.response.T for _, two in pairs])[:, None]
     return projected
 
@@ -510,7 +428,7 @@ class Projected(NamedTuple):
     turned: Mixed | None
 
     @classmethod
-    def of_layer(cls, classes: Iterable[PaddedClass], logits: Logits) -> Projected:
+    def of_layer(cls, classes: Iterable[RowClass], logits: Logits) -> Projected:
         """Form the products that all pairs share."""
         within = _mixed(classes, logits.within[None])
         if logits.aligned:
@@ -605,15 +523,14 @@ class Block(NamedTuple):
         change sign when it turns."""
         sign = 1.0 if parity is None else parity[:, None, None]
         for (one, two), part in zip(self.pairs, parts, strict=True):
-            rows, rows2 = one.source.patterns, two.source.patterns
-            inside = part[..., one.leader_patterns, two.leader_patterns]
-            total[..., rows, rows2] = inside
+            rows, rows2 = one.patterns, two.patterns
+            total[..., rows, rows2] = part
             if not self.with_itself:
-                total[..., rows2, rows] = sign * inside.swapaxes(-1, -2)
+                total[..., rows2, rows] = sign * part.swapaxes(-1, -2)
 
 
 def by_shape(
-    classes: Mapping[int, PaddedClass], nodes: int
+    classes: Mapping[int, RowClass], nodes: int
 ) -> Iterator[tuple[list[tuple[int, int]], list[Pair]]]:
     """All pairs of classes, in stacks of one shape."""
     stacks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -658,11 +575,13 @@ class JointLaws:
         self._pattern = None if identity else pattern
         self._order = as_slice(order) if bool(np.all(np.diff(order) == 1)) else order
         self._starts = np.searchsorted(pattern[order], np.arange(self._patterns))
-        wide = padded(classes, self._patterns, self._keys)
-        self._classes = list(wide.values())
+        several = {
+            k: one.in_single() for k, one in enumerate(classes) if len(one.leader_weights) > 1
+        }
+        self._classes = list(several.values())
         projected = Projected.of_layer(self._classes, logits)
         self.blocks: list[Block] = []
-        for indices, pairs in by_shape(wide, exponents.shape[1]):
+        for indices, pairs in by_shape(several, exponents.shape[1]):
             one, two = np.transpose(indices)
             exponent = geometric_mean(exponents[one], exponents[two])
             self.blocks.append(Block.of(pairs, exponent, exponent @ derivative, projected))

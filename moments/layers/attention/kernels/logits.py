@@ -234,9 +234,14 @@ class RowClass:
     patterns: slice
     keys: slice | Indices
     row: int
-    weights: Array
-    leader_weights: Array
-    response: Array
+    weights: NDArray[Any]
+    leader_weights: NDArray[Any]
+    response: NDArray[Any]
+
+    def in_single(self) -> RowClass:
+        """The same in single precision."""
+        arrays = (self.weights, self.leader_weights, self.response)
+        return RowClass(self.patterns, self.keys, self.row, *(x.astype(np.float32) for x in arrays))
 
 
 def find_patterns(prior: Array, temperature: Array, biased: bool) -> tuple[Indices, Indices]:

@@ -1,0 +1,225 @@
+"""Checks of modules whose config says what they are, and whose code reads as no alike layers.
+
+Layers are the entries of the one list of submodules that is as long as the config's stack. What
+enters and leaves them is held against the prediction of the config; matrices against the variances
+that it declares, and against their namesakes in other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import MomentsError, without_warnings
+from ..model.embedding import Embedding
+from ..model.transformer import Transformer
+from ..prediction.draws import STREAM, WeightGradient
+from ..prediction.measurement import Measurement
+from ..prediction.predict import predict
+from ..show.comparison import Comparison, compare
+from ..show.findings import Finding, Report, ranked
+from ..show.health import Seen, rules, stream_numbers
+from .batches import batch_shape, shortened
+from .diagnose import Text, at_length, case_of
+from .entries import EntryMoments
+from .measure import Loss, needs_labels, one_draw
+from .open_check import NotRead, odd_namesakes, why_not
+from .roles import HookPoint, WeightPart, gathered_names
+from .running import hooked, in_mode, run, watch_tensor
+
+TOKENS = 32
+"""Of the random text that a module is run on, or of the user's own that is read."""
+
+FAR = 6.0
+"""Standard deviations, beyond band and tolerance, from which a point is a finding, not chance."""
+
+LEAST = 8
+"""Rows and columns from which a parameter counts as a matrix that the config's rule draws."""
+
+NEAR = 0.05
+"""Relative error of a variance that is granted to a matrix, beside its scatter."""
+
+
+def check_promised(
+    module: nn.Module, batch: Any, promised: Transformer, loss: Loss | None, refusal: NotRead
+) -> Report:
+    """`moments.check` by the config alone.
+
+    Raises:
+        MomentsError: not a text of one stack, no list of submodules that are its layers, or it
+            does not run.
+    """
+    if not isinstance(promised.embedding, Embedding) or promised.encoder is not None:
+        raise MomentsError("a config of no single stack over token ids")
+    random = batch is None
+    if random:
+        generator = torch.Generator().manual_seed(0)
+        size = (1, min(TOKENS, promised.seq_len))
+        ids = torch.randint(promised.embedding.vocab_size, size, generator=generator)
+        batch = {"input_ids": ids}
+    else:
+        batch = shortened(batch, 2, TOKENS)
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if needs_labels(type(module).__name__) and ids is not None and loss is None:
+        batch = {"labels": ids} | batch
+    path = _layers(module, batch, promised)
+    measurement = _measured(module, batch, loss, path, promised)
+    model = at_length(promised, measurement)
+    text = Text.of(module, model, batch, loss)
+    case, _ = case_of(model, text, measurement, None)
+    with without_warnings():
+        prediction = predict(case.model, **case.inputs)
+        comparison = compare(prediction, measurement)
+    names = {"token": _table(module)}
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    more, notes = rules(Seen(prediction, comparison, names, model, dtype))
+    findings = [
+        *refusal.findings,
+        *odd_namesakes(module),
+        *_off(module, promised),
+        *_mismatch(comparison, path),
+    ]
+    kinds = {finding.kind for finding in findings}
+    findings += [finding for finding in more if finding.kind not in kinds]
+    return Report(
+        source=type(module).__name__,
+        scheme="the initialisation that its config promises",
+        findings=ranked([one for one in findings if one.severity != "note"]),
+        notes=tuple(dict.fromkeys(notes)),
+        unchecked=(
+            f"which matrix is which, sums and norms within its layers ({why_not(refusal)}): they "
+            "are held to the config's prediction of what leaves each layer",
+        ),
+        rows=tuple(stream_numbers(prediction, comparison)),
+        model=model,
+        prediction=prediction,
+        comparison=comparison,
+        read=f"measured on {batch_shape(batch)}" + (" of random input" if random else ""),
+    )
+
+
+def _layers(module: nn.Module, batch: Any, promised: Transformer) -> str:
+    """The list of as many submodules that the batch reaches, and that give d_model features."""
+    reached: set[str] = set()
+    lists = {
+        path: part
+        for path, part in module.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) == promised.layers
+    }
+
+    def watched() -> Iterator[RemovableHandle]:
+        for path, part in lists.items():
+
+            def seen(tensor: Tensor, path: str = path) -> None:
+                if tensor.shape[-1] == promised.d_model:
+                    reached.add(path)
+
+            yield watch_tensor(part[-1], "output", seen)
+
+    try:
+        with torch.no_grad(), in_mode(module, False), hooked(watched()):
+            run(module, batch)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise MomentsError(f"{type(module).__name__} does not run ({line})") from error
+    outer = [p for p in reached if not any(p.startswith(f"{other}.") for other in reached)]
+    if len(outer) != 1:
+        raise MomentsError(f"{len(outer)} lists of {promised.layers} submodules")
+    return outer[0]
+
+
+def _measured(
+    module: nn.Module, batch: Any, loss: Loss | None, path: str, promised: Transformer
+) -> Measurement:
+    points = [HookPoint(0, STREAM, f"{path}.0", "input")]
+    points += [HookPoint(n + 1, STREAM, f"{path}.{n}", "output") for n in range(promised.layers)]
+    rows = [
+        (WeightGradient(0, name, name), WeightPart(name, name))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        draw, size = one_draw(module, batch, loss, (tuple(points), rows))
+    return Measurement.from_draws([draw], batch=size, source=type(module).__name__)
+
+
+def _table(module: nn.Module) -> tuple[str, ...]:
+    tables = [f"{p}.weight" for p, part in module.named_modules() if isinstance(part, nn.Embedding)]
+    return tuple(tables[:1])
+
+
+def _declared(promised: Transformer) -> set[float]:
+    """Every variance that the config declares, of whatever matrix."""
+    values: set[float] = set()
+
+    def gather(entry: Any, name: str) -> None:
+        if isinstance(entry, Mapping):
+            for key, value in entry.items():
+                gather(value, str(key))
+        elif isinstance(entry, list | tuple):
+            for value in entry:
+                gather(value, name)
+        elif isinstance(entry, int | float) and not isinstance(entry, bool) and entry > 0:
+            values.add(float(entry))
+
+    given = promised.to_dict()
+    for part in ("weights", "embedding", "head", "mixer", "ffn"):
+        gather(given.get(part), part)
+    return values
+
+
+def _off(module: nn.Module, promised: Transformer) -> Iterator[Finding]:
+    """Matrices whose variance is none of those that the config declares."""
+    values = _declared(promised)
+    off: dict[float, list[tuple[str, EntryMoments]]] = {}
+    for path, part in module.named_modules():
+        if not isinstance(part, nn.Linear) or min(part.weight.shape) < LEAST:
+            continue
+        moments = EntryMoments.of(part.weight)
+        granted = NEAR + FAR * (max(moments.kurtosis - 1, 0.0) / moments.count) ** 0.5
+        if moments.square > 0 and all(abs(moments.square / v - 1) > granted for v in values):
+            nearest = min(values, key=lambda v: abs(torch.log(torch.tensor(moments.square / v))))
+            off.setdefault(nearest, []).append((f"{path}.weight", moments))
+    for expected, rows in off.items():
+        first = rows[0][1].square
+        yield Finding(
+            "error",
+            "wrong variance",
+            gathered_names([name for name, _ in rows]),
+            (),
+            first,
+            expected,
+            f"the variance is {first:.3g}, {first / expected:.3g} times the nearest that the "
+            "config declares of any matrix",
+            "draw it as the config says, or declare in the config what was meant",
+        )
+
+
+def _mismatch(comparison: Comparison, path: str) -> Iterator[Finding]:
+    points = comparison.outliers(FAR)
+    embedding = comparison.prediction.model.embedding
+    if embedding is not None and embedding.norm:  # which its first layer may begin with
+        points = points[points["layer"] > 0]
+    if not len(points):
+        return
+    first = points[points["quantity"] == "variance"]
+    row: Any = (first.iloc[0] if len(first) else points.iloc[-1]).to_dict()
+    layer = int(row["layer"])
+    words = "variance" if len(first) else "gradient variance"
+    where = f"leaving layer {layer}" if layer else "entering layer 1"
+    yield Finding(
+        "warning",
+        "not what its config gives",
+        (f"{path}.{max(layer - 1, 0)}",),
+        (layer,) if layer else (),
+        float(row["measured"]),
+        float(row["predicted"]),
+        f"the {words} {where} is {row['measured'] / row['predicted']:.3g} times what the config's "
+        f"initialisation gives ({row['deviations']:+.1f} standard deviations)",
+        "look at that layer's matrices, its sums, scales and norms",
+    )
