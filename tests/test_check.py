@@ -345,6 +345,43 @@ def test_what_is_no_transformer_is_followed_by_its_operations() -> None:
         moments.check("gpt2", torch.zeros(2, 2))
 
 
+class Adds(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.map = torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.map(self.norm(x))
+
+
+class Sums(torch.nn.Module):
+    """Blocks that add their input themselves, to which a loop adds it `again`."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again, self.blocks = again, torch.nn.ModuleList(Adds() for _ in range(6))
+        self.table = torch.nn.Embedding(50, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + block(x) if self.again else block(x)
+        return x
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_input_that_is_added_twice_makes_the_variance_explode(again: bool) -> None:
+    torch.manual_seed(0)
+    report = moments.check(Sums(again), torch.randint(0, 50, (2, 4)))
+    assert [f.kind for f in report.findings if "variance" in f.kind] == [
+        "variance explodes"
+    ] * again
+    if again:
+        (finding,) = report.findings
+        assert finding.measured == pytest.approx(4.0, rel=0.3)
+        assert "added twice" in finding.mend
+
+
 def test_a_class_token_of_zeros_is_why_the_gradient_explodes() -> None:
     """Its norm has a slope of 1/sqrt(epsilon); drawn as patches are, it has none like it."""
     transformers = pytest.importorskip("transformers")

@@ -139,16 +139,6 @@ def test_a_gate_at_zero_halves_what_it_multiplies() -> None:
     assert one.grad_variance_band == pytest.approx(other.grad_variance_band, rel=0.02)
 
 
-def test_the_first_step_refuses_what_it_does_not_cover() -> None:
-    ids = np.arange(24).reshape(2, 12) % 7
-    gpt2 = moments.preset("gpt2").replace(layers=1, seq_len=12)
-    for name, value in {"attention_gate": "headwise", "attention_sink": 0.0}.items():
-        given = {"weights": moments.Weights.normal(4e-4), "attention_dropout": 0.1, name: value}
-        p = moments.predict(gpt2.replace(**given), token_ids=ids, tokens=True)
-        with pytest.raises(moments.DomainError, match="does not cover attention_dropout along"):
-            p.after("adam", learning_rate=1e-3)
-
-
 def test_a_sink_beside_few_keys_of_large_logits() -> None:
     """As GPT-OSS has them in its windows; means over 150 draws, each with relative errors."""
     weights = moments.Weights.normal(0.0144)

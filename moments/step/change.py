@@ -8,8 +8,8 @@ feature,
     U = E u_t u_s, all of the change.
 
 P is a mean over draws. What one draw's has besides follows the scatter of overlaps of the stream's
-tokens (`Overlaps`), or of Muon's is carried draw by draw (`scattering`); what a step has beyond
-what is linear in delta is alike in all that writes to the stream (`Beyond`).
+tokens (`Overlaps`); what a step has beyond what is linear in delta is alike in all that writes to
+the stream (`Beyond`).
 
 The updated kernel is K + M + M^T + U. Changes are carried themselves and never formed as a
 difference of kernels, so that small steps lose no digits.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,78 +58,6 @@ def between(first: Array, gradient: Array, second: Array) -> Array:
 def between_trace(first: Array, gradient: Array) -> float:
     """tr(P D P^T)."""
     return float(np.vdot(product(first, gradient), first))
-
-
-def scattering(
-    first: Change, second: Change, gradient: Array, received: Array | None
-) -> Array | float:
-    """E P_k D_k P'_k^T over draws k, less P D P'^T.
-
-    `received`: (N, T, T) D_k - D; None: it is not known.
-    """
-    if received is None or (first.drawn is None and second.drawn is None):
-        return 0.0
-    one, two = (
-        part.coherent[None] if part.drawn is None else part.coherent + part.drawn
-        for part in (first, second)
-    )
-    every = one @ (gradient + received) @ np.swapaxes(two, -1, -2)
-    return np.asarray(every.mean(0) - between(first.coherent, gradient, second.coherent))
-
-
-def conserved(
-    before: Change, after: Change, gradients: tuple[Array, Array], received: Sequence[Array | None]
-) -> Change:
-    """Behind a map that is followed by its mean, with every draw's P on the scale at which
-    tr(P D), the step's meeting with the loss, stays that draw's; `gradients` and `received` are D
-    on both sides, and draws less it."""
-    if after.drawn is None or not before.coherent.any():
-        return after
-    met = []
-    for change, gradient, draws in zip((before, after), gradients, received, strict=True):
-        if change.drawn is None or draws is None:
-            return after
-        every = (change.coherent + change.drawn) * (gradient + draws)
-        met.append(every.sum((1, 2)) / np.vdot(change.coherent, gradient))
-    grown = (met[0] / met[1])[:, None, None]
-    return dataclasses.replace(after, drawn=grown * (after.coherent + after.drawn) - after.coherent)
-
-
-def behind_a_matrix(
-    before: Change,
-    after: Change,
-    gradients: tuple[Array, Array],
-    received: tuple[Array, Array],
-    shape: tuple[float, float],
-) -> Change:
-    """Behind an (m, n) matrix W that alone reads a tensor, with what draws tell of P.
-
-    As delta_x = W^T delta_y, the overlaps u_t.delta_s are the same on both sides. So the part of
-    W u along delta_y has the kernel Z D_y^+ Z^T, Z = (n/m) P D_x, in every draw; and W is as if
-    drawn anew only across delta_y, in m less its rank of m directions.
-
-    `after` is the change of y as if W were independent; `gradients` are D of both sides, `received`
-    (N, T, T) draws of these, and `shape` n and m.
-    """
-    if before.drawn is None or not before.coherent.any():
-        return after
-    (n, m), (entering, leaving) = shape, received
-    step = before.coherent + before.drawn
-    sent = step @ entering
-    values, vectors = np.linalg.eigh(leaving)
-    there = resolved(values)
-    inverse = (vectors * over(there, values)[:, None]) @ np.swapaxes(vectors, 1, 2)
-    rank = there.sum(1)[:, None, None]
-    less = (rank / m * (sent @ np.swapaxes(step, 1, 2))).mean(0)
-    less = less * (np.trace(after.coherent) / np.trace(before.coherent))
-    found = conserved(
-        before, after, gradients, (entering - entering.mean(0), leaving - leaving.mean(0))
-    )
-    assert found.drawn is not None
-    carried = found.coherent + found.drawn
-    along = (n / m) ** 2 * sent @ inverse @ np.swapaxes(sent, 1, 2)
-    more = (along - carried @ leaving @ np.swapaxes(carried, 1, 2)).mean(0)
-    return dataclasses.replace(found, total=after.total - less + more)
 
 
 SINGLE_PRECISION = 1e-5
@@ -231,7 +159,6 @@ class Change:
         total: U.
         scattered: S.
         beyond: what writes to the stream are beyond linear; None: nothing.
-        drawn: (N, T, T) what draws have of P beyond it; None: nothing is known.
     """
 
     coherent: Array
@@ -239,7 +166,6 @@ class Change:
     total: Array
     scattered: Array
     beyond: Beyond | None = None
-    drawn: Array | None = None
 
     @classmethod
     def none(cls, count: int) -> Change:
@@ -247,10 +173,10 @@ class Change:
         return cls.of(np.zeros((count, count)))
 
     @classmethod
-    def of(cls, coherent: Array, drawn: Array | None = None) -> Change:
+    def of(cls, coherent: Array) -> Change:
         """What follows the gradient, alone."""
         nothing = np.zeros_like(coherent)
-        return cls(coherent, nothing, nothing, nothing, None, drawn)
+        return cls(coherent, nothing, nothing, nothing)
 
     def new(self, kernel: Array) -> Array:
         """The updated kernel."""
@@ -288,24 +214,21 @@ class Change:
             function(self.total),
             of_p(self.scattered),
             None if self.beyond is None else self.beyond.mapped(function),
-            None if self.drawn is None else of_p(self.drawn),
         )
 
-    def plus(self, other: Change, gradient: Array, received: Array | None = None) -> Change:
+    def plus(self, other: Change, gradient: Array) -> Change:
         """With another cause of change of the same tensor, E delta delta = `gradient` there.
 
         The two are independent but for their coherent parts, E u u' = P D P'^T, and what is alike
-        beyond. `received`: draws of D less it.
+        beyond.
         """
         cross = between(self.coherent, gradient, other.coherent)
-        cross = cross + scattering(self, other, gradient, received)
         found = Change(
             self.coherent + other.coherent,
             self.overlap + other.overlap,
             self.total + other.total + cross + cross.T,
             self.scattered + other.scattered,
             self.beyond,
-            joined(self.drawn, other.drawn),
         )
         return found if other.beyond is None else found.going_beyond(other.beyond)
 
@@ -347,13 +270,6 @@ class Change:
             overlap=r * self.overlap + q * kernel,
             total=found.total + q * q.T * kernel + cross + cross.T,
         )
-
-
-def joined(one: Array | None, two: Array | None) -> Array | None:
-    """The sum of what is known."""
-    if one is None or two is None:
-        return two if one is None else one
-    return one + two
 
 
 _EXACT = 1e-9

@@ -56,15 +56,12 @@ class Draws:
         sides: of every matrix.
         aligned: of every matrix, and of steps by "sgd" and "sign", E |U x|^2 over E |x|^2 E U^2 m:
             the draws' geometric mean.
-        received: (N, T, T) delta delta^T/width of matrices, and by their index of the sites where
-            changes meet.
     """
 
     reading: Reading
     count: int
     sides: dict[Key, Sides]
     aligned: dict[tuple[int, str, str], float]
-    received: dict[int | Key, Array]
     _rng: Any
     _points: Iterator[Site]
     _prefix: str = ""
@@ -83,7 +80,7 @@ class Draws:
         tokens = max(len(stream.before) for stream in reading.streams)
         more = 4 if int(np.sum(reading.targets >= 0)) <= _SENDERS else 1
         count = max(2, min(more * _MOST, more * _PAIRS // tokens**2))
-        found = cls(reading, count, {}, {}, {}, np.random.default_rng(21), iter(reading.points))
+        found = cls(reading, count, {}, {}, np.random.default_rng(21), iter(reading.points))
         try:
             found._draw(Words.of(reading))
         except _Undrawn:
@@ -92,8 +89,7 @@ class Draws:
 
     def _met(self, key: Key, x: Features, delta: Features) -> None:
         """Keep what a matrix meets."""
-        self.received[key] = _overlaps(delta)
-        self.sides[key] = Sides(self._read(x).overlaps, self.received[key])
+        self.sides[key] = Sides(self._read(x).overlaps, _overlaps(delta))
         step = _turned(delta[:, :, :_ROWS]) @ x
         for rule, taken in (("sgd", step), ("sign", np.sign(step))):
             sizes = [
@@ -102,23 +98,6 @@ class Draws:
             if all(np.all(size) for size in sizes):
                 met, before, own = (np.log(size).mean() for size in sizes)
                 self.aligned[(*key, rule)] = float(np.exp(met - before - own))
-
-    def _seen(self, at: Site, delta: Features) -> None:
-        """Keep what a site receives, of which no singular values are taken."""
-        self.received[at.index] = np.asarray(delta @ _turned(delta) / np.float32(delta.shape[2]))
-
-    def scaled(self, at: int | Key, gradient: Array) -> Array | None:
-        """(N, T, T) of what a site or a matrix receives, on the scale of its closed form; None
-        where no changes meet."""
-        if (found := self.received.get(at)) is None:
-            return None
-        size = float(np.trace(found.mean(0)))
-        return np.asarray(found * (np.trace(gradient) / size), float) if size else None
-
-    def scatter(self, at: int | Key, gradient: Array) -> Array | None:
-        """The same about its mean."""
-        found = self.scaled(at, gradient)
-        return None if found is None else found - found.mean(0)
 
     # --- the two passes ------------------------------------------------------------------------
 
@@ -196,7 +175,6 @@ class Draws:
             leaving = next(self._points)
 
             def both(delta: Features) -> Features:
-                self._seen(leaving, delta)
                 return np.asarray(kept * delta + back(added * delta))
 
             return kept * x + added * y, both, leaving
@@ -210,14 +188,7 @@ class Draws:
         inside = isinstance(part, GatedHeads)  # whose own sites are passed by
         leaving = next(p for p in self._points if not inside or p.name.endswith(part.label))
         y, back = self.leaf(part, x, at, leaving)
-        if not isinstance(part, _MET):
-            return y, back, leaving
-
-        def through(delta: Features) -> Features:
-            self._seen(leaving, delta)
-            return back(delta)
-
-        return y, through, leaving
+        return y, back, leaving
 
     # --- draws ---------------------------------------------------------------------------------
 
@@ -276,7 +247,6 @@ class Draws:
 
         def back(delta: Features) -> Features:
             self._met(key, x, delta)
-            self.received[leaving.index] = self.received[key]
             return sent(delta)
 
         return y, back
@@ -382,9 +352,6 @@ class Draws:
 _MOST, _PAIRS = 64, 2**16
 """Draws: as many as have so many pairs of tokens together, of which two are enough where tokens,
 and with them pairs, are many."""
-
-_MET = SelfAttention, CrossAttention, GatedHeads, Mixer, GatedLinear, Dropout, Activation
-"""Behind these what is received is kept."""
 
 _SENDERS = 8
 """Targets up to which draws are four times as many: single draws then scatter."""

@@ -71,14 +71,12 @@ class Unit:
     factor: Array
     slopes: tuple[Array, Array]
 
-    def carried(
-        self, gate: Change, factor: Change, gradient: Array, received: Array | None = None
-    ) -> Change:
-        """The product's change, from those of a and u; see `Change.plus`."""
+    def carried(self, gate: Change, factor: Change, gradient: Array) -> Change:
+        """The product's change, from those of a and u."""
         laws, old = self.laws, np.diag(self.gate)
         if max(gate.share(self.gate), factor.share(self.factor)) < _SMALL:
             of_gate, of_factor = self.slopes
-            return gate.times(of_gate).plus(factor.times(of_factor), gradient, received)
+            return gate.times(of_gate).plus(factor.times(of_factor), gradient)
         met, new = gate.met(self.gate), gate.new(self.gate)
         grown = np.diag(new)
         between = moment(laws, grown, old, met)
@@ -90,7 +88,7 @@ class Unit:
             dataclasses.replace(one.times(way), overlap=0 * total, total=0 * total, beyond=None)
             for one, way in ((gate, slope(laws, grown, old, met) * met_factor), (factor, between))
         )
-        both = first.plus(second, gradient, received)
+        both = first.plus(second, gradient)
         return dataclasses.replace(both, overlap=overlap, total=total + both.total)
 
 

@@ -68,8 +68,6 @@ class Effect(NamedTuple):
         aligned: the kernel of U x on the old input over K E U^2, of their traces.
         along: of Q what the step is given delta; None where that is linear in it, or not known.
         followed: how far P follows one draw's overlaps of x, per unit of them.
-        drawn: (N, T, T) P of every draw less this; None: no draws were asked.
-        received: (N, T, T) D of every draw less that.
     """
 
     coherent: Array
@@ -79,8 +77,6 @@ class Effect(NamedTuple):
     aligned: float
     along: Array | None = None
     followed: float = 0.0
-    drawn: Array | None = None
-    received: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,8 +224,6 @@ class Orthogonal(NamedTuple):
         kernel: P D P^T, D that of the draw.
         square, slope: sum of f^2 and of f sigma.
         aligned: as in `Effect`.
-        drawn: (N, rank, T) P of every draw less this; None: of no draws of the network.
-        received: (N, T, T) D of every draw less that.
     """
 
     coherent: Array
@@ -237,8 +231,6 @@ class Orthogonal(NamedTuple):
     square: float
     slope: float
     aligned: float
-    drawn: Array | None
-    received: Array
 
     @classmethod
     def of(
@@ -262,7 +254,7 @@ class Orthogonal(NamedTuple):
         draws = _independent(spectrum, n, m) if sides is None else sides
         count, (tokens, rank) = len(draws.read), lower.shape
         parts = np.ones((1, tokens)) if parts is None else parts
-        steps = np.zeros((count, rank, tokens))
+        coherent = np.zeros((rank, tokens))
         kernel = np.zeros((rank, rank))
         square, slope, size, aligned = np.zeros((4, count))
         for k, (read, received) in enumerate(zip(*draws, strict=True)):
@@ -278,7 +270,7 @@ class Orthogonal(NamedTuple):
                 ratio = resolved(values, _FLAT**2) * mapped / sigma
                 moved += weighted @ (turned * ratio) @ turned.T
             moved /= (n * m) ** 0.5
-            steps[k] = n * right @ moved.T
+            coherent += n * right @ moved.T / count
             own = received @ moved
             inner = moved.T @ own
             kernel += n * n * right @ inner @ right.T / count
@@ -291,18 +283,14 @@ class Orthogonal(NamedTuple):
         along = float(slope.mean() / np.sqrt(n * m * size.mean())) * (n * m) ** 0.5
         along *= spectrum.total**0.5
         # where a draw's delta is large its step is small: what mean kernels meet is on the scale at
-        # which m tr(P D) is the mean of f sigma, every draw's on that of its own D
-        coherent = steps.mean(0)
+        # which m tr(P D) is the mean of f sigma
         coherent *= along / (m * float(((coherent @ gradient) * lower.T).sum()))
-        grown = spectrum.total / float(size.mean())
         return cls(
             coherent,
             kernel,
             float(square.mean()),
             along,
             float(np.exp(np.log(np.maximum(aligned, 1e-300)).mean())),
-            None if sides is None else steps / grown**0.5 - coherent,
-            grown * (draws.received - draws.received.mean(0)),
         )
 
 
@@ -688,18 +676,15 @@ def effect(
         # what the old input does not span meets no gradient
         coherent, plain = step.coherent, n * size
         aligned = step.kernel - plain * np.eye(lower.shape[1])
-    drawn = received = None
     if rule == "muon":
         followed, met = 0.0, step.aligned
-        if step.drawn is not None:
-            drawn, received = onto @ step.drawn, step.received
     else:
         old = float((spectrum.root.square * aligned).sum()) + plain * float(np.trace(kernel))
         followed, met = slope / (m * total), old / (float(np.trace(kernel)) * size)
     along = product(onto, aligned, onto.T)
     given = along / (1 - excess) if rule == "sign" else None
     both = along + plain * new
-    return Effect(product(onto, coherent), both, slope, size, met, given, followed, drawn, received)
+    return Effect(product(onto, coherent), both, slope, size, met, given, followed)
 
 
 def gain_effect(

@@ -30,12 +30,8 @@ from .change import (
     Beyond,
     Change,
     Overlaps,
-    behind_a_matrix,
     between,
     between_trace,
-    conserved,
-    joined,
-    scattering,
 )
 from .drawn import Block
 from .draws import Draws
@@ -134,7 +130,6 @@ class Walk:
     response: Any = 0.0
     end: Any = None
     _unit: Activation | None = None
-    _received: Array | None = None
 
     # --- the walk ------------------------------------------------------------------------------
 
@@ -171,9 +166,8 @@ class Walk:
         scales = float(node.skip_scale) ** 2, float(node.branch_scale) ** 2
         received = leaving.gradient
         change = change.parted(entering.gradient, scales[0] * received)
-        drawn = self._scatter(leaving.index, received)
         kept, added = change.times(scales[0]), branch.times(scales[1])
-        found = kept.plus(added, received, drawn)
+        found = kept.plus(added, received)
         both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
         # per unit of the sum's own scatter: what of it is the input's, through skip and branch
         size = np.sqrt(np.diag(leaving.kernel))
@@ -204,8 +198,7 @@ class Walk:
             other, last = self.through(branch, change, entering, points)
             self.response = before + self.response
             # a sum hands both the gradient that it receives
-            drawn = self._scatter(last.index, leaving.gradient)
-            total = found.plus(other, leaving.gradient, drawn)
+            total = found.plus(other, leaving.gradient)
             if self.overlaps is not None:
                 more = self.overlaps.square(found.scattered, other.scattered, leaving.gradient)
                 total = dataclasses.replace(total, total=total.total + more + more.T)
@@ -216,10 +209,6 @@ class Walk:
     def _draws(self) -> Draws | None:
         """Of the network, where steps follow those."""
         return Draws.shared(self.reading) if self.optimizer.rule == "muon" else None
-
-    def _scatter(self, at: int, gradient: Array) -> Array | None:
-        """Of what a site receives in draws."""
-        return None if self._draws is None else self._draws.scatter(at, gradient)
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
         if at.name in ("", ENCODER):
@@ -315,17 +304,10 @@ class Walk:
         )
         factor = self.optimizer.factor(name, n, m)
         rate = self.entry(layer, name, factor, found, variance, n)
-        self._received = found.received
         # W delta_x = W W^T delta_y: the coherent part appears as if W were independent, and once
         # more as a mean, beside which the matrix's own stands
-        if writes:
-            carried = self._behind(carried, change, entering, gradient, (layer, name), shape)
         own = rate * found.coherent
-        by_draw = None if found.drawn is None else rate * found.drawn
-        half = None if carried.drawn is None else carried.drawn / 2
-        more = Change.of(carried.coherent / 2 + own, joined(half, by_draw))
-        cross = between(carried.coherent, gradient, more.coherent)
-        cross = cross + scattering(carried, more, gradient, found.received)
+        cross = between(carried.coherent, gradient, carried.coherent / 2 + own)
         total = carried.total + rate * rate * found.total + cross + cross.T
         scattered = carried.scattered
         if self.overlaps is not None:
@@ -340,28 +322,7 @@ class Walk:
             if whole > linear:
                 rest = rate * rate * (1 - linear / whole) * found.along
                 beyond = Beyond.of(rest, linear / whole)
-        drawn = joined(carried.drawn, by_draw)
-        return Change(carried.coherent + own, carried.overlap, total, scattered, beyond, drawn)
-
-    def _behind(
-        self,
-        carried: Change,
-        change: Change,
-        entering: Site,
-        gradient: Array,
-        key: tuple[int, str],
-        shape: tuple[float, float],
-    ) -> Change:
-        """`behind_a_matrix`, where draws are known."""
-        draws = self._draws
-        if draws is None:
-            return carried
-        before, after = draws.scaled(entering.index, entering.gradient), draws.scaled(key, gradient)
-        if before is None or after is None:
-            return carried
-        return behind_a_matrix(
-            change, carried, (entering.gradient, gradient), (before, after), shape
-        )
+        return Change(carried.coherent + own, carried.overlap, total, scattered, beyond)
 
     def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
         """The updated input in terms of the old one, and its kernel."""
@@ -461,8 +422,7 @@ class Walk:
             if leaf.has_bias:
                 found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
             moved.append(found)
-        received = self._scatter(leaving.index, leaving.gradient)
-        found = unit.carried(moved[0], moved[1], leaving.gradient, received)
+        found = unit.carried(moved[0], moved[1], leaving.gradient)
         ways = sum(v * way for (v, _), way in zip(inner.values(), unit.slopes, strict=True))
         self.response = n * ways * self.response
         if units is None:
@@ -474,9 +434,6 @@ class Walk:
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
         old = entering.kernel
         found, slope = activated(leaf.laws, change, old, leaving.kernel)
-        before, after = (self._scatter(at.index, at.gradient) for at in (entering, leaving))
-        gradients = entering.gradient, leaving.gradient
-        found = conserved(change, found, gradients, (before, after))
         self.response = slope * self.response
         units = self._neurons(leaf.laws, (entering.kernel,), leaving)
         if units is None:

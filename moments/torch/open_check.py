@@ -70,7 +70,8 @@ def report_of(
     gradients = {} if wider else _gradients(done, loss)
     chosen = _chosen(done, prediction, gradients)
     rows = list(_rows(done, prediction, gradients, chosen)) if not wider else []
-    findings = [*refusal.findings, *odd_namesakes(module), *_unlike(rows), *_way(prediction)]
+    findings = [*refusal.findings, *odd_namesakes(module), *_unlike(rows)]
+    findings += [*_growth(prediction), *_way(prediction)]
     notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
     unread = [f"{name} ({why})" for name, why in prediction.unread]
@@ -251,6 +252,28 @@ def _way(prediction: ModulePrediction) -> Iterator[Finding]:
         f"times at {rows[0].module} what it is at {rows[-1].module}",
         "scale what blocks add by their number, or normalise what they read",
     )
+
+
+def _growth(prediction: ModulePrediction) -> Iterator[Finding]:
+    """Whether the variance more than doubles with every layer of the later half, over all of which
+    equal branches double it at most."""
+    rows = _stack(prediction)
+    later = rows[(len(rows) - 1) // 2 :]
+    if len(later) < 3 or not later[0].variance > 0:
+        return
+    factor = float(later[-1].variance / later[0].variance) ** (1 / (len(later) - 1))
+    if factor > 2:
+        yield Finding(
+            "warning",
+            "variance explodes",
+            (later[0].module, later[-1].module),
+            (),
+            factor,
+            math.nan,
+            f"the variance grows {factor:.3g} times with every layer from {later[0].module} to "
+            f"{later[-1].module}, where branches of one size add up to 2 times over all of them",
+            "look for an input that is added twice, or a branch that reads what is not normalised",
+        )
 
 
 def _layers(prediction: ModulePrediction) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 `OverlapClosure` makes the laws of all rows: exact to first order in the logits given mean attention
 w and A_jl = E[a_j a_l]/E a_j, exact in everything for exchangeable kernels, an approximation
-otherwise. `DroppedAttention` is what attention dropout adds, E[J D J] with D = diag(C_jj):
+otherwise. Attention dropout adds E[J D J] with D = diag(C_jj):
 
     E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(1-A) D (1-A)^T + u 1^T + 1 u^T]
 
