@@ -82,6 +82,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "attention_gate", "elementwise"),
     ("gpt2", "layer_scale", True),
     ("bert", "shared_layers", True),
+    ("gpt2", "streams", moments.HyperConnections(2)),
+    ("gpt2", "input_mix", (0.5, 0.5)),
     ("gpt2", "mixer", Bottleneck(out="output")),
     ("gpt2", "ffn", Bottleneck()),
     ("mistral", "window", None),
