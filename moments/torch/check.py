@@ -170,6 +170,9 @@ class Checking:
             raise not_read(module, batch, f"{type(module).__name__}: {'; '.join(why)}")
         self.found = self.reading.roles
         self.promised = promised_by(module)
+        if self.promised is not None and self.promised.mixer is not None and scheme is None:
+            why = "its config has blocks in attention's place"
+            raise not_read(module, batch, f"{type(module).__name__}: {why}")
         self.promised_by = "config" if _configured(module) else "class"
         told = self.reading.model
         if self.promised is not None and told is not None and self.promised_by == "class":

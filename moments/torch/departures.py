@@ -47,6 +47,9 @@ _OUTSIDE = {
 _OF_FEW_TOKENS = {"rotary", "window", "relative_bias", "dropout"}
 """Last parts of fields that a run of few tokens shows less exactly than a config says them."""
 
+_UNREAD = {"embedding.position_base", "embedding.factor_variance", "head.factor_dim"}
+"""Fields that a reading may lack, so that what a config says of them is held against nothing."""
+
 _PARTS = ("embedding", "head", "relative_bias")
 """Fields that are declarations of their own, compared field by field."""
 
@@ -194,6 +197,8 @@ def _compared(name: str, planned: Any, present: Any, promised: Any) -> Iterator[
         return
     if plain.rpartition("_")[2].rpartition(".")[2] in _OF_FEW_TOKENS and _same(planned, promised):
         return
+    if _same(planned, promised) and (plain in _UNREAD or _close(planned, present)):
+        return
     remark = _OUTSIDE.get(plain, "")
     if plain in _GRADIENTS:
         remark = UNMOVED
@@ -227,6 +232,12 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, bool | int | float) and isinstance(other, bool | int | float):
         return bool(np.isclose(float(one), float(other), rtol=EXACT, atol=1e-15))
     return bool(one == other)
+
+
+def _close(one: Any, other: Any) -> bool:
+    """Within the digits of what was read."""
+    numbers = isinstance(one, float) and isinstance(other, float)
+    return numbers and bool(np.isclose(one, other, rtol=0.01))
 
 
 def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Departure]:

@@ -313,7 +313,8 @@ def norm_findings(
         name = m.role.name
         if not name.endswith(("norm.gain", "norm.bias")):
             continue
-        expected = 0.0 if m.expected is None else m.expected
+        usual = float(name.endswith("gain"))  # of a head that is not declared, too
+        expected = usual if m.expected is None else m.expected
         quantity, value = "mean square", m.entries.square
         if name.endswith("gain"):
             quantity, value, expected = "gain", math.sqrt(value), math.sqrt(expected)

@@ -655,6 +655,8 @@ class StreamReader:
         logits, weights = graph.run(zero, core.logits, core.weights)
         length, keys = weights.shape[-2:]
         rows = weights.reshape(-1, length, keys)
+        if keys == length + 1 and bool((rows[..., -1] > 0).all()):  # a sink behind the keys
+            rows, keys = rows[..., :-1], length
         seen = (rows > 0).any(0)
         if length == keys and length > 1:
             found.causal = not bool(torch.triu(seen, 1).any())
