@@ -51,7 +51,7 @@ from .expectation import model_of
 from .factory import seen_of, unwritten
 from .measure import Loss, measure, needs_labels
 from .open_check import NotRead, check_open, not_read, random_outcome
-from .promised import check_promised
+from .promised import FAR, TOKENS, check_promised
 from .roles import (
     ModuleRoles,
     block_of,
@@ -76,17 +76,14 @@ from .tensors import WRITTEN, Checked, Tensors, odd_tensors
 from .text import mask_tokens
 from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings
 
-TOKENS, OWN, SEQUENCES = 32, 1, 2
-"""Tokens that are read of a batch, and how many sequences of its own and of a user's."""
+OWN, SEQUENCES = 1, 2
+"""Sequences that are read of random input, and of a user's batch."""
 
 FEW = 16
 """Tokens of the runs that look at sums, masks and dropout."""
 
 FEW_ROWS = 64
 """Tokens up to which rows that are not alike are predicted one by one."""
-
-FAR = 6.0
-"""Standard deviations, beyond band and tolerance, from which a point is a finding, not chance."""
 
 UNEVEN = 10.0
 """Largest over least variance of what enters layer 1 up to which its tokens are taken as alike."""
@@ -171,8 +168,8 @@ class Checking:
         self.found = self.reading.roles
         self.promised = promised_by(module)
         if self.promised is not None and self.promised.mixer is not None and scheme is None:
-            why = "its config has blocks in attention's place"
-            raise not_read(module, batch, f"{type(module).__name__}: {why}")
+            said = f"{type(module).__name__}: its config has blocks in attention's place"
+            raise not_read(module, batch, said)
         self.promised_by = "config" if _configured(module) else "class"
         told = self.reading.model
         if self.promised is not None and told is not None and self.promised_by == "class":

@@ -87,7 +87,7 @@ def check_promised(
     findings += [finding for finding in more if finding.kind not in kinds]
     return Report(
         source=type(module).__name__,
-        scheme="the initialisation that its config promises",
+        scheme="held to the initialisation that its config promises",
         findings=ranked([one for one in findings if one.severity != "note"]),
         notes=tuple(dict.fromkeys(notes)),
         unchecked=(
