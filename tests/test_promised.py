@@ -93,3 +93,24 @@ def test_two_inputs_of_one_module_leave_it_to_its_text() -> None:
     module = transformers.AutoModelForImageTextToText.from_config(config)
     report = checked(module)
     assert report.healthy, report.text()
+
+
+def test_entries_that_are_not_modelled_are_named_and_make_no_finding() -> None:
+    """Llama 4 in chunks shorter than the text, which its declaration attends to whole."""
+    sizes = SIZES | {"intermediate_size_mlp": 256, "num_experts_per_tok": 1}
+    sizes |= {"num_local_experts": sizes.pop("num_experts")}
+    config = transformers.Llama4TextConfig(**sizes, attention_chunk_size=8)
+    torch.manual_seed(0)
+    report = checked(transformers.Llama4ForCausalLM(config))
+    assert report.healthy, report.text()
+    assert any("attention_chunk_size = 8 is not modelled" in note for note in report.notes)
+
+
+def test_a_matrix_of_zeros_is_named() -> None:
+    module = experts(4)
+    with torch.no_grad():
+        for layer in module.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    (finding,) = [f for f in checked(module).findings if f.kind == "wrong variance"]
+    assert finding.where == ("model.layers.*.self_attn.o_proj.weight",)
+    assert finding.measured == 0.0

@@ -7,6 +7,7 @@ that it declares, and against their namesakes in other layers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import MomentsError, without_warnings
 from ..model.embedding import Embedding
+from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..prediction.draws import STREAM, WeightGradient
 from ..prediction.measurement import Measurement
@@ -77,11 +79,12 @@ def check_promised(
     names = {"token": _table(module)}
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
     more, notes = rules(Seen(prediction, comparison, names, model, dtype))
+    left = _left_out(module, model.seq_len)
     findings = [
         *refusal.findings,
         *odd_namesakes(module),
         *_off(module, promised),
-        *_mismatch(comparison, path),
+        *_mismatch(comparison, path, left),
     ]
     kinds = {finding.kind for finding in findings}
     findings += [finding for finding in more if finding.kind not in kinds]
@@ -89,7 +92,11 @@ def check_promised(
         source=type(module).__name__,
         scheme="held to the initialisation that its config promises",
         findings=ranked([one for one in findings if one.severity != "note"]),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(
+            dict.fromkeys(
+                [*left, *notes, *("; ".join(f.lines()) for f in findings if f.severity == "note")]
+            )
+        ),
         unchecked=(
             f"which matrix is which, sums and norms within its layers ({why_not(refusal)}): they "
             "are held to the config's prediction of what leaves each layer",
@@ -177,14 +184,29 @@ def _off(module: nn.Module, promised: Transformer) -> Iterator[Finding]:
     """Matrices whose variance is none of those that the config declares."""
     values = _declared(promised)
     off: dict[float, list[tuple[str, EntryMoments]]] = {}
+    zero: list[str] = []
     for path, part in module.named_modules():
         if not isinstance(part, nn.Linear) or min(part.weight.shape) < LEAST:
             continue
         moments = EntryMoments.of(part.weight)
+        if not moments.square:
+            zero.append(f"{path}.weight")
+            continue
         granted = NEAR + FAR * (max(moments.kurtosis - 1, 0.0) / moments.count) ** 0.5
-        if moments.square > 0 and all(abs(moments.square / v - 1) > granted for v in values):
+        if all(abs(moments.square / v - 1) > granted for v in values):
             nearest = min(values, key=lambda v: abs(torch.log(torch.tensor(moments.square / v))))
             off.setdefault(nearest, []).append((f"{path}.weight", moments))
+    if zero:
+        yield Finding(
+            "error",
+            "wrong variance",
+            gathered_names(zero),
+            (),
+            0.0,
+            min(values),
+            "all entries are 0, where the config draws every matrix",
+            "draw it as the config says",
+        )
     for expected, rows in off.items():
         first = rows[0][1].square
         yield Finding(
@@ -200,7 +222,17 @@ def _off(module: nn.Module, promised: Transformer) -> Iterator[Finding]:
         )
 
 
-def _mismatch(comparison: Comparison, path: str) -> Iterator[Finding]:
+def _left_out(module: nn.Module, seq_len: int) -> list[str]:
+    """Entries of its config that its declaration does not model, in the reader's words."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from_huggingface(module.config, seq_len=seq_len)
+    notes = (str(warning.message) for warning in caught)
+    return [note for note in dict.fromkeys(notes) if "is not modelled" in note]
+
+
+def _mismatch(comparison: Comparison, path: str, left: list[str]) -> Iterator[Finding]:
+    """Points of the stream that the config does not give; a note where it is not all modelled."""
     points = comparison.outliers(FAR)
     embedding = comparison.prediction.model.embedding
     if embedding is not None and embedding.norm:  # which its first layer may begin with
@@ -213,7 +245,7 @@ def _mismatch(comparison: Comparison, path: str) -> Iterator[Finding]:
     words = "variance" if len(first) else "gradient variance"
     where = f"leaving layer {layer}" if layer else "entering layer 1"
     yield Finding(
-        "warning",
+        "note" if left else "warning",
         "not what its config gives",
         (f"{path}.{max(layer - 1, 0)}",),
         (layer,) if layer else (),
