@@ -1,6 +1,6 @@
-"""Slips of muP in five styles of code, and what `moments.transfer` says of each.
+"""Slips of muP in seven styles of code, and what `moments.transfer` says of each.
 
-python benchmarks/transfer.py    # correct recipes, and twenty slips planted one at a time
+python benchmarks/transfer.py    # correct recipes, and slips planted one at a time
 """
 
 from __future__ import annotations

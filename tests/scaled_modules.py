@@ -1,8 +1,9 @@
-"""Small decoders that grow by a recipe of muP, in five styles of code, with slips on demand.
+"""Small decoders that grow by a recipe of muP, in seven styles of code, with slips on demand.
 
 A slip is (what, where): "rate" leaves out a matrix's 1/width in Adam's rate, "variance" that of its
-initial variance, "slow" gives a table or a vector a rate of 1/width, and "output" leaves the logits
-without theirs. `where` is part of the parameter's name.
+initial variance, "slow" gives a table or a vector a rate of 1/width, "output" leaves the logits
+without theirs, and "product" leaves the products of wider heads over the root of their width.
+`where` is part of the parameter's name.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ class _Decoder(nn.Module):
         self.blocks = nn.ModuleList(block(width, layers) for _ in range(layers))
         self.norm_f = norm(width)
         self.lm_head = nn.Linear(width, VOCAB, bias=False)
-        self.out = 1.0
+        self.out, self.before = 1.0, False
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.wte(idx)
         for block in self.blocks:
             x = block(x)
-        logits = self.lm_head(self.norm_f(x)) * self.out
+        x = self.norm_f(x)
+        logits = self.lm_head(x * self.out) if self.before else self.lm_head(x) * self.out
         if targets is None:
             return logits, None
         return logits, f.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -42,6 +44,27 @@ class _Decoder(nn.Module):
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     three = (one.unflatten(-1, (-1, HEAD)).transpose(1, 2) for one in (q, k, v))
     return f.scaled_dot_product_attention(*three, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class _Wide(nn.Module):
+    """Four heads that widen, their products over their width; biases, LayerNorm, GELU."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
+        self.fc, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.product = 8 / (width / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln1(x)
+        q, k, v = (
+            one(y).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q, self.k, self.v)
+        )
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        logits = (q @ k.transpose(-1, -2) * self.product).masked_fill(later, -torch.inf)
+        x = x + self.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x + self.down(f.gelu(self.fc(self.ln2(x))))
 
 
 class _Linears(nn.Module):
@@ -120,7 +143,12 @@ STYLES: dict[str, tuple[Callable[..., nn.Module], Any]] = {
     "gated": (_Gated, nn.RMSNorm),
     "unit": (_Unit, nn.RMSNorm),
     "muon": (_Gated, nn.RMSNorm),
+    "wide heads": (_Wide, nn.LayerNorm),
+    "tied": (_Fused, nn.LayerNorm),
 }
+"""The "unit" style is u-muP's (Blake et al. 2024, table 2, with its rate of tables), "wide heads"
+that of Microsoft's mup (heads' number fixed, products 8/d_head, head and queries from 0), "tied"
+that of Cerebras-GPT and CompleteP (one table, what enters the head over the width)."""
 
 
 def recipe(style: str, slip: Slip = None, *, layers: int = 1) -> Callable[[int], Any]:
@@ -131,17 +159,28 @@ def recipe(style: str, slip: Slip = None, *, layers: int = 1) -> Callable[[int],
         block, norm = STYLES[style]
         module, m = _Decoder(width, layers, block, norm), width / BASE
         module.out = 1.0 if what == "output" else 1 / m
+        module.before = style in ("wide heads", "tied")
+        if style == "tied":
+            module.lm_head.weight = module.wte.weight
+        if what == "product":
+            for part in module.blocks:
+                part.product = (width / 4) ** -0.5
         groups, muon = [], []
         for name, p in module.named_parameters():
             hidden = p.ndim == 2 and name.startswith("blocks")
-            fan_in = p.shape[0] if style == "fused" and hidden else p.shape[-1]
+            transposed = style in ("fused", "tied")
+            fan_in = p.shape[0] if transposed and hidden else p.shape[-1]
             std, rate = 0.5, 2e-3
             if hidden:
                 std, rate = fan_in**-0.5, rate / m
             if hidden and style == "unit":  # the multiplier has half of either
                 std, rate = 1.0, rate * m**0.5
+            if name == "wte.weight" and style == "unit":
+                rate *= m**-0.5
             if name == "lm_head.weight":
                 std = BASE**-0.5
+            if style == "wide heads" and (name == "lm_head.weight" or ".q.weight" in name):
+                std = 0.0
             if where and where in name:
                 std *= m**0.5 if what == "variance" else 1.0
                 rate *= {"rate": m, "slow": 1 / m}.get(what, 1.0)
@@ -180,4 +219,11 @@ SLIPS: tuple[tuple[str, Slip], ...] = (
     ("unit", ("output", "lm_head")),
     ("muon", ("slow", "lm_head")),
     ("muon", ("variance", "w1")),
+    ("wide heads", ("product", "blocks.0.")),
+    ("wide heads", ("rate", ".k.weight")),
+    ("wide heads", ("slow", ".v.bias")),
+    ("wide heads", ("output", "lm_head")),
+    ("tied", ("output", "wte")),
+    ("tied", ("rate", "w_o")),
+    ("tied", ("variance", "w_qkv")),
 )

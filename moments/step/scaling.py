@@ -33,7 +33,8 @@ class Slip:
     Attributes:
         weight: the parameter's role, "query", "head", ...
         parameters: the module's own names.
-        quantity: of which the exponent is: "activation", "update", "logit" or "loss".
+        quantity: of which the exponent is: "activation", "update", "logit", "loss", or "product",
+            of what a step of queries or keys adds to a head's logits.
         exponent: of its root mean square in the size.
         mend: what would make it 0.
     """
@@ -124,37 +125,52 @@ def exponent(logs: np.ndarray, values: Sequence[float]) -> float:
     return float(np.log(values[-1] / values[-2]) / (logs[-1] - logs[-2]))
 
 
-def along_width(rows: Sequence[Mapping[str, Any]]) -> list[Slip]:
+def along_width(
+    rows: Sequence[Mapping[str, Any]], products: float = 0.0, heads: float = 0.0
+) -> list[Slip]:
     """What does not transfer along the width.
 
     A matrix passes on what it reads, and its step adds as much at any width. The head, and the
-    queries and keys whose products meet each other, may start smaller. Where all that holds, the
-    scale of those products is what is left.
+    queries and keys whose products meet each other, may start smaller. A step of queries is a sum
+    of keys, so that a head's d entries of their product add up: its scale has to be 1/d (Yang et
+    al. 2022, Tensor Programs V, definition 4.1).
+
+    Args:
+        rows: exponents by role.
+        products: the exponent of d_head times the scale of a head's logits.
+        heads: that of d_head where steps follow the gradient's size, and 0 where they do not:
+            values start independent of the gradient that they meet, which leaves queries and keys
+            1/sqrt(d_head) of what they receive once these are aligned.
     """
     allowed, slips = TOLERANCE["width"], []
     tied = all(row["weight"] != "head" for row in rows)
     for row in rows:
         name, made, step = row["weight"], row["activation"], row["update"]
         starts = made > allowed or (made < -allowed and name not in _MAY_FALL)
+        multiplied = name.partition(".")[0] in _PRODUCT
         if name == "head" and starts and step > allowed:
             slips.append(_slip(row, "update", f"its output lacks {_power(step, 'width')}"))
             continue
         if starts:
             slips.append(_slip(row, "activation", _said("initial variance", 2 * made, "width")))
-        if abs(step) > allowed:
+        if abs(step + (heads / 2 if multiplied else 0.0)) > allowed and not slow_table(row):
             slips.append(_slip(row, "update", _said("rate", step, "width")))
         if name == "token" and tied and row["logit"] > allowed:
             slips.append(_slip(row, "logit", f"its logits lack {_power(row['logit'], 'width')}"))
-    if not slips:
-        slips = [
-            _slip(row, "loss", _said("product's scale", row["loss"], "width"))
-            for row in rows
-            if row["weight"] in ("query", "key") and abs(row["loss"]) > allowed
-        ]
+        if name in _PRODUCT and abs(products) > allowed:
+            mend = _said("product's scale", products, "width")
+            slips.append(Slip(name, row["parameters"], "product", products, mend))
     return slips
 
 
-_MAY_FALL = ("head", "query", "key")
+def slow_table(row: Mapping[str, Any]) -> bool:
+    """Whether a table's rate falls as 1/sqrt(width), as published recipes have it that muP has not
+    (Blake et al. 2024, u-muP, section 4.4)."""
+    return row["weight"] in ("token", "position") and -0.8 < row["update"] < -TOLERANCE["width"]
+
+
+_PRODUCT = ("query", "key")
+_MAY_FALL = ("head", *_PRODUCT)
 
 
 def along_depth(rows: Sequence[Mapping[str, Any]], growth: float) -> list[Slip]:

@@ -45,6 +45,10 @@ SEARCH: dict[tuple[str, str], tuple[float, float]] = {
 }
 """Best constant rates over the edge, least and largest of the same modules."""
 
+ONSET = 0.49
+"""Adam's constant rate from which on the loss on one batch rises at all within 25 steps, over the
+edge: the geometric mean of the same modules, four draws of each."""
+
 WARMED = 1.5
 """Rates at which training is damaged behind a warm-up of 50 steps over those without, the geometric
 mean of the same Pre-LN modules."""
@@ -91,6 +95,8 @@ class LearningRate:
         optimizer: its name.
         edge: rate from which on the quadratic that the loss is at the start is left
             (`edge_of_stability`); None where the curvature is not known.
+        onset: constant rate from which on the loss of one batch, stepped on again and again, rises
+            within 25 steps; a measured multiple of the edge, None where that is not known.
         first_instability: constant rate from which on a training is damaged, that is, ends above
             the best one; a measured multiple of the edge, None where that is not known (`warnings`
             says why).
@@ -111,6 +117,7 @@ class LearningRate:
 
     optimizer: str
     edge: float | None
+    onset: float | None
     first_instability: float | None
     first_instability_with_warmup: float | None
     range: tuple[float, float] | None
@@ -145,7 +152,8 @@ class LearningRate:
                 (
                     "unstable",
                     f"from {self.first_instability:.2g}",
-                    f"within a factor 2; {behind} of warm-up, by a rule; {limited}",
+                    f"within a factor 2 mostly; {behind} of warm-up, by a rule; on one batch the "
+                    f"loss rises from {self.onset:.2g}; {limited}",
                 )
             )
         elif self.edge is not None:
@@ -166,7 +174,8 @@ class LearningRate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, with a format version."""
-        names = ("optimizer", "edge", "first_instability", "first_instability_with_warmup")
+        names = ("optimizer", "edge", "onset")
+        names += ("first_instability", "first_instability_with_warmup")
         more = ("step_size", "quantity", "bound")
         return {
             "format": 3,
@@ -257,7 +266,7 @@ def learning_rate(
                 by_group[group] = moved.learning_rate
     curvature, more = _curvature(prediction, optimizer, seed, options)
     notes += more
-    edge = unstable = warmed = bracket = steps = None
+    edge = onset = unstable = warmed = bracket = steps = None
     carried: dict[str, float] = {}
     if curvature is not None:
         edge = edge_of_stability(optimizer, curvature.largest, **options)
@@ -271,7 +280,7 @@ def learning_rate(
         else:
             notes += (f"where to search under {optimizer} is not known of norm = {where[1]!r}",)
         if where in DAMAGED:
-            unstable = DAMAGED[where] * edge
+            onset, unstable = ONSET * edge, DAMAGED[where] * edge
             warmed = WARMED * unstable
             steps = max(1, math.ceil(warmed / step.learning_rate))
         elif where in SEARCH:
@@ -281,6 +290,7 @@ def learning_rate(
     return LearningRate(
         optimizer=optimizer,
         edge=edge,
+        onset=onset,
         first_instability=unstable,
         first_instability_with_warmup=warmed,
         range=bracket,

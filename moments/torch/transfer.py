@@ -6,12 +6,12 @@ every parameter, and their first steps predicted. `step.scaling` says what their
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from ..step.scaling import (
     along_depth,
     along_width,
     exponent,
+    slow_table,
 )
 from ..step.search import zipf_batch
 from ..step.walk import Walk, WeightStep
@@ -104,7 +105,17 @@ def transfer(
         rows.append({"weight": name, "parameters": read[0].names(name), **exponents})
     growth = exponent(logs, [one.growth for one in read])
     notes = tuple(dict.fromkeys(note for one in read for note in one.notes))
-    findings = along_width(rows) if axis == "width" else along_depth(rows, growth)
+    if axis == "width":
+        heads = exponent(logs, [float(one.model.d_head or 0) for one in read])
+        products = heads + exponent(logs, [one.scale for one in read])
+        findings = along_width(rows, products, heads if read[0].kind == "sgd" else 0.0)
+        notes += tuple(
+            f"{row['parameters']}: its rate falls by 1 / sqrt(width), u-muP's rule for tables"
+            for row in rows
+            if slow_table(row)
+        )
+    else:
+        findings = along_depth(rows, growth)
     return TransferReport(axis, wanted, read[0].kind, tuple(rows), tuple(findings), notes)
 
 
@@ -151,20 +162,22 @@ class _Sized:
             several = len(inspect.signature(given).parameters) > 1
             given = given(module, size) if several else given(module)
         kind, by_parameter, options = _rates_of(module, given)
-        target, empty = _filled(module)
-        with warnings.catch_warnings():
+        with _filled(module) as empty, warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
-            described = describe(target)
-        if described.model is None:
-            why = "; ".join(described.unplaced)
-            raise DomainError(f"the module of size {size} cannot be read: {why}")
+            described = describe(module)
+            if described.model is None:
+                why = "; ".join(described.unplaced)
+                raise DomainError(f"the module of size {size} cannot be read: {why}")
+            rates, notes = _by_role(described, by_parameter, kind)
         few = described.model.replace(seq_len=min(TOKENS, described.model.seq_len))
-        rates, notes = _by_role(described, by_parameter, kind)
         roles = described.found.roles
         filled = frozenset(role.full_name for role in roles if role.parameter in empty)
         if "head" in filled:  # whose entries are soon as large as its steps
             assert few.head is not None
-            few = few.replace(head=few.head.replace(weight_variance=(_SOON * rates["head"]) ** 2))
+            grown = _SOON * rates["head"]
+            if kind == "sgd":  # whose steps have the factor of the logits
+                grown *= few.head.output_scale
+            few = few.replace(head=few.head.replace(weight_variance=grown**2))
         notes += [
             f"{', '.join(gathered_names(names))}: starts at 0, and was read as drawn"
             for names in [sorted(empty)]
@@ -182,6 +195,11 @@ class _Sized:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
             return predict(self.model, tokens=True, **zipf_batch(self.model))
+
+    @property
+    def scale(self) -> float:
+        """Of a head's logits."""
+        return float(self.model.d_head or math.nan) ** -0.5 / float(self.model.temperatures.mean())
 
     @property
     def growth(self) -> float:
@@ -240,18 +258,21 @@ def _middle(squares: np.ndarray) -> float:
     return float(np.exp(0.5 * np.log(known).mean())) if len(known) else math.nan
 
 
-def _filled(module: nn.Module) -> tuple[nn.Module, set[str]]:
-    """With matrices that start at 0 drawn with 1/width: behind them no gradient would pass, though
-    it does from the second step on."""
-    empty = {n for n, p in module.named_parameters() if p.ndim > 1 and not bool(p.detach().any())}
-    if not empty:
-        return module, empty
-    target, generator = copy.deepcopy(module), torch.Generator().manual_seed(0)
+@contextlib.contextmanager
+def _filled(module: nn.Module) -> Iterator[set[str]]:
+    """Matrices that start at 0 drawn with 1/width, and set back afterwards: behind them no gradient
+    would pass, though it does from the second step on."""
+    empty = {n: p for n, p in module.named_parameters() if p.ndim > 1 and not p.detach().any()}
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, p in target.named_parameters():
-            if name in empty:
-                p.copy_(torch.randn(p.shape, generator=generator) / min(p.shape[-2:]) ** 0.5)
-    return target, empty
+        for p in empty.values():
+            p.copy_(torch.randn(p.shape, generator=generator) / min(p.shape[-2:]) ** 0.5)
+    try:
+        yield set(empty)
+    finally:
+        with torch.no_grad():
+            for p in empty.values():
+                p.zero_()
 
 
 def _by_role(
