@@ -243,6 +243,33 @@ def test_sharpness_through_a_block_is_that_of_its_twin(name: str, optimizer: str
     assert np.all(np.abs(numbers / mean - 1) < within + 2 * errors), numbers / mean
 
 
+def wide() -> moments.Transformer:
+    """Mamba-2 whose one group has 256 features, of which half are drawn."""
+    d = 128
+    return declared(
+        d_ff=256,
+        head=moments.Head(loss="causal", tied=False, weight_variance=0.1 / d),
+        weights=moments.Weights(*[1 / d] * 4, ffn_in=1 / d, ffn_out=1 / 256, gate=1 / d),
+        mixer=moments.Mamba2(16, 16, 16, 1 / d, 1 / d),
+    ).replace(d_model=d, heads=8)
+
+
+WIDE = {"adam": ((2177, -2236), (119.7, 87.3)), "sgd": ((10.05, -10.49), (0.476, 0.399))}
+"""`eigenvalues` of 8 draws of `wide`."""
+
+
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+def test_a_part_of_a_group_stands_for_its_features() -> None:
+    """Cut at random, what was drawn was ten times too large at a quarter of the features."""
+    prediction = moments.predict(wide(), token_ids=IDS)
+    for optimizer, stored in WIDE.items():
+        mean, error = np.array(stored)
+        value = prediction.sharpness(optimizer, draws=2)
+        errors = np.hypot(error, (value.largest_stderr, value.least_stderr)) / np.abs(mean)
+        ratios = np.array([value.largest, value.least]) / mean
+        assert np.all(np.abs(ratios - 1) < 0.2 + 2 * errors), ratios
+
+
 def main() -> None:
     torch.set_num_threads(1)
     for name, optimizer in STORED:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -145,6 +146,26 @@ class Block:
         self.reads, self.received = reads, received
         self.sequences, self.gains, self.named = sequences, gains, named
         self._factors, self._known, self._gradients = factors, known, gradients
+
+    def narrowed(self, features: int) -> Block:
+        """At the same gradients, with draws that make up so many features, where a part of those
+        drawn together can stand for all."""
+        if features % self.head.features == 0 or not hasattr(self.head, "most"):
+            return self
+        most = math.gcd(features, self.head.features) if features > self.head.features else features
+        head, options = dataclasses.replace(self.head, most=most), (self.gains, self._factors)
+        return Block(
+            head,
+            self.matrices,
+            self.reads,
+            self.received,
+            self.features,
+            self._known,
+            self.sequences,
+            *options,
+            self.gradients,
+            self.named,
+        )
 
     @functools.cached_property
     def draws(self) -> Draws:
@@ -408,8 +429,12 @@ class Convolution:
 
     block: ShortConvolution
     width: int
-    features: int = 64
+    most: int = 64
     pairs: int = 1
+
+    @property
+    def features(self) -> int:
+        return self.most
 
     @property
     def sections(self) -> dict[str, Section]:

@@ -53,6 +53,7 @@ from ..layers.gated import GatedLinear
 from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
 from ..layers.recurrent.leaf import Mixer
+from ..model.mixers import GatedDeltaNet, LinearAttention
 from .drawn import Block, bend, copies
 from .ends import Words
 from .leaves import SHARED_KEY, block_of, latent_block, mixture_block
@@ -231,8 +232,10 @@ class Hessian:
                 raise DomainError(f"sharpness does not cover {name}")
         self.reading, self.squares, self.optimizer, self.rng = reading, squares, optimizer, rng
         shared = int(model.kv_heads or model.heads)
-        heads = min(shared, max(1, math.ceil(features * shared / model.d_model)))
-        self.share: float = heads / shared
+        values = [_value_heads(block) for block in model.mixers]
+        fewest = math.lcm(*(shared // math.gcd(shared, count) for count in values))
+        heads = math.ceil(features * shared / model.d_model / fewest) * fewest
+        self.share: float = min(1.0, heads / shared)
         self.shapes: dict[Space, tuple[int, ...]] = {}
         self._roots: dict[int, tuple[Array, Array]] = {}
         self._given: dict[Space, Array] = {}
@@ -641,6 +644,7 @@ class Hessian:
     ) -> Step:
         """A drawn function of preactivations, with its second derivatives: of <b, f(p)>, b what it
         receives. `before` are steps from what enters to what some of the matrices read."""
+        block = block.narrowed(self._features(block.features))
         head, sent = block.head, block.gradients if gradients is None else gradients
         parts, entering = self._entering(block) if drawn is None else drawn
         maps, rows = [], {name: self._rows(block, name) for name in entering}
@@ -718,6 +722,13 @@ class Hessian:
         inverse = self._inverse(key, times * values[0].size)
         size = np.float32((inverse * count / (times * self.share)) ** 0.5)
         return space, np.arange(parts) * count // parts, size
+
+
+def _value_heads(block: Any) -> int:
+    """Of a mixer whose heads are drawn as wholes; 0 of others."""
+    if isinstance(block, GatedDeltaNet):
+        return block.value_heads
+    return block.heads if isinstance(block, LinearAttention) and block.norm != "all" else 0
 
 
 _LEFT = 1e-4, 1e-2

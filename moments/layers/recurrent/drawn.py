@@ -86,6 +86,7 @@ class Head:
         features: that one draw gives.
         pairs, states: matrices over pairs of tokens in one draw, and numbers that its states hold.
         effort: times as many draws as others have, where what all features share scatters most.
+        most: features of one draw at most, where a part of them can stand for all.
     """
 
     block: Any

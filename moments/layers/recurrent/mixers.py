@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +74,14 @@ class Mamba2Heads(Head):
     """Heads of one group of Mamba-2: they share B, C and the norm."""
 
     block: Mamba2
+    most: float = math.inf
 
     @property
     def _drawn(self) -> int:
-        return min(self.block.heads // self.block.groups, MOST_HEADS)
+        drawn = min(self.block.heads // self.block.groups, MOST_HEADS)
+        if self.most < drawn * self.block.d_head:  # of as many features each
+            drawn = max(n for n in range(1, drawn + 1) if self.most % n == 0)
+        return drawn
 
     @property
     def sections(self) -> dict[str, Section]:
@@ -96,7 +101,8 @@ class Mamba2Heads(Head):
     @property
     def _width(self) -> int:
         """Of a head's values, those that are drawn."""
-        return min(self.block.d_head, max(1, MOST_FEATURES // self._drawn))
+        most = min(self.most, MOST_FEATURES)
+        return min(self.block.d_head, max(1, int(most // self._drawn)))
 
     @property
     def features(self) -> int:
@@ -176,10 +182,11 @@ class MambaFeatures(Head):
     """
 
     block: Mamba
+    most: float = math.inf
 
     @property
     def features(self) -> int:
-        return min(self.block.width, MOST_FEATURES)
+        return int(min(self.block.width, MOST_FEATURES, self.most))
 
     @property
     def _more(self) -> float:
@@ -255,10 +262,11 @@ class RecurrentUnit(Head):
     """Features of one block of an RG-LRU, at most `MOST_FEATURES`, as `MambaFeatures` are."""
 
     block: RGLRU
+    most: float = math.inf
 
     @property
     def features(self) -> int:
-        return min(self.block.width // self.block.blocks, MOST_FEATURES)
+        return int(min(self.block.width // self.block.blocks, MOST_FEATURES, self.most))
 
     @property
     def states(self) -> int:
@@ -396,10 +404,14 @@ class DrawnLinearHeads(Head):
     """Heads of linear attention that share a norm, or one."""
 
     block: LinearAttention
+    most: float = math.inf
 
     @property
     def _drawn(self) -> int:
-        return min(self.block.heads, MOST_HEADS) if self.block.norm == "all" else 1
+        if self.block.norm != "all":
+            return 1
+        fit = max(1, self.most // self.block.d_value)
+        return int(min(self.block.heads, MOST_HEADS, fit))
 
     @property
     def sections(self) -> dict[str, Section]:
