@@ -293,7 +293,8 @@ class Checking:
         reading, target, remarks = self._meant()
         planned, promised = self.scheme is not None, self.promised
         strict = planned or promised is not None
-        words = f"the rest of its init ({reading.title})"
+        words = "the rest of its init"
+        words += f" ({reading.title})" if reading.meant is None else ""
         if planned:
             words = f"the scheme {self.scheme!r}" if isinstance(self.scheme, str) else "the plan"
         elif strict:
