@@ -243,7 +243,7 @@ class Report:
             worst.measured,
             worst.predicted,
             "; ".join([first.removeprefix(f"{value.verdict}: "), " ".join(why)]).rstrip("; "),
-            "apply what the declaration says, or declare what is applied",
+            "draw the weights as they are declared, or declare them as they are drawn",
         )
         found = ranked([*self.findings, finding])
         return dataclasses.replace(report, findings=found, _why=lambda: given)
@@ -317,8 +317,7 @@ class Report:
         """What the numbers come from."""
         if self.prediction is None:
             return self.read
-        tokens = self.prediction.model.seq_len
-        return self.read or f"predicted at {tokens} tokens, nothing was measured"
+        return self.read or "predicted, nothing was measured"
 
     def _growth(self, *, short: bool = False) -> list[str]:
         """What the depth does, and the loss; in short without what is predicted."""
@@ -485,7 +484,7 @@ def braced(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Errors first, in the order in which they were found."""
+    """Errors first, in the order in which they were given."""
     return tuple(sorted(findings, key=lambda one: SEVERITIES.index(one.severity)))
 
 

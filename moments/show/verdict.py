@@ -39,7 +39,7 @@ def growths(
         short: without directions and what is predicted.
     """
     seen = prediction if measurement is None else measurement
-    parts = []
+    parts: list[str] = []
     for name, ends, way in (
         ("variance", (0, -1), "first to last"),
         ("grad_variance", (-1, 0), "last to first"),
