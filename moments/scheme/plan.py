@@ -80,7 +80,12 @@ def solve(
     if isinstance(objective, str) and objective in known:
         plan = _from_scheme(model, objective, options or {}, inputs)
     elif isinstance(objective, str) and objective not in objectives():
-        raise unknown_name("objective", objective, [*objectives(), *known])
+        titles = [f"{name}: {title}" for name, title in objectives().items()]
+        near = unknown_name("objective", objective, [*objectives(), *known])
+        if "did you mean" in str(near):
+            raise near
+        allowed = f"one of moments.schemes(), or {'; '.join(titles)}"
+        raise domain_error("objective", objective, allowed)
     else:
         plan = solve_objective(
             model,
