@@ -202,7 +202,7 @@ def check(
 
     A module is followed operation by operation through one pass of a few tokens, measured in one
     pass forward and one back, and run twice more on few tokens, for what is random in it (up to
-    five times where its input and loss have to be found). Its weights are read,
+    five times where its input and loss are not given). Its weights are read,
     the published scheme or framework default that they seem to be of is recognised, and every
     number is compared with what those weights, sums and norms give; a layer that is unlike the
     others is named without any scheme. A declaration or a config is judged by its

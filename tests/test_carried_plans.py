@@ -231,7 +231,7 @@ def test_every_field_is_written_or_named(
     failed = report is not None and not report.passed
     field = "factor_dim" if field == "factor_variance" else field  # without which there is none
     if name == "embedding":
-        assert "token, position (the plan says nothing of it)" in said
+        assert "token, position (of which nothing is planned)" in said
     else:
         assert failed or field in said or field == "distribution"
     module = copy.deepcopy(right)

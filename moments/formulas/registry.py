@@ -121,7 +121,7 @@ def recipe(laws: ComponentLaws) -> tuple[Any, ...]:
     function = registered_function(laws.name)
     found = (laws.name, *(function or ()))
     if found_again(*found) is not laws:
-        raise DomainError(f"the laws {laws.name!r} cannot be found again by name")
+        raise DomainError(f"the laws {laws.name!r} cannot be looked up by name")
     return found
 
 

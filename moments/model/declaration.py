@@ -360,7 +360,7 @@ def _check_unread(model: Transformer) -> None:
     }
     for name in (name for name, there in given.items() if there):
         remedy = "no layer has attention, which alone reads it"
-        raise domain_error(name, getattr(model, name), "left out beside this mixer", remedy)
+        raise domain_error(name, getattr(model, name), "left out together with this mixer", remedy)
 
 
 def _check_alibi(name: str, value: Any) -> bool | float:

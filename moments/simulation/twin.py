@@ -71,7 +71,7 @@ class Twin:
             that of the loss, or, of an encoder, what the decoder returns.
         targets: of the loss; see `moments.simulation.output.run_head`.
         encoder: what the model's cross-attention reads; None: there is no cross-attention.
-        stream: of random numbers, which tells an encoder's from its decoder's.
+        stream: of random numbers: an encoder's differs from its decoder's.
     """
 
     model: Transformer
@@ -249,7 +249,7 @@ class _Pass:
         self._note(0, found, list(found.values()))
 
     def result(self, encoder: Draw | None = None) -> Draw:
-        """What was seen of the model, beside what was seen of its encoder."""
+        """What was measured of the model and of its encoder."""
         return Draw(
             self.seen.signal,
             self.seen.gradient,

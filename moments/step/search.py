@@ -140,12 +140,13 @@ class LearningRate:
         limits = [f"{name} {100 * share:.0f} %" for name, share in self.limited_by.items()][:4]
         limited = f"limited by {', '.join(limits)}"
         if self.first_instability is not None:
-            behind = f"from {self.first_instability_with_warmup:.2g} behind {self.warmup} steps"
+            steps = f"{self.warmup} step{'s' * (self.warmup != 1)}"
+            warm = f"from {self.first_instability_with_warmup:.2g} after {steps}"
             lines.append(
                 (
                     "unstable",
                     f"from {self.first_instability:.2g}",
-                    f"within a factor 2; {behind} of warm-up, by a rule; {limited}",
+                    f"within a factor 2; {warm} of warm-up (a rule of thumb); {limited}",
                 )
             )
         elif self.edge is not None:

@@ -30,7 +30,7 @@ class Updates:
         steps: how many.
         betas: Adam's or Lion's.
         epsilon: Adam's.
-        momentum, nesterov: SGD's, or of Muon beside "adam".
+        momentum, nesterov: SGD's, or of Muon next to "adam".
     """
 
     kind: str

@@ -953,9 +953,7 @@ class _Reading:
                 names = ", ".join(gathered_names(list(self.shared)))
                 self.reasons.append(f"layers that share their weights{names and f' ({names})'}")
             else:
-                self.reasons.append(
-                    f"no {', no '.join(missing)} matrix that was found in every layer"
-                )
+                self.reasons.append(f"no {', no '.join(missing)} matrix that every layer has")
             return Weights.xavier(8, 1), None
         return Weights(**given), biases_of(len(stack.layers), squares)
 
