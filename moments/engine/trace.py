@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .state import Array, Gradient, Signal
+from .state import Array, Gradient, Kernel, Signal
 
 
 class Point(NamedTuple):
@@ -142,6 +142,9 @@ class Run:
         on_layer: called as each layer is passed, in either direction.
         reached: every site passed on the way up, for an error to say where numbers broke.
         returned, gradients: every one on the way back, and what arrived there.
+        kept: what later components read besides their input, by its name: of what leaves a layer
+            (0: of what enters the first) that layer's number.
+        sent: what they sent back to it.
     """
 
     memory: Signal | None = None
@@ -150,6 +153,12 @@ class Run:
     reached: list[Record | Point] = field(default_factory=list)
     returned: list[Record] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
+    kept: dict[Any, Any] = field(default_factory=dict)
+    sent: dict[Any, list[Kernel]] = field(default_factory=dict)
+
+    def send(self, name: Any, gradient: Kernel) -> None:
+        """A gradient back to what is kept."""
+        self.sent.setdefault(name, []).append(gradient)
 
     @property
     def points(self) -> list[Point]:

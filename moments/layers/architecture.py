@@ -144,7 +144,7 @@ class _Stack:
             model.mixers,
             model.ffns,
             # what a layer holds of the input depends on all before
-            range(model.layers) if model.input_mix is not None else (0,) * model.layers,
+            range(model.layers) if model.adds_again else (0,) * model.layers,
         )
         return zip(*columns, strict=True)
 
@@ -160,18 +160,9 @@ class _Stack:
                 del named[name]
         kind = "parallel" if model.parallel else model.placements[number - 1]
         body = KINDS[kind](Parts(self, number, named))
-        if model.input_mix is not None:
-            body = Chain((self._mixed(number), body))
+        if model.adds_again:
+            body = Chain((_loaded("input_mix").mixes(model)[number - 1], body))
         return Layer(body, number)
-
-    def _mixed(self, number: int) -> Component:
-        """What enters the layer and what entered layer 1, the latter with all that layers between
-        have kept of it."""
-        held, mixes = 1.0, self.model.input_mixes
-        for keep, add in mixes[: number - 1]:
-            held = keep * held + add
-        result: Component = _loaded("input_mix").InputMix("input.mix", *mixes[number - 1], held)
-        return result
 
     # --- norms and scales ----------------------------------------------------------------------
 
@@ -708,6 +699,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "shared_layers": model.shared_layers,
         "streams": model.streams is not None,
         "input_mix": model.input_mix is not None,
+        "skips": model.skips is not None,
     }
 
 

@@ -14,6 +14,7 @@ from ..formulas.checks import (
     NONNEGATIVE,
     POSITIVE,
     PROBABILITY,
+    REAL,
     Interval,
     check_choice,
     check_count,
@@ -262,8 +263,10 @@ def _check_together(model: Transformer) -> None:
     _check_unread(model)
     if model.shared_layers:
         _check_shared(model)
-    if model.input_mix is not None:
-        _check_input_mix(model)
+    if model.skips is not None:
+        set_field(model, "skips", _skips(model))
+    if model.adds_again:
+        _check_added_again(model)
     if model.streams is not None:
         model.streams.check(model)
     _check_biases(model)
@@ -281,7 +284,7 @@ def _check_shared(model: Transformer) -> None:
     plain = (
         "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
         "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
-        "norm_gain norm_groups parallel identity_attention streams input_mix"
+        "norm_gain norm_groups parallel identity_attention streams input_mix skips"
     )
     for name in plain.split():
         value = getattr(model, name)
@@ -296,20 +299,37 @@ def _check_shared(model: Transformer) -> None:
         raise domain_error(name, getattr(model, name), allowed)
 
 
-def _check_input_mix(model: Transformer) -> None:
-    """Raise where what layers hold of the input is no product and sum of declared factors."""
+def _skips(model: Transformer) -> tuple[tuple[int, float] | None, ...]:
+    """For every layer, an earlier one and a finite factor."""
+    allowed = f"None, or a pair (n, w) of a layer before (0 to l - 1), per layer ({model.layers})"
+    given = model.skips
+    if not isinstance(given, list | tuple) or len(given) != model.layers:
+        raise domain_error("skips", given, allowed)
+    result: list[tuple[int, float] | None] = []
+    for number, skip in enumerate(given):
+        pair = isinstance(skip, list | tuple) and len(skip) == 2
+        if skip is not None and not (pair and skip[0] in range(number + 1)):
+            raise domain_error(f"skips of layer {number + 1}", skip, allowed)
+        result.append(skip and (int(skip[0]), check_number("skips", skip[1], REAL)))
+    return tuple(result)
+
+
+def _check_added_again(model: Transformer) -> None:
+    """Raise where what layers hold of earlier ones is no product and sum of declared factors."""
     allowed = f"a pair (r, s), or one per layer ({model.layers}), of r > 0 and finite s"
-    try:
-        pairs = np.asarray(model.input_mix, dtype=float)
-    except (TypeError, ValueError):
-        raise domain_error("input_mix", model.input_mix, allowed) from None
-    fits = pairs.shape in ((2,), (model.layers, 2)) and np.all(np.isfinite(pairs))
-    if not fits or np.any(pairs[..., 0] <= 0):
-        raise domain_error("input_mix", model.input_mix, allowed)
-    plain = pairs.tolist()
-    set_field(model, "input_mix", tuple(map(tuple, plain)) if pairs.ndim == 2 else tuple(plain))
+    if model.input_mix is not None:
+        try:
+            pairs = np.asarray(model.input_mix, dtype=float)
+        except (TypeError, ValueError):
+            raise domain_error("input_mix", model.input_mix, allowed) from None
+        fits = pairs.shape in ((2,), (model.layers, 2)) and np.all(np.isfinite(pairs))
+        if not fits or np.any(pairs[..., 0] <= 0):
+            raise domain_error("input_mix", model.input_mix, allowed)
+        plain = pairs.tolist()
+        set_field(model, "input_mix", tuple(map(tuple, plain)) if pairs.ndim == 2 else tuple(plain))
+    field = "skips" if model.input_mix is None else "input_mix"
     if model.norm not in ("pre", "sandwich"):
-        raise domain_error("norm", model.norm, "'pre' or 'sandwich' with input_mix")
+        raise domain_error("norm", model.norm, f"'pre' or 'sandwich' with {field}")
     apart = {
         "encoder": model.encoder is not None,
         "streams": model.streams is not None,
@@ -318,13 +338,13 @@ def _check_input_mix(model: Transformer) -> None:
     }
     for name in (name for name, there in apart.items() if there):
         usual = type(model).__dataclass_fields__[name].default
-        raise domain_error(name, getattr(model, name), f"{usual!r} with input_mix")
-    held = 1.0
-    for keep, add in model.input_mixes:
-        held = keep * held + add
-        if abs(held) < 1e-9:
+        raise domain_error(name, getattr(model, name), f"{usual!r} with {field}")
+    held = [1.0]
+    for keep, added in model.additions:
+        held.append(keep * held[-1] + sum(s * held[point] for point, s in added.items()))
+        if abs(held[-1]) < 1e-9:
             remedy = "what a layer holds of the input would be none"
-            raise domain_error("input_mix", model.input_mix, allowed, remedy)
+            raise domain_error(field, getattr(model, field), "other factors", remedy)
 
 
 def _check_biases(model: Transformer) -> None:

@@ -106,6 +106,9 @@ class Transformer:
             stream is of; None: one. Of norm="pre" or "sandwich".
         input_mix: (r, s), or such a pair per layer: r x + s x_0 enters a layer, x_0 being what
             enters layer 1 (nanochat); None: x. Of norm="pre" or "sandwich" and skip_scale 1.
+        skips: per layer None, or (n, w): w times what left layer n (0: what enters layer 1) is
+            added to what enters this one, before `input_mix` (U-net: (layers + 1 - l, 1) in the
+            upper half); None: nothing. Of models as with `input_mix`.
         shared_layers: whether all layers are one layer's weights used again (ALBERT): of Post-LN
             without a mask, and of the plain blocks.
         name: what pictures and reports call it; no part of what it is, so that equal models may
@@ -166,6 +169,7 @@ class Transformer:
     input_mix: Sequence[float] | Sequence[Sequence[float]] | None = field(
         default=None, kw_only=True
     )
+    skips: Sequence[tuple[int, float] | None] | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
@@ -225,12 +229,26 @@ class Transformer:
         return (self.rotary,) * self.layers
 
     @property
-    def input_mixes(self) -> tuple[tuple[float, float], ...]:
-        """Of every layer, the factors of what enters it and of what enters layer 1."""
-        values = np.broadcast_to(
-            (1.0, 0.0) if self.input_mix is None else self.input_mix, (self.layers, 2)
-        )
-        return tuple((float(keep), float(add)) for keep, add in values)
+    def additions(self) -> tuple[tuple[float, dict[int, float]], ...]:
+        """Of every layer, the factor of what enters it, and those of what left earlier layers (0:
+        of what enters layer 1) and is added."""
+        given = (1.0, 0.0) if self.input_mix is None else self.input_mix
+        result = []
+        for pair, skip in zip(
+            np.broadcast_to(given, (self.layers, 2)).tolist(),
+            (None,) * self.layers if self.skips is None else self.skips,
+            strict=True,
+        ):
+            keep, added = pair[0], {0: pair[1]} if pair[1] else {}
+            if skip is not None:
+                added[skip[0]] = added.get(skip[0], 0.0) + keep * skip[1]
+            result.append((keep, added))
+        return tuple(result)
+
+    @property
+    def adds_again(self) -> bool:
+        """Whether layers add what earlier ones left, or what enters layer 1."""
+        return self.input_mix is not None or self.skips is not None
 
     @property
     def mixers(self) -> tuple[Block | None, ...]:

@@ -366,7 +366,7 @@ class Prediction:
         """What layers share that a walk from one to the next does not follow; None: nothing."""
         if self.model.shared_layers:
             return "share their weights"
-        return None if self.model.input_mix is None else "add the input again (input_mix)"
+        return "add earlier ones again (input_mix, skips)" if self.model.adds_again else None
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)

@@ -264,10 +264,6 @@ class Stack:
         assert self._layers is not None
         gradient, output = outcome.gradient, outcome.output
         self._layers = self._layers.backward(gradient, self.run)
-        if self.model.input_mix is not None:
-            sent = [self._layers.grad_in, *self.trace.grad_memory()]
-            total = Gradient(sum_of([one.kernel for one in sent]), self.model.seq_len)
-            self._layers = dataclasses.replace(self._layers, grad_in=total)
         if self._embedding is not None:
             self._embedding = self._embedding.backward(self._layers.grad_in, self.run)
         if output is None:

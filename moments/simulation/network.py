@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,10 @@ class LayerTwin:
         watch: is shown every site.
         memory: the encoder's output (batch, L', its d_model), where there is an encoder.
         documents: (batch, L) of packed rows: a token sees its own document alone.
-        first: what entered layer 1, where layers add it again.
+        kept: what earlier layers left to read: by its number, what left a layer (0: what entered
+            the first); "values": the first layer's.
+        made: what this layer leaves to read, besides its output.
+        read: token ids (batch, L).
     """
 
     model: Transformer
@@ -93,7 +96,9 @@ class LayerTwin:
     watch: Watch
     memory: Tensor | None = None
     documents: Tensor | None = None
-    first: Tensor | None = None
+    kept: Mapping[Any, Tensor] = field(default_factory=dict)
+    made: dict[Any, Tensor] = field(default_factory=dict)
+    read: Tensor | None = None
 
     def run(self, x: Tensor) -> Tensor:
         """Carry what enters the layer, (batch, L, d_model), through it.
@@ -101,9 +106,10 @@ class LayerTwin:
         Of several streams (batch, L, N, d_model): copies enter the first layer, and their mean
         leaves the last.
         """
-        if self.first is not None:
-            keep, add = self.model.input_mixes[self.number - 1]
-            x = self.watch(keep * x + add * self.first, "input.mix")
+        if self.model.adds_again:
+            keep, added = self.model.additions[self.number - 1]
+            more = [factor * self.kept[point] for point, factor in added.items()]
+            x = self.watch(sum(more, keep * x), "input.mix")
         if self.model.streams is not None:
             return self.several(self.model.streams, x)
         twin = TWINS.get(self.model.placements[self.number - 1])
