@@ -26,6 +26,7 @@ from ..model.law_block import LawBlock
 from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, LayerAttention, ParallelMixer
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
+from ..model.values import Values
 from .attention.gates import GatedHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .by_law import LawLeaf
@@ -140,6 +141,8 @@ class _Stack:
             model.windows,
             model.rotaries,
             model.attention_sinks,
+            model.value_sources,
+            (model.reads_first, *(False,) * (model.layers - 1)),
             model.placements,
             model.mixers,
             model.ffns,
@@ -461,6 +464,12 @@ class Blocks:
                 heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
             )
             return self._projected("attention", "output", NormalizedAttention(normalised))
+        values, keeps = model.value_sources[self.number - 1], self.number == 1 and model.reads_first
+        if values is not None or keeps:
+            own = Values() if values is None else values
+            mixed = _loaded("attention.values").MixedValues
+            given = own, self.number == 1, keeps, int(model.kv_heads or model.heads)
+            return self._projected("attention", "output", self._gated(mixed(heads, *given)))
         return self._projected("attention", "output", self._gated(heads))
 
     def _gated(self, heads: Component) -> Component:
@@ -700,6 +709,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "streams": model.streams is not None,
         "input_mix": model.input_mix is not None,
         "skips": model.skips is not None,
+        "values": model.values is not None,
     }
 
 

@@ -33,6 +33,7 @@ from .patches import PatchEmbedding, SoundEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
 from .streams import HyperConnections
+from .values import Values
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "embedding": (Embedding, PatchEmbedding, SoundEmbedding),
     "head": (Head,),
     "streams": (HyperConnections,),
+    "values": (Values,),
 }
 """Fields that are declarations of their own; an encoder is a whole one."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
@@ -146,8 +148,8 @@ def _resolve_defaults(model: Transformer) -> None:
 def _check_parts(model: Transformer) -> None:
     for name, kinds in (PARTS | {"encoder": (type(model),)}).items():
         value = getattr(model, name)
-        if name == "rotary" and isinstance(value, list | tuple):
-            set_field(model, "rotary", _rotaries(model))
+        if name in ("rotary", "values") and isinstance(value, list | tuple):
+            set_field(model, name, _each_layer(model, name, kinds[0]))
         elif value is not None and not isinstance(value, kinds):
             words = " or ".join(f"moments.{kind.__name__}" for kind in kinds)
             raise domain_error(name, value, f"a {words}, or None")
@@ -185,14 +187,15 @@ def _check_sink(name: str, value: Any) -> float:
     return check_number(name, value, NONNEGATIVE, "pass a variance, or None for no sinks")
 
 
-def _rotaries(model: Transformer) -> Any:
+def _each_layer(model: Transformer, name: str, kind: type[Stored]) -> Any:
     """One per layer; alone where all layers have the same."""
-    given = tuple(model.rotaries)
-    if not all(one is None or isinstance(one, Rotary) for one in given):
-        raise domain_error("rotary", model.rotary, "a moments.Rotary or None for every layer")
+    given = tuple(getattr(model, name))
+    if not all(one is None or isinstance(one, kind) for one in given):
+        allowed = f"a moments.{kind.__name__} or None for every layer"
+        raise domain_error(name, getattr(model, name), allowed)
     if len(given) != model.layers:
         allowed = f"one, or one per layer ({model.layers})"
-        raise domain_error("rotary", f"{len(given)} entries", allowed)
+        raise domain_error(name, f"{len(given)} entries", allowed)
     return given[0] if len(set(given)) == 1 else given
 
 
@@ -269,6 +272,9 @@ def _check_together(model: Transformer) -> None:
         _check_added_again(model)
     if model.streams is not None:
         model.streams.check(model)
+    for number, values in enumerate(model.value_sources, 1):
+        if values is not None:
+            values.check(model, number)
     _check_biases(model)
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
@@ -284,7 +290,7 @@ def _check_shared(model: Transformer) -> None:
     plain = (
         "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
         "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
-        "norm_gain norm_groups parallel identity_attention streams input_mix skips"
+        "norm_gain norm_groups parallel identity_attention streams input_mix skips values"
     )
     for name in plain.split():
         value = getattr(model, name)

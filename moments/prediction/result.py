@@ -366,7 +366,9 @@ class Prediction:
         """What layers share that a walk from one to the next does not follow; None: nothing."""
         if self.model.shared_layers:
             return "share their weights"
-        return "add earlier ones again (input_mix, skips)" if self.model.adds_again else None
+        if self.model.adds_again:
+            return "add earlier ones again (input_mix, skips)"
+        return None if self.model.values is None else "read values of other sources (values)"
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)

@@ -34,20 +34,21 @@ def self_attention(
     documents: Tensor | None = None,
     gains: Gains | None = None,
     value_norm: bool = False,
+    mixed: Callable[[Tensor, Tensor], Tensor] = lambda x, value: value,
 ) -> Tensor:
     """Concatenated heads (batch, L, heads * d_head) of layer `number`, counted from 1.
 
     `project` knows "query", "key" and "value"; `table` is (buckets, heads) of relative biases;
     `documents` (batch, L) are those of packed rows, of which a token reads its own alone;
-    `value_norm` puts every head's values over their root mean square.
+    `value_norm` puts every head's values over their root mean square; `mixed` gives what stands for
+    the values of x.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
         every = value.repeat_interleave(model.heads // value.shape[1], dim=1)
         return every.transpose(1, 2).flatten(-2)
-    query, key, value = (
-        _split(project(x, name), model.d_head or 0) for name in ("query", "key", "value")
-    )
+    given = project(x, "query"), project(x, "key"), mixed(x, project(x, "value"))
+    query, key, value = (_split(one, model.d_head or 0) for one in given)
     query, key = _normalised(model, query, "query", gains), _normalised(model, key, "key", gains)
     if value_norm:
         value = normalise(value, "rmsnorm", model.norm_epsilon)

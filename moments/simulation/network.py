@@ -202,6 +202,7 @@ class LayerTwin:
             self.documents,
             self.weights,
             value_norm,
+            self._mixed,
         )
         heads = self.watch(heads, "attention.heads")
         if self.model.attention_gate is not None:
@@ -210,6 +211,25 @@ class LayerTwin:
             each = heads.shape[-1] // gates.shape[-1]
             heads = self.watch(heads * gates.repeat_interleave(each, -1), "attention.gated")
         return self.watch(self.linear(heads, "output"), "attention.projection")
+
+    def _mixed(self, z: Tensor, value: Tensor) -> Tensor:
+        """Values (batch, L, features) with those of other sources, where there are such."""
+        if self.number == 1 and self.model.reads_first:
+            self.made["values"] = value
+        of = self.model.value_sources[self.number - 1]
+        if of is None:
+            return value
+        result = of.own * value
+        if of.first:
+            result = result + of.first * self.kept.get("values", value)
+        if of.table:
+            assert self.read is not None
+            rows = self.weights["value_table"][self.read]
+            if of.gate is not None:
+                gates = torch.sigmoid(self.linear(z[..., : of.gate], "value_gate"))
+                rows = rows * gates.repeat_interleave(rows.shape[-1] // gates.shape[-1], -1)
+            result = result + of.table * rows
+        return result
 
     def cross(self, z: Tensor) -> Tensor:
         assert self.memory is not None

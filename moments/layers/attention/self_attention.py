@@ -221,12 +221,13 @@ class AttentionPullback:
 
     def __call__(self, gradient: Gradient) -> Pulled:
         """To tokens that attend to themselves."""
-        query, rest, sides = self._sent(gradient.kernel)
-        return self._pulled(rest + query, gradient, sides)
+        query, key, sides = self._sent(gradient.kernel)
+        return self._pulled(sides.value + sides.cross + key + query, gradient, sides)
 
     def to_both(self, gradient: Gradient) -> tuple[Pulled, Gradient]:
         """To the tokens that ask, and to those attended to."""
-        query, rest, sides = self._sent(gradient.kernel)
+        query, key, sides = self._sent(gradient.kernel)
+        rest = sides.value + sides.cross + key
         return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
 
     def _pulled(self, grad_in: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
@@ -242,7 +243,7 @@ class AttentionPullback:
         )
 
     def _sent(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
-        """Through the queries, through keys and values, and the paths."""
+        """Through the queries, through the keys, and the paths."""
         sides: Paths[Kernel] = self.layer.backward(grad_out.scaled(self.gain))
         if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
             queries, width = self.law.queries.kernel, self.leaf.memory_width
@@ -251,7 +252,7 @@ class AttentionPullback:
             cross = normalised_cross(self.law, rows, attention, width, grad_out.diagonal, sides)
             sides = sides._replace(cross=cross)
         key = through(sides.key, self.law.keys, self.law.key_scale)
-        return self._at_queries(sides.query), sides.value + sides.cross + key, sides
+        return self._at_queries(sides.query), key, sides
 
     @property
     def gain(self) -> Any:
@@ -317,24 +318,29 @@ class AttentionPulled(Pulled):
     sides: Any
 
 
-def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
+def attended(
+    leaf: Any, signal: Signal, memory: Signal, values: Signal | None = None
+) -> AttentionPullback:
     """Attention of tokens to a memory, or to themselves: what leaves, and the way back.
 
     Args:
         leaf: a `SelfAttention` or `CrossAttention`.
         signal, memory: the tokens that ask and those attended to; one where they are the same.
+        values: what values are made of; None: of those attended to.
     """
     queries = signal.second_moment()
     tokens = queries if memory is signal else memory.second_moment()
     law = logit_law(leaf, queries, tokens, (leaf.d_model, leaf.memory_width), memory.seq_len)
-    layer = layer_of(leaf, law, signal, memory, (queries, tokens))
+    read = memory if values is None else values
+    kernels = queries, tokens if values is None else values.kernel
+    layer = layer_of(leaf, law, signal, memory, kernels, values is not None)
     mixed, notes = layer.forward(), variance_notes(layer.wanted)
     if not notes and layer.beyond_tables:
         notes = (BEYOND_TABLES,)
     notes += law.notes
     if turned_alike(leaf, law):
         notes += (TURNED_ALIKE,)
-    output = concatenated(leaf, signal, memory, mixed, layer, notes)
+    output = concatenated(leaf, signal, read, mixed, layer, notes)
     return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
 
 
