@@ -209,6 +209,8 @@ class AttentionPullback:
         signal, memory: the tokens that ask and those attended to; one where they are the same.
         mixed: second moments per feature of sum_j a_ij y_j over those attended to.
         layer: what knows the paths.
+        aligned: of what values do not share, the part along their own keys' tokens: overlaps that
+            vary move that one alone.
     """
 
     leaf: Any
@@ -218,6 +220,7 @@ class AttentionPullback:
     output: Signal
     mixed: Kernel
     layer: Any
+    aligned: Any = 1.0
 
     def __call__(self, gradient: Gradient) -> Pulled:
         """To tokens that attend to themselves."""
@@ -245,6 +248,10 @@ class AttentionPullback:
     def _sent(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
         """Through the queries, through the keys, and the paths."""
         sides: Paths[Kernel] = self.layer.backward(grad_out.scaled(self.gain))
+        if np.any(self.aligned != 1.0):
+            lost = self.layer.overlap_path(grad_out.scaled(self.gain))
+            lost = lost.scaled((self.aligned - 1.0) / self.leaf.memory_width)
+            sides = sides._replace(query=sides.query + lost)
         if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
             queries, width = self.law.queries.kernel, self.leaf.memory_width
             rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())
@@ -268,7 +275,7 @@ class AttentionPullback:
 
     def overlap_path(self, grad_out: Kernel) -> Kernel:
         """What the query path gains per unit of the overlaps' variance."""
-        result: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain))
+        result: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain * self.aligned))
         return result
 
     def summed(self, query: Kernel) -> Kernel:

@@ -20,7 +20,7 @@ from ...engine.composition import Component, Pulled
 from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
 from ...engine.laws import Layout
 from ...engine.response import sum_of
-from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
+from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ...engine.state import Values as Norms
 from ...engine.trace import Record, Run
 from ...model.values import FIRST, ROWS, Values
@@ -106,6 +106,8 @@ class MixedValues(Component):
             total = total.replace(fluctuation=Fluctuation.of_gaussian(total.kernel, total.width))
         # of values as they are, a matrix of unit gain
         way = attended(self._unit(1.0 / leaf.d_model), signal, signal, total)
+        unshared = [one.mean_diagonal() - one.mean_off_diagonal() for one in (own, total.kernel)]
+        way.aligned = ratio_or_zero(unshared[0] * self._own, unshared[1])
         return run.passed(Record(self, run.layer, signal, way.output, (), _Way(way, rows)))
 
     def _rows(self, signal: Signal, alike: Kernel) -> Any:
