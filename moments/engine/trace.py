@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .state import Array, Gradient, Kernel, Signal
+from .state import Array, Gradient, Signal
 
 
 class Point(NamedTuple):
@@ -154,9 +154,9 @@ class Run:
     returned: list[Record] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
     kept: dict[Any, Any] = field(default_factory=dict)
-    sent: dict[Any, list[Kernel]] = field(default_factory=dict)
+    sent: dict[Any, list[Any]] = field(default_factory=dict)
 
-    def send(self, name: Any, gradient: Kernel) -> None:
+    def send(self, name: Any, gradient: Any) -> None:
         """A gradient back to what is kept."""
         self.sent.setdefault(name, []).append(gradient)
 

@@ -142,7 +142,7 @@ class _Stack:
             model.rotaries,
             model.attention_sinks,
             model.value_sources,
-            (model.reads_first, *(False,) * (model.layers - 1)),
+            [(n == 1 and model.reads_first, n in model.read_again) for n in layers],
             model.placements,
             model.mixers,
             model.ffns,
@@ -621,9 +621,23 @@ def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ..
     """Attention with fields of its own."""
     alone = dataclasses.replace(parts, model=block.applied(parts.model))
     heads, *rest, _ = alone.attention().components  # without dropout, which every block has
+    source = block.keys_of
+    if source is not None:
+        made = dataclasses.replace(alone, number=source)
+        weights, biases = made.model.layer_weights(source), made._biases
+        assert isinstance(heads, SelfAttention)
+        heads = dataclasses.replace(
+            heads,
+            key=weights.key,
+            value=weights.value,
+            key_bias=biases.get("key", 0.0),
+            value_bias=biases.get("value", 0.0),
+        )
     if block.value_norm:
         assert isinstance(heads, SelfAttention)
         heads = NormalizedAttention(heads)
+    if source is not None or parts.number in parts.model.read_again:
+        heads = _loaded("attention.shared_keys").SharedKeys(heads, source)
     return heads, *rest
 
 
@@ -710,6 +724,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "input_mix": model.input_mix is not None,
         "skips": model.skips is not None,
         "values": model.values is not None,
+        "keys and values of an earlier layer": bool(model.read_again),
     }
 
 

@@ -240,6 +240,12 @@ class Transformer:
         return (self.values,) * self.layers
 
     @property
+    def read_again(self) -> frozenset[int]:
+        """Layers whose keys and values later ones read."""
+        sources = (getattr(one, "keys_of", None) for one in self.mixers)
+        return frozenset(one for one in sources if one is not None)
+
+    @property
     def reads_first(self) -> bool:
         """Whether later layers read the first one's values."""
         return any(one is not None and one.first for one in self.value_sources[1:])

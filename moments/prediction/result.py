@@ -368,7 +368,9 @@ class Prediction:
             return "share their weights"
         if self.model.adds_again:
             return "add earlier ones again (input_mix, skips)"
-        return None if self.model.values is None else "read values of other sources (values)"
+        if self.model.values is not None:
+            return "read values of other sources (values)"
+        return "read keys of earlier ones (keys_of)" if self.model.read_again else None
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)

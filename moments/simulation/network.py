@@ -18,7 +18,7 @@ from ..model.law_block import LawBlock
 from ..model.mixers import LatentAttention, LayerAttention
 from ..model.streams import HyperConnections
 from ..model.transformer import Transformer
-from .attention import cross_attention, latent_attention, self_attention
+from .attention import Shared, cross_attention, latent_attention, self_attention
 from .functions import activation, affine_norm, dropout, normalise
 from .parameters import BLOCK_DRAWS, qk_gains
 from .recurrent import TWINS as RECURRENT
@@ -190,7 +190,9 @@ class LayerTwin:
         drop_prob = self.model.ffn_dropout if block == "ffn" else self.model.dropout
         return self.watch(dropout(z, drop_prob or 0.0, self.generator), f"{block}.dropout")
 
-    def attention(self, z: Tensor, value_norm: bool = False) -> Tensor:
+    def attention(
+        self, z: Tensor, value_norm: bool = False, shared: Shared = lambda make: make()
+    ) -> Tensor:
         table = self.weights.get("relative_bias")
         heads = self_attention(
             self.model,
@@ -203,6 +205,7 @@ class LayerTwin:
             self.weights,
             value_norm,
             self._mixed,
+            shared,
         )
         heads = self.watch(heads, "attention.heads")
         if self.model.attention_gate is not None:
@@ -329,7 +332,16 @@ def _latent_gains(
 
 def _layer_attention(block: LayerAttention, layer: LayerTwin, z: Tensor) -> Tensor:
     alone = dataclasses.replace(layer, model=block.applied(layer.model))
-    return alone.attention(z, block.value_norm)
+
+    def shared(make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if block.keys_of is not None:
+            return layer.kept["key", block.keys_of], layer.kept["value", block.keys_of]
+        key, value = make()
+        if layer.number in layer.model.read_again:
+            layer.made["key", layer.number], layer.made["value", layer.number] = key, value
+        return key, value
+
+    return alone.attention(z, block.value_norm, shared)
 
 
 def _layer_gains(

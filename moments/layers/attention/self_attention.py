@@ -163,6 +163,13 @@ class SelfAttention(Attention, Leaf):
         way = attended(self, signal, signal)
         return way.output, way
 
+    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
+        """The same, keys and values being made of other tokens than those that ask."""
+        if not signal.resolved:
+            self._check_alike(signal.seq_len)
+        way = attended(self, signal, memory)
+        return way.output, way.to_both
+
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """Which keys each query attends to, one mask for every kernel."""
         return self_masks(self, keys, matrices)
@@ -519,39 +526,44 @@ class NormalizedAttention(Leaf):
         if not np.all(np.add(attention.value, attention.value_bias) > 0):
             allowed = "above 0 where values are normalised"
             raise domain_error("value", attention.value, allowed, "zeros have no direction")
-        unit, plain = self.values_normalised(signal)
-        inner, back_norm = unit.forward(signal)
-        gain = attention.d_model * attention.value + attention.value_bias / mean_size(signal)
-        output, back = plain.forward(inner)
+        output, back = self.attend(signal, signal)
+
+        def pull(gradient: Gradient) -> Pulled:
+            pulled, to_memory = back(gradient)
+            total = pulled.gradient.kernel + to_memory.kernel
+            return dataclasses.replace(pulled, gradient=gradient.with_kernel(total))
+
+        return output, pull
+
+    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
+        """The same, keys and values being made of other tokens than those that ask."""
+        attention, size = self.attention, mean_size(memory)
+        unit, plain = self.values_normalised(memory)
+        inner, norm = unit.forward(memory)
+        asking, query_norm = (inner, norm) if memory is signal else unit.forward(signal)
+        gain = attention.d_model * attention.value + attention.value_bias / size
+        output, back = plain.attend(asking, inner)
         freedom = _freedom(float(attention.d_head), attention.qk_norm == "layernorm")
-        factor = expected_pull(freedom, 1.0)
-        share = plain.value_bias
+        factor, share = expected_pull(freedom, 1.0), plain.value_bias
         both = expected_pull(freedom, inner.correlation() * (1 - share) + share)
-        factors = factor, both, gain, mean_size(signal)
-        return output, functools.partial(self._back, back, back_norm, factors)
 
-    def _back(
-        self,
-        attention: Pullback,
-        norm: Pullback,
-        factors: tuple[Any, Any, Any, float],
-        gradient: Gradient,
-    ) -> Pulled:
-        """The way back: through attention, and through the tokens' normalisation.
+        def pull(gradient: Gradient) -> tuple[Pulled, Gradient]:
+            """Through attention, and through the normalisation of either's tokens."""
+            pulled, to_memory = back(gradient)
+            ways = (query_norm, pulled.gradient), (norm, to_memory)
+            query, rest = (
+                way(Gradient(one.kernel.weighted(factor, both), gradient.seq_len)).gradient
+                for way, one in ways
+            )
+            result = Pulled(
+                query,
+                functools.partial(_rescaled, pulled, factor / gain, size),
+                pulled.overlaps,
+                functools.partial(_normed, pulled, query_norm),
+            )
+            return result, rest
 
-        Args:
-            factors: what normalising values does to a token's gradient, and to that of two; gain of
-                the unnormalised values; the tokens' size.
-        """
-        factor, both, gain, size = factors
-        inner = attention(gradient)
-        kernel = inner.gradient.kernel.weighted(factor, both)
-        return Pulled(
-            norm(Gradient(kernel, gradient.seq_len)).gradient,
-            functools.partial(_rescaled, inner, factor / gain, size),
-            inner.overlaps,
-            functools.partial(_normed, inner, norm),
-        )
+        return output, pull
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
