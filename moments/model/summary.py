@@ -52,6 +52,8 @@ def in_short(model: Transformer) -> str:
     parts = [f"{model.layers} layer{'s' * (model.layers > 1)} of width {model.d_model}"]
     parts += ["sharing their weights"] if model.shared_layers else []
     parts += ["the input added again"] if model.input_mix else []
+    parts += ["earlier layers added"] if model.skips else []
+    parts += ["values of several sources"] if model.values else []
     parts += [f"{model.streams.streams} residual streams"] if model.streams else []
     parts += [" and ".join(dict.fromkeys(mixers)), placement]
     parts += [norm] if model.norm != "none" else []

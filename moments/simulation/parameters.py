@@ -77,6 +77,10 @@ def draw_weights(
             name = f"{place}.streams"
             drawn[name] = draw(shape, streams.variance, generator, dtype)
             drawn[f"{name}.bias"] = draw(shape[1:], 0.0, generator, dtype)
+    values = model.value_sources[number - 1]
+    if values is not None and values.table:
+        shape = model.embedding.vocab_size, shapes["value"][1]
+        drawn["value_table"] = draw(shape, values.table_variance, generator, dtype)
     sink = model.attention_sinks[number - 1]
     if sink is not None:
         drawn["attention_sink"] = draw((model.heads,), sink, generator, dtype)
