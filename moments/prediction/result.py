@@ -395,7 +395,7 @@ class Prediction:
 
         In training mode, dropout's masks being those of the pass that gave the gradient. Kernels
         of signal and gradient are those of this prediction, so that nothing is run; how right it
-        is on real modules is measured in docs/theory/first-step.md.
+        is on real modules is measured in docs/accuracy.md, The first step.
 
         Args:
             optimizer: "sgd", "adam", "adamw", "lion", "sign" (signum's and Adam's without eps) or

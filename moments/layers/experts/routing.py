@@ -8,7 +8,7 @@ correlate by r. Of the gates g_e(z), which vanish for experts that are not chose
 are what a pair's output, its gradient, and the load of the experts depend on. They are no laws of
 closed form: the two thresholds, the (k+1)-th largest logit of either token, are integrated over on
 a grid, and a normaliser by 1/D^m = int u^(m-1) exp(-u D) du/(m-1)!, for exp(-u D) factorises over
-experts. The number of experts enters as a power. See docs/theory/experts.md, Three functions.
+experts. The number of experts enters as a power. See docs/theory/experts.md, The three functions.
 """
 
 from __future__ import annotations
