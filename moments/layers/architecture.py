@@ -23,7 +23,15 @@ from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.law_block import LawBlock
-from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, LayerAttention, ParallelMixer
+from ..model.mixers import (
+    MIXER,
+    RECURRENT,
+    Absent,
+    FeedForward,
+    LatentAttention,
+    LayerAttention,
+    ParallelMixer,
+)
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from ..model.values import Values
@@ -163,6 +171,9 @@ class _Stack:
                 del named[name]
         kind = "parallel" if model.parallel else model.placements[number - 1]
         body = KINDS[kind](Parts(self, number, named))
+        if model.per_layer_embedding is not None:
+            post_norm = norm(model, self.theory, "per_layer.post_norm")
+            body = Chain((body, _loaded("per_layer").per_layer(model, post_norm)))
         if model.adds_again:
             body = Chain((_loaded("input_mix").mixes(model)[number - 1], body))
         return Layer(body, number)
@@ -532,11 +543,16 @@ class Blocks:
                 "drop_prob": model.dropout,
             }
             return Chain((Lawful(FFN_BLOCK, theory, "ffn.dropout", parameters),))
-        parts: tuple[Component, ...] = self._hidden(d_ff)
+        last = dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)
+        return Chain((*self.dense(d_ff), last))
+
+    def dense(self, d_ff: int) -> tuple[Component, ...]:
+        """A feed-forward block of that width."""
+        model, parts = self.model, self._hidden(d_ff)
         if model.activation_dropout:
-            parts += (dropout(theory, "ffn.activation_dropout", model.activation_dropout),)
-        out = self._linear("ffn.out", "ffn_out", d_ff, d_model)
-        return Chain((*parts, out, dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)))
+            site = "ffn.activation_dropout"
+            parts += (dropout(self.theory, site, model.activation_dropout),)
+        return *parts, self._linear("ffn.out", "ffn_out", d_ff, model.d_model)
 
     def _hidden(
         self,
@@ -664,6 +680,7 @@ BLOCKS: dict[type[Block], BlockParts] = {
     LayerAttention: layer_attention,
     ParallelMixer: _recurrent("parallel_parts"),
     Absent: lambda parts, block: (),
+    FeedForward: lambda parts, block: parts.dense(block.d_ff),
 }
 """By the class of a block (`moments.model.block`). Register another by its class."""
 
@@ -724,6 +741,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "input_mix": model.input_mix is not None,
         "skips": model.skips is not None,
         "values": model.values is not None,
+        "per_layer_embedding": model.per_layer_embedding is not None,
         "keys and values of an earlier layer": bool(model.read_again),
     }
 

@@ -30,6 +30,7 @@ from .head import Head
 from .law_block import LawBlock
 from .mixers import QK_NORMS, RECURRENT, Absent
 from .patches import PatchEmbedding, SoundEmbedding
+from .per_layer import PerLayerEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
 from .streams import HyperConnections
@@ -64,6 +65,7 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "head": (Head,),
     "streams": (HyperConnections,),
     "values": (Values,),
+    "per_layer_embedding": (PerLayerEmbedding,),
 }
 """Fields that are declarations of their own; an encoder is a whole one."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
@@ -272,6 +274,8 @@ def _check_together(model: Transformer) -> None:
         _check_added_again(model)
     if model.streams is not None:
         model.streams.check(model)
+    if model.per_layer_embedding is not None:
+        model.per_layer_embedding.check(model)
     for number, values in enumerate(model.value_sources, 1):
         if values is not None:
             values.check(model, number)
@@ -290,7 +294,8 @@ def _check_shared(model: Transformer) -> None:
     plain = (
         "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
         "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
-        "norm_gain norm_groups parallel identity_attention streams input_mix skips values"
+        "norm_gain norm_groups parallel identity_attention streams input_mix skips values "
+        "per_layer_embedding"
     )
     for name in plain.split():
         value = getattr(model, name)

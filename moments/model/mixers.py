@@ -108,6 +108,19 @@ class Absent(Block):
         return self.kind
 
 
+@dataclass(frozen=True)
+class FeedForward(Block):
+    """The model's feed-forward block with another width in this layer."""
+
+    kind: ClassVar[str] = "feed_forward"
+    places: ClassVar[tuple[str, ...]] = ("ffn",)
+
+    d_ff: Count
+
+    def shapes(self, model: Transformer) -> Shapes:
+        return model.dense_shapes(self.d_ff)
+
+
 _SEQUENTIAL = ("pre", "post", "none", "sandwich", "output", "mix")
 
 

@@ -54,6 +54,7 @@ def in_short(model: Transformer) -> str:
     parts += ["the input added again"] if model.input_mix else []
     parts += ["earlier layers added"] if model.skips else []
     parts += ["values of several sources"] if model.values else []
+    parts += ["embeddings of every layer"] if model.per_layer_embedding else []
     parts += [f"{model.streams.streams} residual streams"] if model.streams else []
     parts += [" and ".join(dict.fromkeys(mixers)), placement]
     parts += [norm] if model.norm != "none" else []

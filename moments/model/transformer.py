@@ -18,6 +18,7 @@ from .declaration import PARTS, check
 from .experts import SHARED
 from .fields import check_fields
 from .mixers import MIXER
+from .per_layer import PerLayerEmbedding
 from .positions import RelativeBias, Rotary
 from .streams import HyperConnections
 from .summary import html, text
@@ -112,6 +113,7 @@ class Transformer:
             upper half); None: nothing. Of models as with `input_mix`.
         values: what attention's values are a sum of: of the layer's own, the first layer's and rows
             of a table (`moments.Values`); one for all layers, or one or None per layer.
+        per_layer_embedding: a block in every layer that reads its tokens anew (Gemma 4 E2B).
         shared_layers: whether all layers are one layer's weights used again (ALBERT): of Post-LN
             without a mask, and of the plain blocks.
         name: what pictures and reports call it; no part of what it is, so that equal models may
@@ -174,6 +176,7 @@ class Transformer:
     )
     skips: Sequence[tuple[int, float] | None] | None = field(default=None, kw_only=True)
     values: Values | Sequence[Values | None] | None = field(default=None, kw_only=True)
+    per_layer_embedding: PerLayerEmbedding | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
@@ -316,20 +319,23 @@ class Transformer:
         values = self.value_sources[layer - 1]
         if values is not None and values.gate is not None:
             mixer = mixer | {"value_gate": (values.gate, self.kv_heads or self.heads)}
+        if self.per_layer_embedding is not None:
+            ffn = ffn | self.per_layer_embedding.shapes(self.d_model)
         return mixer | ffn | self._cross_shapes()
 
     def shapes_by_place(self, layer: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes of attention's matrices, or of what stands in its place, and of the
         feed-forward block's."""
-        d_model, d_ff = self.d_model, self.d_ff or 0
-        dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
-        if self.gated:
-            dense["gate"] = (d_model, d_ff)
         mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
         return (
             self.attention_shapes() if mixer is None else mixer.shapes(self),
-            dense if ffn is None else ffn.shapes(self),
+            self.dense_shapes(self.d_ff or 0) if ffn is None else ffn.shapes(self),
         )
+
+    def dense_shapes(self, d_ff: int) -> dict[str, tuple[int, int]]:
+        """Of the matrices of a feed-forward block of that width."""
+        shapes = {"ffn_in": (self.d_model, d_ff), "ffn_out": (d_ff, self.d_model)}
+        return shapes | ({"gate": (self.d_model, d_ff)} if self.gated else {})
 
     def attention_shapes(
         self, d_head: int | None = None, kv_heads: int | None = None
@@ -366,6 +372,8 @@ class Transformer:
         variances: dict[str, float] = dataclasses.asdict(self.layer_weights(layer))
         if (values := self.value_sources[layer - 1]) is not None:
             variances["value_gate"] = values.gate_variance
+        if self.per_layer_embedding is not None:
+            variances |= self.per_layer_embedding.variances
         for block in blocks:
             variances |= {} if block is None else block.variances(self)
         shared = {name for name in self.shapes_of(layer) if name not in variances}

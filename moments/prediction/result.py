@@ -370,6 +370,8 @@ class Prediction:
             return "add earlier ones again (input_mix, skips)"
         if self.model.values is not None:
             return "read values of other sources (values)"
+        if self.model.per_layer_embedding is not None:
+            return "read the input again (per_layer_embedding)"
         return "read keys of earlier ones (keys_of)" if self.model.read_again else None
 
     def _declaration(self) -> Chain:

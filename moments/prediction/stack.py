@@ -246,7 +246,8 @@ class Stack:
             rest = declare_embedding(model.embedding, model, theory)
             self._embedding = rest.propagate(signal, self.run)
             signal = self._embedding.output
-        if any(one is not None and one.table for one in model.value_sources):
+        tables = any(one is not None and one.table for one in model.value_sources)
+        if tables or model.per_layer_embedding is not None:
             self.run.kept[ROWS] = self._rows()
         self._entering = signal
         return signal

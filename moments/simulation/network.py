@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.block import Block
 from ..model.law_block import LawBlock
-from ..model.mixers import LatentAttention, LayerAttention
+from ..model.mixers import FeedForward, LatentAttention, LayerAttention
+from ..model.per_layer import PerLayerEmbedding
 from ..model.streams import HyperConnections
 from ..model.transformer import Transformer
 from .attention import Shared, cross_attention, latent_attention, self_attention
@@ -117,7 +118,33 @@ class LayerTwin:
             x = twin(self, x)
         else:
             x = self.parallel(x) if self.model.parallel else self.sequential(x)
+        if self.model.per_layer_embedding is not None:
+            x = self.watch(x + self.per_layer(self.model.per_layer_embedding, x), "per_layer.sum")
         return self.watch(x, "stream")
+
+    def rows(self, table: str) -> Tensor:
+        """What tokens look up in a table of the layer's own."""
+        if self.read is None:
+            raise DomainError(
+                "tables of layers are read by tokens, and here a tensor is described: leave "
+                "variance and correlation out, or pass token_ids"
+            )
+        return self.weights[table][self.read]
+
+    def per_layer(self, of: PerLayerEmbedding, x: Tensor) -> Tensor:
+        """What the block that reads tokens anew adds to the stream."""
+        projected = self.linear(self.kept[0], "per_layer_projection")
+        projected = self.watch(projected, "per_layer.projection")
+        epsilon = self.model.norm_epsilon / of.projection_scale**2
+        site = "per_layer.context"
+        context = affine_norm(self.model, projected, self.weights, site, epsilon=epsilon)
+        rows = of.scale * self.rows("per_layer_table")
+        read = (self.watch(context, site) + rows) / math.sqrt(2)
+        gate = self.watch(self.linear(x, "per_layer_gate"), "per_layer.gate")
+        gate = self.watch(activation(self.model.activation)(gate), "per_layer.activation")
+        z = self.watch(gate * read, "per_layer.product")
+        z = self.watch(self.linear(z, "per_layer_output"), "per_layer.out")
+        return self.norm(z, "per_layer.post_norm")
 
     def sequential(self, x: Tensor) -> Tensor:
         """One block after the other, each with a residual sum of its own."""
@@ -226,8 +253,7 @@ class LayerTwin:
         if of.first:
             result = result + of.first * self.kept.get("values", value)
         if of.table:
-            assert self.read is not None
-            rows = self.weights["value_table"][self.read]
+            rows = self.rows("value_table")
             if of.gate is not None:
                 gates = torch.sigmoid(self.linear(z[..., : of.gate], "value_gate"))
                 rows = rows * gates.repeat_interleave(rows.shape[-1] // gates.shape[-1], -1)
@@ -354,6 +380,7 @@ def _layer_gains(
     return qk_gains(block.applied(model), block.shapes(model), generator, dtype)
 
 
+BLOCK_TWINS[FeedForward] = lambda block, layer, z: layer.ffn(z)
 BLOCK_TWINS[LayerAttention], BLOCK_DRAWS[LayerAttention] = _layer_attention, _layer_gains
 BLOCK_TWINS[LatentAttention], BLOCK_DRAWS[LatentAttention] = _latent, _latent_gains
 

@@ -154,7 +154,8 @@ class _Pass:
         keep = self.twin.numbers < _KEPT
         with torch.no_grad():
             x = self._enter()[0]
-        again = {point for _, added in self.twin.model.additions for point in added}
+        again = {0} if self.twin.model.per_layer_embedding is not None else set()
+        again |= {point for _, added in self.twin.model.additions for point in added}
         self._keep({0: x} if 0 in again else {})
         for n in range(1, self.layers + 1):
             self.entering.append(x.detach().requires_grad_(keep))
