@@ -193,6 +193,7 @@ class Trace:
         ending: of what stands between the last layer and the matrix to the logits, or the decoder
             that reads it.
         logits: the last site, behind `ending`.
+        kept: as `Run.kept`.
     """
 
     entering: Signal
@@ -200,6 +201,7 @@ class Trace:
     embedding: Record | None = None
     ending: Record | None = None
     logits: Point | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def points(self) -> list[Point]:

@@ -310,7 +310,8 @@ class Stack:
     @property
     def trace(self) -> Trace:
         """Both passes, as far as they have come."""
-        return Trace(self._entering, self._layers, self._embedding, self._ending, self._logits)
+        records = self._layers, self._embedding, self._ending, self._logits
+        return Trace(self._entering, *records, self.run.kept)
 
     def prediction(
         self,

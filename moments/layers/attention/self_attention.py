@@ -527,13 +527,7 @@ class NormalizedAttention(Leaf):
             allowed = "above 0 where values are normalised"
             raise domain_error("value", attention.value, allowed, "zeros have no direction")
         output, back = self.attend(signal, signal)
-
-        def pull(gradient: Gradient) -> Pulled:
-            pulled, to_memory = back(gradient)
-            total = pulled.gradient.kernel + to_memory.kernel
-            return dataclasses.replace(pulled, gradient=gradient.with_kernel(total))
-
-        return output, pull
+        return output, functools.partial(_to_one, back)
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """The same, keys and values being made of other tokens than those that ask."""
@@ -546,24 +540,35 @@ class NormalizedAttention(Leaf):
         freedom = _freedom(float(attention.d_head), attention.qk_norm == "layernorm")
         factor, share = expected_pull(freedom, 1.0), plain.value_bias
         both = expected_pull(freedom, inner.correlation() * (1 - share) + share)
+        factors = (factor, both), factor / gain, size
+        return output, functools.partial(self._back, back, (query_norm, norm), factors)
 
-        def pull(gradient: Gradient) -> tuple[Pulled, Gradient]:
-            """Through attention, and through the normalisation of either's tokens."""
-            pulled, to_memory = back(gradient)
-            ways = (query_norm, pulled.gradient), (norm, to_memory)
-            query, rest = (
-                way(Gradient(one.kernel.weighted(factor, both), gradient.seq_len)).gradient
-                for way, one in ways
-            )
-            result = Pulled(
-                query,
-                functools.partial(_rescaled, pulled, factor / gain, size),
-                pulled.overlaps,
-                functools.partial(_normed, pulled, query_norm),
-            )
-            return result, rest
+    def _back(
+        self,
+        attention: ReaderPullback,
+        norms: tuple[Pullback, Pullback],
+        factors: tuple[tuple[Any, Any], Any, float],
+        gradient: Gradient,
+    ) -> tuple[Pulled, Gradient]:
+        """The way back: through attention, and through the normalisation of either's tokens.
 
-        return output, pull
+        Args:
+            factors: what normalising values does to a token's gradient, and to that of two; to that
+                of the values' matrix; the tokens' size.
+        """
+        of_tokens, of_values, size = factors
+        inner, to_memory = attention(gradient)
+        query, rest = (
+            norm(Gradient(one.kernel.weighted(*of_tokens), gradient.seq_len)).gradient
+            for norm, one in zip(norms, (inner.gradient, to_memory), strict=True)
+        )
+        pulled = Pulled(
+            query,
+            functools.partial(_rescaled, inner, of_values, size),
+            inner.overlaps,
+            functools.partial(_normed, inner, norms[0]),
+        )
+        return pulled, rest
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -611,6 +616,13 @@ class NormalizedAttention(Leaf):
         at_tokens = Gradient(kernel_of(grad_in), record.grad_out.seq_len)
         normed = Elementwise.of(unit, signal, at_tokens, grad_in)
         return Sequence((normed, attention))
+
+
+def _to_one(back: ReaderPullback, gradient: Gradient) -> Pulled:
+    """To tokens that attend to themselves."""
+    pulled, to_memory = back(gradient)
+    total = pulled.gradient.kernel + to_memory.kernel
+    return dataclasses.replace(pulled, gradient=gradient.with_kernel(total))
 
 
 def _rescaled(inner: Pulled, values: Any, size: float) -> Mapping[str, Array]:

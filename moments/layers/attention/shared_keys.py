@@ -9,6 +9,7 @@ docs/theory/attention.md, Keys and values of an earlier layer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,14 +77,14 @@ class SharedKeys(Component):
         weights, overlaps = pulled.weights, pulled.overlaps
         if self.source is not None:
             run.send((MADE, self.source), (to_memory.kernel, weights, overlaps))
-            pulled.weights = _without_made(weights)
-            pulled.overlaps = _without_made(overlaps)
+            pulled.weights = functools.partial(_asked, weights)
+            pulled.overlaps = functools.partial(_asked, overlaps)
         else:
             sent = run.sent.pop((MADE, record.layer), [])
             kernels = pulled.gradient.kernel, to_memory.kernel, *(one for one, *_ in sent)
             pulled.gradient = pulled.gradient.with_kernel(sum_of(kernels))
-            pulled.weights = _gathered(weights, [one for _, one, _ in sent])
-            pulled.overlaps = _gathered(overlaps, [one for *_, one in sent])
+            pulled.weights = functools.partial(_gathered, weights, [one for _, one, _ in sent])
+            pulled.overlaps = functools.partial(_gathered, overlaps, [one for *_, one in sent])
         return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
 
 
@@ -91,17 +92,14 @@ def _made(name: str) -> bool:
     return name.partition(".")[0] in MADE
 
 
-def _without_made(named: Named) -> Named:
-    return lambda: {name: norm for name, norm in named().items() if not _made(name)}
+def _asked(named: Named) -> Mapping[str, Array]:
+    return {name: norm for name, norm in named().items() if not _made(name)}
 
 
-def _gathered(named: Named, others: list[Named]) -> Named:
-    def result() -> Mapping[str, Array]:
-        total = dict(named())
-        for one in others:
-            for name, norm in one().items():
-                if _made(name):
-                    total[name] = total[name] + norm
-        return total
-
-    return result
+def _gathered(named: Named, others: list[Named]) -> Mapping[str, Array]:
+    total = dict(named())
+    for one in others:
+        for name, norm in one().items():
+            if _made(name):
+                total[name] = total[name] + norm
+    return total

@@ -10,6 +10,8 @@ sources.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,23 +114,14 @@ class MixedValues(Component):
 
     def _rows(self, signal: Signal, alike: Kernel) -> Any:
         """What tokens look up, times its gates; and the way back."""
-        values, width = self.values, float(self.heads.value_width)
-        size = self.gates, int(width) // self.gates
+        values, width = self.values, int(self.heads.value_width)
         rows = Layout.of(signal.kernel, signal.seq_len).array(alike)
-
-        def law(x: Array, w: Any) -> Array:
-            result = w.value_table(np.broadcast_to(rows, np.shape(laws.plain(x))))
-            return (
-                result
-                if values.gate is None
-                else result * laws.activation("sigmoid", w.value_gate(x))
-            )
-
-        matrices = (laws.LawMatrix("value_table", 1, size[0] * size[1], values.table_variance),)
+        matrices = [laws.LawMatrix("value_table", 1, width, values.table_variance)]
         if values.gate is not None:
-            matrices += (laws.LawMatrix("value_gate", values.gate, size[0], values.gate_variance),)
-        leaf = LawLeaf("", law, matrices, int(width), signal.seq_len, False)
-        return leaf.forward(signal)
+            gate = values.gate, self.gates, values.gate_variance
+            matrices.append(laws.LawMatrix("value_gate", *gate))
+        law = functools.partial(_looked_up, rows, values.gate is not None)
+        return LawLeaf("", law, tuple(matrices), width, signal.seq_len, False).forward(signal)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.returning(record, gradient)
@@ -147,15 +140,24 @@ class MixedValues(Component):
         if rows is not None:
             looked = rows(Gradient(entries.scaled(values.table**2), length))
             parts.append(looked.gradient.kernel)
-
-        def weights() -> Norms:
-            result: Norms = dict(attention.weights(gradient.kernel, sides))
-            tokens = record.input.second_moment()
-            result["value"] = leaf.d_model * leaf.value_width * (tokens * own).total(length)
-            if "value" in biased(leaf.has_bias):
-                result["value.bias"] = leaf.value_width * own.total(length)
-            return result if looked is None else result | dict(looked.weights())
-
         pulled = attention._pulled(sum_of(parts), gradient, sides)
-        pulled.weights = weights
+        pulled.weights = functools.partial(self._weights, pulled.weights, record.input, own, looked)
         return record.completed(gradient, pulled.gradient, (), pulled)
+
+    def _weights(
+        self, heads: Callable[[], Norms], signal: Signal, own: Kernel, looked: Pulled | None
+    ) -> Norms:
+        """Of the heads' matrices, that of their values by the gradient's kernel at W_v x, and of
+        gates and the table."""
+        leaf, result = self.heads, dict(heads())
+        of_values = (signal.second_moment() * own).total(signal.seq_len)
+        result["value"] = leaf.d_model * leaf.value_width * of_values
+        if "value" in biased(leaf.has_bias):
+            result["value.bias"] = leaf.value_width * own.total(signal.seq_len)
+        return result if looked is None else result | dict(looked.weights())
+
+
+def _looked_up(rows: Array, gated: bool, x: Array, w: Any) -> Array:
+    """The law of rows with these moments at unit variance, times their gates."""
+    result: Array = w.value_table(np.broadcast_to(rows, np.shape(laws.plain(x))))
+    return result * laws.activation("sigmoid", w.value_gate(x)) if gated else result
