@@ -26,6 +26,7 @@ _PUBLIC = {
     "GatedDeltaNet": "model.mixers",
     "Head": "model.head",
     "HyperConnections": "model.streams",
+    "Values": "model.values",
     "Law": "formulas.law",
     "LinearAttention": "model.mixers",
     "LearningRate": "step.search",
@@ -34,6 +35,8 @@ _PUBLIC = {
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
     "LatentAttention": "model.mixers",
+    "PerLayerEmbedding": "model.per_layer",
+    "FeedForward": "model.mixers",
     "ParallelMixer": "model.mixers",
     "LayerAttention": "model.mixers",
     "PatchEmbedding": "model.patches",
@@ -86,6 +89,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "Explanation",
+    "FeedForward",
     "Finding",
     "FirstStep",
     "GatedDeltaNet",
@@ -102,6 +106,7 @@ __all__ = [
     "MomentsError",
     "ParallelMixer",
     "PatchEmbedding",
+    "PerLayerEmbedding",
     "Plan",
     "Prediction",
     "RelativeBias",
@@ -115,6 +120,7 @@ __all__ = [
     "TransferReport",
     "Transformer",
     "ValidityWarning",
+    "Values",
     "Weights",
     "__version__",
     "block",
@@ -202,7 +208,7 @@ def check(
 
     A module is followed operation by operation through one pass of a few tokens, measured in one
     pass forward and one back, and run twice more on few tokens, for what is random in it (up to
-    five times where its input and loss have to be found). Its weights are read,
+    five times where its input and loss are not given). Its weights are read,
     the published scheme or framework default that they seem to be of is recognised, and every
     number is compared with what those weights, sums and norms give; a layer that is unlike the
     others is named without any scheme. A declaration or a config is judged by its

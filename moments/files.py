@@ -135,7 +135,7 @@ def read_object(
 
 @contextmanager
 def replacing(path: StrPath, name: str = "") -> Iterator[Path]:
-    """A file to write beside `path`, which takes its place once the block ends without an error.
+    """A temporary file that takes the place of `path` once the block ends without an error.
 
     A reader sees the old file or the new one, never a part; writers side by side have a file each.
 

@@ -84,6 +84,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("bert", "shared_layers", True),
     ("gpt2", "streams", moments.HyperConnections(2)),
     ("gpt2", "input_mix", (0.5, 0.5)),
+    ("gpt2", "skips", [None, (0, 0.5)]),
+    ("gpt2", "values", moments.Values(0.5, 0.5)),
     ("gpt2", "mixer", Bottleneck(out="output")),
     ("gpt2", "ffn", Bottleneck()),
     ("mistral", "window", None),
@@ -231,7 +233,7 @@ def test_every_field_is_written_or_named(
     failed = report is not None and not report.passed
     field = "factor_dim" if field == "factor_variance" else field  # without which there is none
     if name == "embedding":
-        assert "token, position (the plan says nothing of it)" in said
+        assert "token, position (of which nothing is planned)" in said
     else:
         assert failed or field in said or field == "distribution"
     module = copy.deepcopy(right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
@@ -129,9 +130,33 @@ def test_nothing_wrong_is_a_few_lines(right: moments.Report) -> None:
         in body[0]
     )
     for words in ("GPT-2's scaled init: std 0.02", "log(101) = 4.615"):
-        assert words in str(right)
+        assert words in " ".join(str(right).split())
     assert "note: " not in str(right)
     assert right.unchecked == ()
+
+
+def test_many_findings_leave_the_growth_on_the_screen(right: moments.Report) -> None:
+    """The verdict, what the depth does, every finding as far as there is room, notes by name."""
+    growth = "variance x"
+    for count in (1, 4, 9):
+        findings = tuple(
+            moments.Finding(
+                "warning", f"kind {n}", (f"h.{n}.weight",), reason=f"matrix {n} is wrong"
+            )
+            for n in range(count)
+        )
+        notes = tuple(f"remark {n}, {'and so on ' * 20}" for n in range(5))
+        report = dataclasses.replace(right, findings=findings, notes=notes)
+        lines = str(report).splitlines()
+        body = lines[1 : next(n for n, line in enumerate(lines) if line.startswith("note"))]
+        assert len(body) <= LINES
+        assert any(line.strip().startswith(growth) for line in body)
+        assert any(line.startswith("1. matrix 0") for line in body)
+        assert ("and 5 more: kind 4, kind 5" in str(report)) == (count == 9)
+        assert lines[len(body) + 1].startswith("note: remark 0")
+        assert "and 2 more notes" in lines
+        whole = report.text(whole=True)
+        assert all(f"h.{n}.weight" in whole for n in range(count))
 
 
 def test_each_measured_number_stands_beside_its_band(right: moments.Report) -> None:

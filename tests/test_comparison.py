@@ -190,7 +190,8 @@ def test_outliers_are_the_points_that_were_moved(measured: moments.Measurement) 
     comparison = moments.compare(prediction, right)
     assert comparison.outliers().empty
     assert comparison.verdict().startswith(
-        "the growth you see is expected: variance x 3.17 (3.17 expected) from"
+        "the growth you see is expected: variance x 3.17 from first to last "
+        "layer (x 3.17 predicted)"
     )
     moved = prediction.grad_variance * np.array([3.0, 1.0, 1.0])
     comparison = moments.compare(

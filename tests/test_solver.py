@@ -648,3 +648,14 @@ def test_bad_input_exits_with_two() -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_experts_meet_their_target_as_predicted() -> None:
+    """Whose gates and outputs depend on one overlap of two tokens."""
+    experts = moments.Experts(experts=8, chosen=2, d_ff=32)
+    model = BASE.replace(ffn=experts, activation="silu")
+    plan = solve(model, "block_variance", target=1.0, correlation=0.2)
+    assert plan.feasible
+    frame = moments.predict(plan.model, correlation=0.2).to_frame()
+    outputs = frame[frame["site"] == "ffn.dropout"]["variance"]
+    np.testing.assert_allclose(outputs, 1.0, rtol=1e-9)

@@ -181,7 +181,7 @@ PlotOption = Annotated[
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found; each way to show it is made only where it is asked for.
+    """What a command answers with; each way to show it is made only where it is asked for.
 
     Attributes:
         said: makes what is printed: a text, tables and marked-up lines, or None (printed already).
@@ -335,7 +335,7 @@ def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
 
 
 def note(text: str) -> None:
-    """A line on standard error, beside what is printed."""
+    """A line on standard error."""
     err.print(f"[yellow]note:[/] {_line(text)}", soft_wrap=True)
 
 

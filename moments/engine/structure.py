@@ -45,7 +45,7 @@ def flattened(value: Any, numbers: list[Any], axes: bool = False) -> Any:
         numbers.append(value)
         return float
     if kind is Kernel and value.resolved:
-        raise Unlike("tokens told apart")
+        raise Unlike("tokens distinguished")
     names = _fields(kind)
     if names is not None:
         return (kind, *[(name, flattened(getattr(value, name), numbers, axes)) for name in names])

@@ -64,7 +64,7 @@ def check_count(name: str, value: Any, *, least: int = 1, most: float = 2.0**53)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """One of a list; True and 1 are told apart."""
+    """One of a list; True and 1 differ."""
     if not any(
         value is option or (type(value) is type(option) and value == option) for option in allowed
     ):

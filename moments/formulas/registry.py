@@ -58,7 +58,7 @@ _POSITIONS = "docs/theory/attention.md, Rotary positions"
 _PENALTIES = "docs/theory/positions.md, Distance penalties"
 _BIASES = "docs/theory/positions.md, Relative biases"
 _LOGITS = "docs/theory/logits.md"
-_STEP = "docs/theory/first-step.md, One matrix"
+_STEP = "docs/theory/first-step.md"
 
 # What no component has for itself, by the words one would look for, and where it is told.
 ELSEWHERE = {
@@ -121,7 +121,7 @@ def recipe(laws: ComponentLaws) -> tuple[Any, ...]:
     function = registered_function(laws.name)
     found = (laws.name, *(function or ()))
     if found_again(*found) is not laws:
-        raise DomainError(f"the laws {laws.name!r} cannot be found again by name")
+        raise DomainError(f"the laws {laws.name!r} cannot be looked up by name")
     return found
 
 

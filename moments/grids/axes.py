@@ -159,7 +159,7 @@ class Axes:
                     "axis", name, f"one of its fields, such as {name}.{_field(name)}"
                 )
             elif root not in fields:
-                known = [*fields, *ARGUMENTS, "scheme"]
+                known = sorted([*fields, *ARGUMENTS, "scheme"])
                 raise unknown_name("axis", name, known)
             elif rest:
                 _check_field(base, root, rest)

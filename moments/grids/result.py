@@ -1,4 +1,4 @@
-"""What a sweep found, as tables, arrays and pictures."""
+"""What a sweep predicted, as tables, arrays and pictures."""
 
 from __future__ import annotations
 

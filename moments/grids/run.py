@@ -326,7 +326,7 @@ def _results(
             yield from (future.result() for future in done)
     except concurrent.futures.BrokenExecutor as error:
         raise MomentsError(
-            f"the executor broke down ({error}); what was found is in the file that path names, "
+            f"the executor broke down ({error}); what is predicted is in the file that path names, "
             "and the same call goes on from there"
         ) from None
     except (pickle.PicklingError, AttributeError) as error:

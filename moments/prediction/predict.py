@@ -72,7 +72,7 @@ def predict(
             finely as what is given needs (`moments.prediction.resolution` has the table). Without a
             mask, windows and a text they are alike. Under a causal mask, in windows (of which a
             sequence has up to 72) and for texts they are followed by classes of positions
-            (`moments.engine.classes`), at any length, which also tell tokens of one word from
+            (`moments.engine.classes`), at any length, which also separate tokens of one word from
             others where an embedding is read, an unknown text being one by Zipf's law. Each by
             itself: up to 31 positions; texts of up to 64 tokens, 256 under rotary positions; images
             and kernels; and under ALiBi, up to 512 in a sequence, longer ones only by True.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DomainError, ValidityWarning, domain_error, unknown_name
+from ..errors import ValidityWarning, domain_error, unknown_name
 from ..formulas.checks import POSITIVE, check_in
 from ..model.transformer import Transformer
 from ..solver.entering import check_inputs, entered
@@ -60,11 +60,11 @@ def solve(
         bound: for the largest: (objective, most), such as ("final_correlation", 0.9).
         tolerance: of the plan's residual, relative.
         options: of a scheme.
-        progress: whether a search for the largest depth tells standard error how far it is.
+        progress: whether a search for the largest depth prints on standard error how far it is.
         inputs: what `predict` takes to describe the input and the gradient.
 
     Returns:
-        A Plan; where the target cannot be met it says so, and carries the nearest model.
+        A Plan; where no value reaches the target it says so, and carries the nearest model.
 
     Raises:
         DomainError: an unknown objective, target, input or free variable, or one without influence.
@@ -80,11 +80,12 @@ def solve(
     if isinstance(objective, str) and objective in known:
         plan = _from_scheme(model, objective, options or {}, inputs)
     elif isinstance(objective, str) and objective not in objectives():
-        titles = (f"{name}: {title}" for name, title in objectives().items())
-        raise DomainError(
-            f"{unknown_name('objective', objective, [*objectives(), *known])}\n"
-            f"objectives are {'; '.join(titles)}; or a scheme of moments.schemes()"
-        )
+        titles = [f"{name}: {title}" for name, title in objectives().items()]
+        near = unknown_name("objective", objective, [*objectives(), *known])
+        if "did you mean" in str(near):
+            raise near
+        allowed = f"one of moments.schemes(), or {'; '.join(titles)}"
+        raise domain_error("objective", objective, allowed)
     else:
         plan = solve_objective(
             model,

@@ -300,7 +300,7 @@ def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, flo
 def judged(
     prediction: Prediction, given: Sequence[tuple[str, int, float]], draws: int
 ) -> tuple[Point, ...]:
-    """Numbers by quantity and layer beside their bands, to which the theory's own error belongs."""
+    """Numbers by quantity and layer with their bands, to which the theory's own error belongs."""
     found = []
     for quantity, layer, value in given:
         mean = float(getattr(prediction, quantity)[layer])
@@ -321,8 +321,8 @@ def judged(
 
 
 def alike(model: Transformer) -> Transformer:
-    """The same without what tells tokens apart, and without a loss; of a hybrid, whose mixers take
-    a second a layer, with attention in every layer."""
+    """The same without what makes tokens differ, without a loss; of a hybrid, whose mixers take a
+    second a layer, with attention in every layer."""
     if any(one is None for one in model.mixers):
         model = model.replace(mixer=None)
     changes: dict[str, Any] = {"causal": False, "window": None, "alibi": False, "rotary": None}

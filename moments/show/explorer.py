@@ -127,7 +127,8 @@ class Explorer:
         )
         self.keep.observe(self._keep, names="value")
         controls = [*self.inputs.values(), ipywidgets.HBox([again, self.keep])]
-        self.box = ipywidgets.HBox([ipywidgets.VBox(controls), self._shown])
+        whole = ipywidgets.Layout(flex="0 0 auto")  # the picture does not squeeze them
+        self.box = ipywidgets.HBox([ipywidgets.VBox(controls, layout=whole), self._shown])
         self._show()
 
     def turn(self, **values: Value) -> None:
@@ -320,8 +321,8 @@ def _widget(control: Control) -> Any:
         "options": [(said(value), value) for value in control.values],
         "value": control.start,
         "description": control.title,
-        "style": {"description_width": "8.5em"},
-        "layout": ipywidgets.Layout(width="23em"),
+        "style": {"description_width": "9em"},
+        "layout": ipywidgets.Layout(width="24em"),
     }
     if control.choice:
         return ipywidgets.Dropdown(**options)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.markup import escape
 
 from ..errors import MomentsError
@@ -19,7 +18,7 @@ from ..model.summary import in_short
 from ..model.transformer import Transformer
 from .html import document, fragment, picture, table
 from .precision import precision
-from .report import number, render, tabled, wrapped
+from .report import in_a_line, number, render, tabled, wrapped
 from .verdict import NAMES, choices, growths, judge
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ class Report:
             worst.measured,
             worst.predicted,
             "; ".join([first.removeprefix(f"{value.verdict}: "), " ".join(why)]).rstrip("; "),
-            "apply what the declaration says, or declare what is applied",
+            "draw the weights as they are declared, or declare them as they are drawn",
         )
         found = ranked([*self.findings, finding])
         return dataclasses.replace(report, findings=found, _why=lambda: given)
@@ -318,58 +317,69 @@ class Report:
         """What the numbers come from."""
         if self.prediction is None:
             return self.read
-        tokens = self.prediction.model.seq_len
-        return self.read or f"predicted at {tokens} tokens, nothing was measured"
+        return self.read or "predicted, nothing was measured"
 
-    def _growth(self) -> list[str]:
-        """What the depth does, and the loss."""
+    def _growth(self, *, short: bool = False) -> list[str]:
+        """What the depth does, and the loss; in short without what is predicted."""
         p = self.prediction
         if p is None:
             return []
-        if self.expected is not None and self._compared:
+        if self.expected is not None and self._compared and not short:
             assert self.comparison is not None
             return [self.comparison.verdict()]
         m: Any = p if self.comparison is None else self.comparison.measurement
-        parts = growths(p, None if m is p else m)
+        against = None if m is p else m
+        parts = growths(p, against, weights=" for these weights", short=short)
         if m.loss is not None and (vocab := choices(p.model)) is not None:
-            parts.append(f"loss {m.loss:.3f}, log({vocab}) = {math.log(vocab):.3f}")
+            guessing = "" if short else f" (log({vocab}) = {math.log(vocab):.3f})"
+            parts.append(f"loss {m.loss:.3f}{guessing}")
         return parts
 
     def text(self, *, whole: bool = False) -> str:
-        """The report: its verdict, what is wrong, what was not checked.
+        """The report: its verdict, what the depth does, what is wrong, what was not checked.
 
         Args:
-            whole: every finding, note and number; else as many findings as eight lines hold.
+            whole: every finding, note and number; else what LINES lines hold, findings by the
+                beginning of their first line where they are many, and so NOTES notes.
         """
         read = "; ".join(words for words in (self.architecture, self._basis) if words)
-        body = wrapped(read, "  ", "  ")
+        top = wrapped(read, "  ", "  ")
         if not self.findings:
-            body += wrapped(self.scheme, "  ", "  ")
-        last = wrapped("; ".join(self._growth()), "  ", "  ")
+            top += wrapped(self.scheme, "  ", "  ")
+        growth = wrapped("; ".join(self._growth()), "  ", "  ")
         blocks = [
             [line for part in self._paragraphs(place, one) for line in wrapped(*part)]
             for place, one in enumerate(self.findings, start=1)
         ]
-        room = LINES - len(body)
-        if not whole and sum(map(len, blocks)) + len(last) > room:
-            last = last if not blocks else []
-        heights = np.cumsum([len(block) for block in blocks]) + len(last)
-        shown = len(blocks)
-        if not whole and blocks and heights[-1] > room:
-            shown = max(1, int(np.sum(heights + 1 <= room)))
-        body += [line for block in blocks[:shown] for line in block]
-        if shown < len(blocks):
-            kinds = ", ".join(dict.fromkeys(f.kind for f in self.findings[shown:]))
-            body.append(f"   and {len(blocks) - shown} more: {kinds}")
+        if not whole and len(top) + len(growth) + sum(map(len, blocks)) > LINES:
+            growth = wrapped("; ".join(self._growth(short=True)), "  ", "  ") if blocks else growth
+            blocks = self._fitting(blocks, LINES - len(top) - len(growth))
+        body = [*top, *growth, *(line for block in blocks for line in block)]
         notes = [line for note in self.notes for line in wrapped(f"note: {note}", "", "  ")]
-        if not whole and len(body) + len(last) + len(notes) > LINES:
-            notes = [f"{len(self.notes)} notes" if len(self.notes) > 1 else "1 note"]
-        lines = [self.headline, *body, *last, *notes]
+        if not whole and len(body) + len(notes) > LINES:
+            notes = [in_a_line(f"note: {note}") for note in self.notes[:NOTES]]
+            more = len(self.notes) - NOTES
+            notes += [f"and {more} more note{'s' * (more > 1)}"] if more > 0 else []
+        lines = [self.headline, *body, *notes]
         if self.unchecked:
             lines += wrapped(f"not checked: {'; '.join(self.unchecked)}", "", "  ")
         if whole:
             return "\n".join([*lines, *(f"  {line}" for line in self.table().splitlines())])
         return "\n".join([*lines, ALL])
+
+    def _fitting(self, blocks: list[list[str]], room: int) -> list[list[str]]:
+        """Findings in few lines: where they do not fit, one line for each but the first, then for
+        each; what is left by kind. A single one stays whole."""
+        lines = [
+            [in_a_line(f"{place}. {finding.reason}")]
+            for place, finding in enumerate(self.findings, start=1)
+        ]
+        for form in (blocks, [*blocks[:1], *lines[1:]], lines):
+            if len(blocks) < 2 or sum(map(len, form)) <= room:
+                return form
+        shown = max(1, room - 1)
+        kinds = ", ".join(dict.fromkeys(finding.kind for finding in self.findings[shown:]))
+        return [*lines[:shown], [f"   and {len(lines) - shown} more: {kinds}"]]
 
     @staticmethod
     def _paragraphs(place: int, finding: Finding) -> Iterator[tuple[str, str, str]]:
@@ -438,7 +448,10 @@ class Report:
 
 
 LINES = 8
-"""Of a report between its verdict and what was not checked."""
+"""Of a report between its verdict and its notes."""
+
+NOTES = 3
+"""Of a report, shown by their beginnings."""
 
 TABLE_WIDTH = 240  # parameter names stay whole
 ALL = "everything: print(report.text(whole=True)), or --all on the command line"
@@ -471,7 +484,7 @@ def braced(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Errors first, in the order in which they were found."""
+    """Errors first, in the order in which they were given."""
     return tuple(sorted(findings, key=lambda one: SEVERITIES.index(one.severity)))
 
 

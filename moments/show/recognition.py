@@ -158,7 +158,7 @@ def _readings(
 
 
 def without_biases(model: Transformer) -> Transformer:
-    """The architecture without the biases that it was found with."""
+    """The architecture without its biases."""
     biases = model.biases
     if biases is not None:
         biases = Biases.of(*(name for name, v in biases.to_dict().items() if v is not None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,17 @@ WIDTH = 100
 
 
 def wrapped(text: str, first: str, rest: str) -> list[str]:
-    """Lines of a report, the first and the others behind their indents."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    """Lines of a report, the first and the others behind their indents; "x 3" stays on one."""
+    whole = re.sub(r"\bx (?=\d)", "x\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(
+        whole, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def in_a_line(text: str) -> str:
+    """The beginning of a sentence, as far as one line holds it."""
+    return textwrap.shorten(text, WIDTH, placeholder=" ...")
 
 
 def render(table: Table, width: int = 120) -> str:

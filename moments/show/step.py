@@ -28,7 +28,7 @@ def first_step_table(step: FirstStep) -> Table:
     """The stream layer by layer, and the loss."""
     changes = zip(step.variance, step.relative_change, strict=True)
     return tabled(
-        f"first step of {step.optimizer} at learning rate {step.learning_rate:g}: loss "
+        f"first step of {step.optimizer} at learning rate {step.learning_rate:.3g}: loss "
         f"{step.loss_before:.4g} to {step.loss:.4g}",
         ("layer", "variance after", "relative change"),
         ((str(k), number(v), number(change)) for k, (v, change) in enumerate(changes)),

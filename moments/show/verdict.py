@@ -22,11 +22,24 @@ GIVEN = 1e-9
 NAMES = {"variance": "variance", "grad_variance": "gradient variance"}
 
 
-def growths(prediction: Any, measurement: Any = None, prefix: str = "") -> list[str]:
-    """What the depth does to a signal and to its gradient, a phrase each; of a measurement with
-    what is expected next to it."""
+def growths(
+    prediction: Any,
+    measurement: Any = None,
+    prefix: str = "",
+    *,
+    weights: str = "",
+    short: bool = False,
+) -> list[str]:
+    """What the depth does to a signal and to its gradient, a phrase each.
+
+    Args:
+        measurement: with it, what is predicted stands behind in brackets.
+        prefix: of every phrase.
+        weights: for which it is predicted, in words.
+        short: without directions and what is predicted.
+    """
     seen = prediction if measurement is None else measurement
-    parts = []
+    parts: list[str] = []
     for name, ends, way in (
         ("variance", (0, -1), "first to last"),
         ("grad_variance", (-1, 0), "last to first"),
@@ -37,8 +50,10 @@ def growths(prediction: Any, measurement: Any = None, prefix: str = "") -> list[
             factors.append(times(to, start))
         if math.isnan(factors[0]):
             continue
-        beside = "" if measurement is None else f" ({factors[1]:.3g} expected)"
-        parts.append(f"{prefix}{NAMES[name]} x {factors[0]:.3g}{beside} from {way} layer")
+        words = "" if short else f" from {way} layer"
+        if not short and measurement is not None:
+            words += f" (x {factors[1]:.3g}{'' if parts else f' predicted{weights}'})"
+        parts.append(f"{prefix}{NAMES[name]} x {factors[0]:.3g}{words}")
     first, last = (float(np.asarray(seen.correlation)[end]) for end in (0, -1))
     return [*parts, f"{prefix}token correlation {first:z.2f} to {last:z.2f}"]
 

@@ -144,6 +144,7 @@ class FreeBlock:
         self._behind = [self._stage(part) for part in self.rest]
         self._start = self.entering.mean, self.entering.kernel.diagonal
         self.ends = -LIMIT, min(LIMIT, self._resolved())
+        self._in_full = 1.0
 
     def output(self, factor: float) -> float:
         """Variance of the block's output, before any scale of the branch; averaged over tokens."""
@@ -164,6 +165,15 @@ class FreeBlock:
         whole = Chain(tuple(part.with_variances(self.free, factor) for part in parts) + self.rest)
         return forward(whole, signal, self.memory)[0]
 
+    def settles(self, factor: float, added: float) -> bool:
+        """Whether the block in full adds another variance than its entries say, as experts do whose
+        gates and outputs depend on one overlap; the ratio is taken from here on."""
+        ratio = added / self.added(factor) if added else 1.0
+        if not abs(ratio - 1.0) > 10 * CLOSE:
+            return False
+        self._in_full *= ratio
+        return True
+
     # --- means and variances -------------------------------------------------------------------
 
     def _through(self, stages: list[OfEntry], factor: float) -> float:
@@ -171,7 +181,7 @@ class FreeBlock:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for stage in stages:
                 moments = stage(moments, factor)
-        return float(self.layout.average(moments[1]))
+        return self._in_full * float(self.layout.average(moments[1]))
 
     def _resolved(self) -> float:
         """Logarithm of the factor up to which an activation's laws are resolved."""

@@ -28,7 +28,7 @@ class Goal:
         value: reads it off a prediction; shape () or (N,).
         allowed, free: what targets make sense, and what is solved for unless the user says
             otherwise.
-        at_most: whether a target is the most that is allowed, and not what must be met.
+        at_most: whether a target is the most that is allowed, and not a value to reach.
     """
 
     name: str
@@ -149,7 +149,7 @@ def matrices_of(model: Transformer) -> tuple[str, ...]:
 
 
 def check_free(model: Transformer, free: tuple[str, ...]) -> None:
-    """Raise unless these are names that the model has, each once, and k stands beside no other
+    """Raise unless these are names that the model has, each once, and k stands alone
     scale."""
     for name in free:
         if name not in NAMES:

@@ -129,20 +129,30 @@ class _Walk:
         blocks = self._blocks(node, signal)
         if not any(block.free for block in blocks):
             return node
-        if self.of_sum:
-            factor = self._of_sum(node, signal, blocks)
-            chosen = [factor] * len(blocks)
-        else:
-            chosen = [self._of_output(block) if block.free else 1.0 for block in blocks]
+        before = len(self.missed), self.shortfall, self.nearest
+        chosen = self._chosen(node, signal, blocks)
+        added = [block.propagated(factor) for block, factor in zip(blocks, chosen, strict=True)]
+        average = self.layout.token_average
+        own = [float(average(one.kernel)[0]) for one in added]
+        settled = [block.settles(*at) for block, *at in zip(blocks, chosen, own, strict=True)]
+        if any(settled):
+            del self.missed[before[0] :]
+            self.shortfall, self.nearest = before[1:]
+            chosen = self._chosen(node, signal, blocks)
+            added = [block.propagated(factor) for block, factor in zip(blocks, chosen, strict=True)]
         for block, factor in zip(blocks, chosen, strict=True):
             for matrix in block.free:
                 self.factors[matrix].append(factor)
                 self.met.add(matrix)
-        added = tuple(
-            KnownOutput(block.propagated(f)) for block, f in zip(blocks, chosen, strict=True)
-        )
-        branch = added[0] if len(added) == 1 else Parallel(added)
+        known = tuple(map(KnownOutput, added))
+        branch = known[0] if len(known) == 1 else Parallel(known)
         return dataclasses.replace(node, branch=branch)
+
+    def _chosen(self, node: Residual, signal: Signal, blocks: list[FreeBlock]) -> list[float]:
+        """The factor of every block."""
+        if self.of_sum:
+            return [self._of_sum(node, signal, blocks)] * len(blocks)
+        return [self._of_output(block) if block.free else 1.0 for block in blocks]
 
     def _blocks(self, node: Residual, signal: Signal) -> list[FreeBlock]:
         shared, blocks = blocks_of(node)

@@ -42,9 +42,9 @@ class Plan(Shown):
         residual: largest relative distance to the target of a prediction of `model`. Of the scheme
             "dslm", that of its blocks' output variances to 1; 0 for other schemes, which have no
             target.
-        feasible: whether the target is met to `tolerance`, by a value inside the range of the free
-            variables and not merely in its limit.
-        nearest: the value nearest to the target where it is not met, else None.
+        feasible: whether the target is reached to `tolerance`, by a value inside the range of the
+            free variables and not merely in its limit.
+        nearest: the value nearest to the target where that is not reached, else None.
         tolerance: of `residual`; None for a scheme of printed constants, which promises none.
         inputs: what `predict` must be given to see what the solver saw.
         hint: what makes the target an odd one for this model, in words; "" where nothing does.
@@ -152,14 +152,14 @@ class Plan(Shown):
 
     @property
     def state(self) -> str:
-        """How well the target is met, in words."""
+        """How near the plan comes to its target, in words."""
         if self.feasible:
             return f"residual {self.residual:.2g}"
         return f"NOT FEASIBLE: {self.missed}"
 
     @property
     def missed(self) -> str:
-        """What comes nearest to a target that is not met, in words; "" where it is."""
+        """What comes nearest to a target that is not reached, in words; "" where it is."""
         if self.feasible:
             return ""
         near, wanted = np.asarray(self.nearest), np.asarray(self.target)

@@ -24,8 +24,8 @@ FEW = 64
 
 
 class Search(NamedTuple):
-    """Where a search ended: the logarithm of the factor, or several, and whether the target is met
-    there, inside the range and not merely in its limit."""
+    """Where a search ended: the logarithm of the factor, or several, and whether the target is
+    reached there, inside the range and not merely in its limit."""
 
     at: Any
     met: bool

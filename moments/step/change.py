@@ -14,7 +14,7 @@ the stream (`Beyond`).
 The updated kernel is K + M + M^T + U. Changes are carried themselves and never formed as a
 difference of kernels, so that small steps lose no digits.
 
-See docs/theory/first-step.md, The change travels.
+See docs/theory/step-travels.md, The change travels.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the coherent part is E phi'(y'_t) phi'(y_s) P_ts. Small changes are carried by t
 U -> E phi' phi' o U, where differences of kernels would lose digits. What a coherent change has of
 one neuron's slopes at all tokens at once is added by `neurons`.
 
-See docs/theory/first-step.md, The change travels.
+See docs/theory/step-travels.md, The change travels.
 """
 
 from __future__ import annotations

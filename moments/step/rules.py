@@ -13,7 +13,7 @@ z = L^(-1) x, K = L L^T, with L^T D L = O diag(lam) O^T, are
 rho^2 = sum_i lam_i z_i^2 of a row, sigma^2 = n m lam and f the optimizer's map of singular values,
 of draws (`Orthogonal`). Adam's first step is the sign rule's, damped where |g| is near epsilon.
 
-See docs/theory/first-step.md, One matrix.
+See docs/theory/first-step.md.
 """
 
 from __future__ import annotations

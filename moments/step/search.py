@@ -147,13 +147,14 @@ class LearningRate:
         limits = [f"{name} {100 * share:.0f} %" for name, share in self.limited_by.items()][:4]
         limited = f"limited by {', '.join(limits)}"
         if self.first_instability is not None:
-            behind = f"from {self.first_instability_with_warmup:.2g} behind {self.warmup} steps"
+            steps = f"{self.warmup} step{'s' * (self.warmup != 1)}"
+            warm = f"from {self.first_instability_with_warmup:.2g} after {steps}"
             lines.append(
                 (
                     "unstable",
                     f"from {self.first_instability:.2g}",
-                    f"within a factor 2 mostly; {behind} of warm-up, by a rule; on one batch the "
-                    f"loss rises from {self.onset:.2g}; {limited}",
+                    f"within a factor 2 mostly; {warm} of warm-up (a rule of thumb); the loss on one "
+                    f"batch rises from {self.onset:.2g}; {limited}",
                 )
             )
         elif self.edge is not None:

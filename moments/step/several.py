@@ -4,7 +4,7 @@ The sequences of a prediction are the batches, in order; gradients are those of 
 the first step. SGD's steps add up to one on weighted gradients; of Adam's and Lion's, functions of
 an entry's k gradients, is carried what they have along the weighted sum, and noise.
 
-See docs/theory/first-step.md, Several steps.
+See docs/theory/step-travels.md, Several steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Updates:
         steps: how many.
         betas: Adam's or Lion's.
         epsilon: Adam's.
-        momentum, nesterov: SGD's, or of Muon beside "adam".
+        momentum, nesterov: SGD's, or of Muon next to "adam".
     """
 
     kind: str

@@ -73,7 +73,7 @@ def fitted(
 
 
 def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
-    """The module's architecture; None where neither a config nor its layers tell it.
+    """The module's architecture; None where neither its config nor its layers say.
 
     Variances of weights, biases and tables are those of the framework's own initialisation, not
     those that the module holds.

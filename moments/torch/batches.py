@@ -183,7 +183,7 @@ def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | Non
 def targets_read(
     module: nn.Module, batch: Any, ids: np.ndarray, loss: Callable[[Any, Any], Tensor] | None = None
 ) -> np.ndarray | None:
-    """What every token's logits are held against, (B, L), -100 where nothing.
+    """Every token's target, (B, L), -100 where nothing.
 
     Of the arrays in the batch, as they are and shifted by one, that whose mean cross-entropy with
     the module's logits is its loss; None where there is none.

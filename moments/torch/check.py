@@ -293,7 +293,8 @@ class Checking:
         reading, target, remarks = self._meant()
         planned, promised = self.scheme is not None, self.promised
         strict = planned or promised is not None
-        words = f"the rest of its init ({reading.title})"
+        words = "the rest of its init"
+        words += f" ({reading.title})" if reading.meant is None else ""
         if planned:
             words = f"the scheme {self.scheme!r}" if isinstance(self.scheme, str) else "the plan"
         elif strict:
@@ -736,7 +737,7 @@ class Checking:
 
     @functools.cached_property
     def uneven(self) -> str:
-        """Why gradients are not held against the weights; empty where they are.
+        """Why gradients are not compared with what the weights give; empty where they are.
 
         Behind a norm a gradient grows by 1/s^2 at every token, whose mean over L tokens is R/L
         where one has 1/R of the others' variance.
@@ -764,7 +765,7 @@ class Checking:
 
     def _unchecked(self, audited: Sequence[str]) -> tuple[str, ...]:
         strict = self.scheme is not None or self.promised is not None
-        told = [p for p in audited if strict or "(the plan says nothing of it)" not in p]
+        told = [p for p in audited if strict or "(of which nothing is planned)" not in p]
         told = [p.replace("some temperatures", "the scale of attention logits") for p in told]
         if self.promised is None and self.scheme is None:  # one pass told it
             told = [p for p in told if not p.startswith("the scale of attention logits")]
@@ -803,7 +804,7 @@ def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Finding:
 def architecture_read(
     module: nn.Module, batch: Any, reading: ModuleReading, promised: Transformer | None
 ) -> Transformer:
-    """What the module is, as one pass tells it, or else what it promises."""
+    """What the module is by one pass, or else what it promises."""
     model = reading.model or promised
     if model is None:
         said = f"{type(module).__name__} is not read as layers of attention and feed-forward"

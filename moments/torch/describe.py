@@ -65,7 +65,7 @@ def describe(
             would draw it.
         batch: what to run it on; None: random token ids, features or pictures, as it takes them.
         seq_len: tokens per sequence; None: what the config allows, or 128.
-        architecture: what the module cannot tell itself.
+        architecture: what one pass of the module does not show.
 
     Returns:
         A Description: `model`, `roles`, `unplaced`, `str(...)`, `to_frame()`.
@@ -112,7 +112,7 @@ def described_as(
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found.
+    """What `describe` read.
 
     Attributes:
         module: what was described.

@@ -201,7 +201,7 @@ class Text:
     """What a module reads and predicts.
 
     Attributes:
-        arrays: the batch, its token ids as "input_ids" where they could be found.
+        arrays: the batch, its token ids as "input_ids" where it reads such.
         ids: (B, L) of a text, None where there is none or two stacks read one.
         targets: what the loss holds every token against, where its value shows it.
         predicted: whether the loss can be predicted from the head.
@@ -238,7 +238,7 @@ def _unseen(
     found, declared, none = [], case.model, "the model declares none"
     tables = any(isinstance(part, nn.Embedding) for part in module.modules())
     if inputs is None and tables and not {"token_ids", "pixels"} & set(case.inputs):
-        why = none if declared.embedding is None else "what it reads could not be found"
+        why = none if declared.embedding is None else "it is not known what input it reads"
         found.append(f"the embedding (what enters layer 1 was measured, not predicted: {why})")
     given = () if inputs is None else inputs
     measured = [n for n in case.inputs if n.startswith("grad_") and n not in given]

@@ -171,7 +171,7 @@ class _Plan:
         role = self.roles.get((self.last + 1, "final.norm.gain"))
         if role is None:
             raise DomainError(
-                "no final norm with a gain was found behind the last layer, so that the size of "
+                "no final norm with a gain stands behind the last layer, so that the size of "
                 "the stream, which the skip scales set, would be lost"
             )
         yield self._epsilon(role.parameter.rpartition(".")[0], size)

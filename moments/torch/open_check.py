@@ -94,7 +94,7 @@ def report_of(
 
 def why_not(refusal: NotRead) -> str:
     """Why it was not read as a stack of layers."""
-    return str(refusal).splitlines()[0].partition("; found nonetheless: ")[0]
+    return str(refusal).splitlines()[0].partition(IN_ANY_CASE)[0]
 
 
 def _followed(
@@ -386,6 +386,10 @@ REMEMBERED = 4.0
 """Tokens that a state has to remember to be more than the convolution of four before it."""
 
 
+IN_ANY_CASE = "; wrong in any case: "
+"""Before what is wrong with a module that is refused."""
+
+
 class NotRead(MomentsError):
     """A module that `moments.check` cannot describe.
 
@@ -395,8 +399,8 @@ class NotRead(MomentsError):
 
     def __init__(self, why: str, findings: tuple[Finding, ...] = ()) -> None:
         line, *rest = why.split("\n", 1)
-        told = "".join(f"; found nonetheless: {finding}" for finding in findings)
-        super().__init__("\n".join([line + told, *rest]))
+        said = "".join(f"{IN_ANY_CASE}{finding}" for finding in findings)
+        super().__init__("\n".join([line + said, *rest]))
         self.findings = findings
 
 

@@ -1,7 +1,7 @@
 """Checks of modules whose config says what they are, and whose code reads as no alike layers.
 
 Layers are the entries of the one list of submodules that is as long as the config's stack. What
-enters and leaves them is held against the prediction of the config; matrices against the variances
+enters and leaves them is compared with the prediction of the config; matrices against the variances
 that it declares, and against their namesakes in other layers.
 """
 
@@ -90,7 +90,7 @@ def check_promised(
     findings += [finding for finding in more if finding.kind not in kinds]
     return Report(
         source=type(module).__name__,
-        scheme="held to the initialisation that its config promises",
+        scheme="compared with the initialisation that its config promises",
         findings=ranked([one for one in findings if one.severity != "note"]),
         notes=tuple(
             dict.fromkeys(
@@ -99,7 +99,7 @@ def check_promised(
         ),
         unchecked=(
             f"which matrix is which, sums and norms within its layers ({why_not(refusal)}): they "
-            "are held to the config's prediction of what leaves each layer",
+            "are compared with the config's prediction of what leaves each layer",
         ),
         rows=tuple(stream_numbers(prediction, comparison)),
         model=model,

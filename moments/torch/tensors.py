@@ -73,7 +73,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What is seen of a module's tensors, whatever they are held against.
+    """What is seen of a module's tensors, whatever they are compared with.
 
     Attributes:
         repeated: tensors that are another layer's.
@@ -381,7 +381,7 @@ def unchecked(
         role.full_name for role in found.roles if expected_variance(model, role) is None
     )
     if silent:
-        words.append(f"{', '.join(silent)} (the plan says nothing of it)")
+        words.append(f"{', '.join(silent)} (of which nothing is planned)")
     if count := len(found.unidentified):
         words.append(f"{count} parameter{'s' * (count > 1)} of unknown role")
     told = {f.quantity: f.note for f in findings if f.passed is None}

@@ -1,4 +1,4 @@
-"""Will a learning rate found on a small model hold on a large one? `moments.transfer`.
+"""Will the learning rate of a small model hold on a large one? `moments.transfer`.
 
 Modules of two or three sizes are read as they are, with the rates that their real optimizer gives
 every parameter, and their first steps predicted. `step.scaling` says what their exponents mean.
@@ -54,7 +54,7 @@ def transfer(
     sizes: Sequence[int] = (128, 256, 512),
     optimizer: Any = None,
 ) -> TransferReport:
-    """Whether learning rates found on small models hold on large ones, and what hinders them.
+    """Whether learning rates of small models hold on large ones, and what hinders them.
 
     Modules of two or more sizes are read, with the rates that their optimizers give every
     parameter, and their first steps predicted: nothing is trained. How what a step does goes
@@ -65,7 +65,7 @@ def transfer(
         axis: "width" or "depth".
         sizes: what the factory is called with, rising.
         optimizer: a function of the module (or of the module and the size) that makes its torch
-            optimizer, or several (Muon beside Adam), with the real groups; or a name as in
+            optimizer, or several (Muon and Adam), with the real groups; or a name as in
             `Prediction.after`, all rates being one; None: the factory's, else Adam at one rate.
 
     Returns:

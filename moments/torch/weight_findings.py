@@ -62,7 +62,7 @@ class WeightFindings:
     """Findings from rows that failed, and notes.
 
     Attributes:
-        target: what the module's tensors are held against.
+        target: what the module's tensors are compared with.
         words: what that is, such as "the plan".
         planned: whether the user said so; else its config, its class or its other tensors do.
         strict: whether a deviation is a finding without a known cause.

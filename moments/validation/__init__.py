@@ -1,4 +1,4 @@
-"""A fixed grid of whole models, simulated once, against which every theory is held.
+"""A fixed grid of whole models, simulated once, with which every theory is compared.
 
 Nothing is fitted to it: the grid was fixed before any error was looked at, and no formula reads its
 data.
