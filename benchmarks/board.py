@@ -31,7 +31,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,13 @@ from transformers.models.auto import configuration_auto, modeling_auto
 import moments
 from moments.model.huggingface import FAMILIES
 from moments.torch.architecture import promised_by
+from moments.torch.dataflow.reading import example
 
 NAME = "board"
 JUDGED = Path(__file__).parent / "data/board_judged.json"
 """What was made of every finding by hand: type -> kind -> [verdict, why]."""
 
-SECONDS, MEMORY = 40, 2 << 30
+SECONDS, MEMORY = 60, 5 << 30
 """Of one type: processor time, and memory beyond what the libraries take."""
 
 
@@ -72,12 +73,17 @@ def exactly(number: int) -> Callable[[int], int]:
     return lambda _: number
 
 
-SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
+Rules = tuple[tuple[str, Callable[[int], int]], ...]
+
+SIZES: Rules = (
     # What looks like a size and is a choice
     (r"(pad|bos|eos|sep|cls|mask|unk)_token_id|.*_token_type|num_labels|type_vocab_size", int),
     (r".*(stride|kernel|dilation|padding|channels_in|num_channels|in_chans|in_channels).*", int),
     # Tokens
-    (r".*vocab_size.*|.*num_embeddings|.*codebook_size|n_vocab|.*vocab_sizes", at_most(VOCABULARY)),
+    (
+        r".*vocab_size.*|.*group_vocab|.*num_embeddings|.*codebook_size|n_vocab|.*vocab_sizes",
+        at_most(VOCABULARY),
+    ),
     (
         r".*(max_.*position|max_seq|max_source|max_target|n_positions|n_ctx|seq_len|block_size).*",
         at_most(64),
@@ -89,7 +95,7 @@ SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
     # Depth
     (r".*(num_kv_shared_layers|num_nextn_predict_layers|num_mtp).*", exactly(0)),
     (r".*feat_extract_layers", int),
-    (r".*(first_k_dense|num_hash|num_dense|n_dense).*", at_most(1)),
+    (r".*(first_k_dense|num_hash_layers|num_dense|n_dense).*", at_most(1)),
     (r".*(period|_interval|_every_n.*|_frequency)", at_most(2)),
     (r".*(layer_offset)", at_most(1)),
     (r".*(layers|n_layer|layer_num|depth|depths|num_blocks|n_blocks|num_stages)", at_most(LAYERS)),
@@ -99,7 +105,7 @@ SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
         key_heads,
     ),
     (r".*(mamba|ssm|linear|conv|gdn|rwkv).*heads.*", at_most(HEADS)),
-    (r".*(n_groups?|ngroups|topk_group|n_group)", at_most(1)),
+    (r".*(n_groups?|ngroups|topk_group|n_group|num_expert_group)", at_most(1)),
     (r".*(num_experts_per|experts_per_tok|top_?k|num_selected|moe_k).*", at_most(2)),
     (r".*experts.*", at_most(4)),
     (r".*(heads|n_head|heads_per.*)", at_most(HEADS)),
@@ -133,15 +139,53 @@ SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
 )
 """Names of entries, and what a number under them becomes; the first that fits."""
 
+COUNTS: Rules = (
+    SIZES[0],
+    SIZES[2],
+    (r".*(num_kv_shared_layers|num_nextn_predict_layers|num_mtp).*", exactly(0)),
+    (r".*feat_extract_layers|.*pool.*|.*stages.*", int),
+    (r".*(first_k_dense|num_hash_layers|num_dense|n_dense).*", at_most(1)),
+    (r".*(period|_interval|_every_n.*|_frequency)", at_most(2)),
+    (r".*(layer_offset)", at_most(1)),
+    (r".*(layers|n_layer|layer_num|depth|depths|num_blocks|n_blocks)", at_most(LAYERS)),
+    (r".*(n_groups?|ngroups|topk_group|n_group|num_expert_group)", at_most(1)),
+    (r".*(num_experts_per|experts_per_tok|num_selected|moe_k|moe_top_?k).*", at_most(2)),
+    (r".*experts.*", at_most(4)),
+)
+"""Where the widths of a class fit each other alone: vocabulary, depth and experts."""
 
-FOLLOWING = ("out_features", "out_indices", "stage_names", "hidden_size_per_layer_input")
+FOLLOWING = (
+    "out_features",
+    "out_indices",
+    "stage_names",
+    "hidden_size_per_layer_input",
+    "image_embedding_size",
+)
 """Entries that follow from others, or that only some sizes allow, left to the class."""
 
 FILLED = {"head_dim": WIDTH // HEADS, "pad_token_id": 0, "vocab_size": VOCABULARY}
 """Entries that a class may leave open though its module does not."""
 
+OPEN = {
+    "num_key_value_heads": HEADS // 2,
+    "num_experts_per_tok": 2,
+    "image_token_id": VOCABULARY - 1,
+    "image_token_index": VOCABULARY - 1,
+    "prediction_length": 8,
+}
+"""The same, of classes that fill most of them themselves."""
 
-def shrunk(entries: dict[str, Any]) -> dict[str, Any]:
+TRIES: tuple[tuple[Rules, dict[str, int]], ...] = (
+    (SIZES, FILLED),
+    (SIZES, FILLED | OPEN),
+    (COUNTS, FILLED | OPEN),
+)
+"""Ways to a small config; the first whose module is built and runs on random input."""
+
+
+def shrunk(
+    entries: dict[str, Any], sizes: Rules = SIZES, filled: Mapping[str, int] = FILLED
+) -> dict[str, Any]:
     """A config's entries, and those of configs in it, at a small size."""
     entries = {name: value for name, value in entries.items() if name not in FOLLOWING}
     depth = next(
@@ -152,24 +196,35 @@ def shrunk(entries: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
             made[name] = {k: v for k, v in value.items() if int(k) < LAYERS}
         elif isinstance(value, dict) and (name.endswith("config") or "model_type" in value):
-            made[name] = shrunk(value)
+            made[name] = shrunk(value, sizes, filled)
+        elif isinstance(value, dict) and sizes is SIZES and "mrope_section" in value:
+            made[name] = value | {"mrope_section": _sections(entries, value["mrope_section"])}
         elif _repeats(value):  # [[kinds of layers, how often]], as GPT-Neo has it
             made[name] = [[kinds, max(1, LAYERS // len(kinds))] for kinds, _ in value[:1]]
         elif isinstance(value, list) and depth is not None and len(value) == depth > LAYERS:
             made[name] = cut(value)
         else:
-            made[name] = sized(name, value)
+            made[name] = sized(name, value, sizes)
     heads = [v for n, v in entries.items() if re.fullmatch(r"(num_attention|n|num)_heads?", n)]
     for name, value in entries.items():
         if "key_value_heads" in name and value in heads and type(value) is int:
-            made[name] = min(value, HEADS)
-        elif value is None and name in FILLED:
-            made[name] = FILLED[name]
+            made[name] = min(value, HEADS) if sizes is SIZES else value
+        elif value is None and name in filled:
+            made[name] = filled[name]
     tokens = [n for n, v in made.items() if n.endswith(("token_id", "token_index", "_id"))]
     for place, name in enumerate(n for n in tokens if isinstance(made[n], int)):
         if made[name] >= VOCABULARY:
             made[name] = VOCABULARY - 1 - place
     return made
+
+
+def _sections(entries: dict[str, Any], sections: list[int]) -> list[int]:
+    """Parts of a head that rotate by time, height and width, in a head of another width."""
+    heads = next(
+        (v for n, v in entries.items() if re.fullmatch(r"(num_attention|n|num)_heads?", n)), HEADS
+    )
+    width = entries.get("head_dim") or entries.get("hidden_size", WIDTH) // heads
+    return [max(1, n * (WIDTH // HEADS) // width) for n in sections]
 
 
 def _repeats(value: Any) -> bool:
@@ -191,12 +246,12 @@ def cut(kinds: list[Any]) -> list[Any]:
     return [kinds[n] for n in sorted([*firsts, *more[: LAYERS - len(firsts)]])]
 
 
-def sized(name: str, value: Any) -> Any:
+def sized(name: str, value: Any, sizes: Rules = SIZES) -> Any:
     if isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
-        return type(value)(sized(name, v) for v in value)
+        return type(value)(sized(name, v, sizes) for v in value)
     if type(value) is not int:
         return value
-    rule = next((to for pattern, to in SIZES if re.fullmatch(pattern, name)), None)
+    rule = next((to for pattern, to in sizes if re.fullmatch(pattern, name)), None)
     return value if rule is None else rule(value)
 
 
@@ -226,12 +281,12 @@ def module_classes() -> dict[str, list[str]]:
     return found
 
 
-def config_of(kind: str) -> Any:
+def config_of(kind: str, sizes: Rules = SIZES, filled: Mapping[str, int] = FILLED) -> Any:
     cls = transformers.CONFIG_MAPPING[kind]
     entries = cls().to_dict()
     for name in ("transformers_version", "_name_or_path", "architectures", "dtype"):
         entries.pop(name, None)
-    config = cls.from_dict(shrunk(entries))
+    config = cls.from_dict(shrunk(entries, sizes, filled))
     config.use_cache = False
     if getattr(config, "is_encoder_decoder", False):
         start = getattr(config, "decoder_start_token_id", None)
@@ -240,19 +295,28 @@ def config_of(kind: str) -> Any:
 
 
 def built(kind: str, seed: int = 0) -> torch.nn.Module:
-    """A small module of a type, drawn by its own initialisation."""
+    """A small module of a type, drawn by its own initialisation: the first that runs, else the
+    first that can be built."""
     why: Exception | None = None
-    for name in dict.fromkeys(module_classes()[kind]):
-        cls = getattr(transformers, name)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                module: torch.nn.Module = cls(config_of(kind))
-            return module
-        except Exception as error:  # another library, over a config that it may not mean
-            why = why or error
-    assert why is not None
-    raise why
+    first: torch.nn.Module | None = None
+    for sizes, filled in TRIES:
+        for name in dict.fromkeys(module_classes()[kind]):
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    cls = getattr(transformers, name)
+                    module: torch.nn.Module = cls(config_of(kind, sizes, filled))
+            except Exception as error:  # another library, over a config that it may not mean
+                why = why or error
+                continue
+            if example(module) is not None:
+                return module
+            first = first or module
+            break
+    if first is None:
+        assert why is not None
+        raise why
+    return first
 
 
 # --- one type -------------------------------------------------------------------------------------

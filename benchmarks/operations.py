@@ -43,7 +43,7 @@ from moments.torch.operations.laws import F64
 from moments.torch.operations.lowering import Lowering
 from moments.torch.operations.predict import lowered
 from moments.torch.operations.sampling import again, by_label
-from moments.torch.operations.variables import Field
+from moments.torch.operations.variables import Field, Square
 
 DATA = Path(__file__).parent / "data" / "operations.json"
 DRAWS, TOKENS = 24, 16
@@ -148,7 +148,7 @@ def measured(make: Callable[[int], Any], graph: Graph, low: Lowering, end: int) 
             sites, features = torch.unique(s.site), torch.unique(s.feature)
             x = by_label(values[n].detach(), s.site, s.feature, v.sites, v.features)
             gram = (x @ x.T / len(features))[sites][:, sites]
-            squares[n].append(float(gram.diagonal().mean()))
+            squares[n].append(float(values[n].detach().abs().square().mean()))
             grams[n] = grams[n] + gram / DRAWS
             if (g := values[n].grad) is not None and s.site.numel() == len(sites) * len(features):
                 gradients[n].append(float(g.to(F64).square().mean()))
@@ -167,6 +167,7 @@ def study(make: Callable[[int], Any], batch: Any) -> dict[str, Any]:
     seconds = time.process_time() - began
     seen = measured(make, graph, low, end)
     forward, pairs, gradients, weights = [], [], [], []
+    passed = low.sampler.passed()
     first: dict[int, int] = {}
     for n in sorted(seen["grams"]):
         first.setdefault(low.states[n].variable.number, n)
@@ -174,21 +175,23 @@ def study(make: Callable[[int], Any], batch: Any) -> dict[str, Any]:
     for n, gram in seen["grams"].items():
         s, node = low.states[n], graph.producer(n)
         v, sites = s.variable, torch.unique(s.site)
-        try:
-            expected = low.laws.moment(v, v)[sites][:, sites]
-        except TypeError:
+        if isinstance(v, Square):  # which has a mean alone
             continue
-        forward.append(_error(float(expected.diagonal().mean()), seen["squares"][n]))
+        expected = low.laws.moment(v, v)[sites][:, sites]
+        square = float(low.laws.square(v)[s.site].mean())
+        forward.append(_error(square, seen["squares"][n]))
         worst.append((forward[-1][0], f"{node.name if node else 'leaf'} {n}"))
-        if len(sites) > 1:
+        if len(sites) > 1 and s.site.numel() >= len(sites) * len(torch.unique(s.feature)):
             pairs.append(abs(_correlation(expected) - _correlation(gram)))
         crossed = replicas.known.get((v.number, v.number))
-        if crossed is None or crossed.grad is None or first[v.number] != n:
+        if crossed is None or crossed.grad is None or first[v.number] != n or n in passed:
             continue
         if seen["gradients"][n]:
             mine = float(crossed.grad[sites][:, sites].diagonal().mean()) / v.features
             gradients.append(_error(mine, seen["gradients"][n]))
     for name, squares in seen["weights"].items():
+        if name in result.left:
+            continue
         weights.append(_error(result.weights.get(name, 0.0), squares))
     print("   largest:", sorted(worst, reverse=True)[:3], dict(low.unread))
     return {

@@ -23,7 +23,7 @@ STORE = Path(__file__).parent / "data" / "recurrent_families.json"
 KINDS = ("lfm2", "mamba2", "qwen3_next", "bamba", "minimax")
 HYBRIDS = ("granitemoehybrid", "nemotron_h", "falcon_h1", "jamba", "kimi_linear")
 HYBRIDS += ("mamba", "falcon_mamba", "recurrent_gemma", "gemma4_text")
-VARIANTS = ("gemma4_experts",)
+VARIANTS = ("gemma4_experts", "gemma4_shared")
 """Of kinds above, by other entries."""
 LENGTH, LAYERS, DRAWS = 16, 2, 48
 _DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 4}
@@ -73,6 +73,10 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"sliding_window": 8, "hidden_size_per_layer_input": 0, "enable_moe_block": True}
     | {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32, "initializer_range": 0.1}
     | {"layer_types": ["sliding_attention", "full_attention"], "model_type": "gemma4_text"},
+    "gemma4_shared": {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2}
+    | {"sliding_window": 8, "hidden_size_per_layer_input": 64, "num_kv_shared_layers": 2}
+    | {"num_hidden_layers": 4, "use_double_wide_mlp": True, "initializer_range": 0.1}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2, "model_type": "gemma4_text"},
     "qwen3_next": _DELTA
     | _EXPERTS
     | {"linear_num_value_heads": 16, "num_key_value_heads": 2, "head_dim": 16}
@@ -238,6 +242,21 @@ ROLES: dict[str, dict[str, str]] = {
         r"router\.proj": "router",
         "post_feedforward_layernorm_1": "ffn.shared_norm.gain",
         "post_feedforward_layernorm_2": "ffn.experts_norm.gain",
+    },
+    "gemma4_shared": {
+        "per_layer_model_projection": "per_layer_projection",
+        "per_layer_projection_norm": "per_layer.context.gain",
+        "embed_tokens_per_layer": "per_layer_table",
+        "per_layer_input_gate": "per_layer_gate",
+        "per_layer_projection": "per_layer_output",
+        "post_per_layer_input_norm": "per_layer.post_norm.gain",
+        "q_proj": "query",
+        "k_proj": "key",
+        "v_proj": "value",
+        "o_proj": "output",
+        "gate_proj": "gate",
+        "up_proj": "ffn_in",
+        "down_proj": "ffn_out",
     },
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,

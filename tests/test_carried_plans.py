@@ -84,6 +84,8 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("bert", "shared_layers", True),
     ("gpt2", "streams", moments.HyperConnections(2)),
     ("gpt2", "input_mix", (0.5, 0.5)),
+    ("gpt2", "skips", [None, (0, 0.5)]),
+    ("gpt2", "values", moments.Values(0.5, 0.5)),
     ("gpt2", "mixer", Bottleneck(out="output")),
     ("gpt2", "ffn", Bottleneck()),
     ("mistral", "window", None),

@@ -52,6 +52,21 @@ def test_quadrature_is_the_mean_over_drawn_logits(name: str, s: float, r: float)
     assert np.all(np.abs(at(router, s, r) - wanted) < 4 * error + 1e-9)
 
 
+STRONG = {
+    "softmax over all": (Router(7, 5, normalised="all"), 20.0, 0.9),
+    "sigmoid over all": (Router(32, 8, logistic=True, normalised="all"), 30.0, 0.5),
+    "softmax, renormalised": (Router(72, 10), 40.0, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", sorted(STRONG))
+def test_logits_of_large_variance(name: str) -> None:
+    router, s, r = STRONG[name]
+    for value, correlation in ((at(router, s, r), r), (alone(router, s), 1.0)):
+        wanted, error = drawn(router, s, correlation)
+        assert np.all(np.abs(value - wanted) < 4 * error + 1e-9)
+
+
 @EACH
 def test_a_token_with_itself(name: str) -> None:
     router = ROUTERS[name]

@@ -80,6 +80,7 @@ SPARED = {
     ("recurrent_gemma", "max_position_embeddings"),
     ("recurrent_gemma", "rotary_pct"),
     ("gemma4_text", "num_global_key_value_heads"),  # beside attention_k_eq_v alone
+    ("gemma4_text", "use_double_wide_mlp"),  # of layers that share keys
     ("kimi_linear", "first_k_dense_replace"),  # of one layer with experts
     ("falcon_h1", "mamba_expand"),  # mamba_d_ssm says it
     ("falcon_h1", "mamba_norm_before_gate"),  # without a norm
@@ -120,6 +121,7 @@ RELEASED = {
     "kimi-linear-48b": ("gated_delta_net", 20),
     "gemma-4-31b": ("attention", 60),
     "gemma-4-26b-a4b": ("attention", 30),
+    "gemma-4-e2b": ("attention", 35),
 }
 SAID = {"falcon-h1-0.5b": "mlp_multipliers", "gemma-4-31b": "attention_k_eq_v"}
 SAID |= {"gemma-4-26b-a4b": " = True: "}  # of keys that are values, and of experts
@@ -162,7 +164,14 @@ def test_of_a_model_that_reads_pictures_the_text_side_is_read() -> None:
         moments.from_huggingface({"model_type": "clip", "text_config": {"hidden_size": 8}})
 
 
-def test_what_gemma_4_has_besides_is_refused_by_name() -> None:
-    for entry, value in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2)):
-        with pytest.raises(DomainError, match=f"{entry} = {value}"):
-            moments.from_huggingface(config_of("gemma4_text") | {entry: value})
+def test_layers_that_share_keys_read_the_last_of_their_kind() -> None:
+    config = json.loads((FOLDER / "gemma-4-e2b.json").read_text(encoding="utf-8"))
+    model, _ = read(config, seq_len=32)
+    sources = [getattr(one, "keys_of", None) for one in model.mixers]
+    assert sources == [None] * 15 + [14, 14, 14, 14, 15] * 4
+    assert [getattr(one, "d_ff", None) for one in model.ffns] == [None] * 15 + [2 * 6144] * 20
+    assert model.per_layer_embedding is not None
+    assert model.per_layer_embedding.width == 256
+    of = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    with pytest.raises(DomainError, match="num_kv_shared_layers = 2"):
+        moments.from_huggingface(config_of("gemma4_text") | of | {"num_kv_shared_layers": 2})

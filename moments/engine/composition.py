@@ -632,6 +632,7 @@ class Layer(Component):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         run.layer = self.number
+        run.kept[self.number - 1] = signal
         body = self.body.propagate(signal, run)
         record = run.passed(Record(self, self.number, signal, body.output, (body,)))
         run.layer_done()
@@ -642,7 +643,9 @@ class Layer(Component):
         (child,) = record.children
         done = self.body.backpropagate(child, gradient, run)
         run.layer_done()
-        return record.completed(gradient, done.grad_in, (done,))
+        sent = run.sent.pop(self.number - 1, None)
+        grad_in = done.grad_in if sent is None else done.grad_in.joined(sum_of(sent))
+        return record.completed(gradient, grad_in, (done,))
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         return self.body.carried(record.children[0], amplitude)
@@ -681,7 +684,7 @@ def added(
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
     fluctuation = summed(signal, branch, skip, scale, source)
     if fluctuation is None:
-        return Signal(kernel, signal.seq_len, width=signal.width, origin=signal.origin)
+        return Signal(kernel, signal.seq_len, width=signal.width)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
     return Signal(
         kernel,
@@ -689,7 +692,6 @@ def added(
         width=signal.width,
         fluctuation=fluctuation,
         centred=centred,
-        origin=signal.origin,
     )
 
 

@@ -271,7 +271,6 @@ class Signal:
         notes: what made the numbers here less certain, for the component that produced them.
         apart: of several streams, whose mean this is, the kernel of one's deviation from it; None:
             there is one, or they are copies.
-        origin: what entered layer 1, where layers add it again.
     """
 
     kernel: Kernel
@@ -285,7 +284,6 @@ class Signal:
     diagnostics: Mapping[str, Array] | None = None
     notes: tuple[str, ...] = ()
     apart: Kernel | None = None
-    origin: Signal | None = None
 
     @property
     def algebra(self) -> Any:
@@ -362,6 +360,18 @@ class Gradient:
     def with_kernel(self, kernel: Kernel) -> Gradient:
         """A generic gradient with these moments: nothing known about its directions."""
         return Gradient(kernel, self.seq_len)
+
+    def joined(self, other: Kernel) -> Gradient:
+        """The sum with an independent gradient of which moments alone are known."""
+        total = self.kernel + other
+        one = ratio_or_zero(self.kernel.diagonal, total.diagonal)
+        mean = ratio_or_zero(self.kernel.mean_diagonal(), total.mean_diagonal())
+        return replace(
+            self,
+            kernel=total,
+            radial=1.0 - one * (1.0 - self.radial),
+            centred_share=self.centred_share * mean,
+        )
 
     def along(self, kernel: Kernel) -> Gradient:
         """The gradient behind a map that keeps x.g and the tokens' norms."""

@@ -142,6 +142,9 @@ class Run:
         on_layer: called as each layer is passed, in either direction.
         reached: every site passed on the way up, for an error to say where numbers broke.
         returned, gradients: every one on the way back, and what arrived there.
+        kept: what later components read besides their input, by its name: of what leaves a layer
+            (0: of what enters the first) that layer's number.
+        sent: what they sent back to it.
     """
 
     memory: Signal | None = None
@@ -150,6 +153,12 @@ class Run:
     reached: list[Record | Point] = field(default_factory=list)
     returned: list[Record] = field(default_factory=list)
     gradients: list[Gradient] = field(default_factory=list)
+    kept: dict[Any, Any] = field(default_factory=dict)
+    sent: dict[Any, list[Any]] = field(default_factory=dict)
+
+    def send(self, name: Any, gradient: Any) -> None:
+        """A gradient back to what is kept."""
+        self.sent.setdefault(name, []).append(gradient)
 
     @property
     def points(self) -> list[Point]:
@@ -184,6 +193,7 @@ class Trace:
         ending: of what stands between the last layer and the matrix to the logits, or the decoder
             that reads it.
         logits: the last site, behind `ending`.
+        kept: as `Run.kept`.
     """
 
     entering: Signal
@@ -191,6 +201,7 @@ class Trace:
     embedding: Record | None = None
     ending: Record | None = None
     logits: Point | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def points(self) -> list[Point]:

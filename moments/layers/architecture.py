@@ -23,9 +23,18 @@ from ..model.block import Block
 from ..model.embedding import Embedding
 from ..model.experts import SHARED, Experts
 from ..model.law_block import LawBlock
-from ..model.mixers import MIXER, RECURRENT, Absent, LatentAttention, LayerAttention, ParallelMixer
+from ..model.mixers import (
+    MIXER,
+    RECURRENT,
+    Absent,
+    FeedForward,
+    LatentAttention,
+    LayerAttention,
+    ParallelMixer,
+)
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
+from ..model.values import Values
 from .attention.gates import GatedHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .by_law import LawLeaf
@@ -140,11 +149,13 @@ class _Stack:
             model.windows,
             model.rotaries,
             model.attention_sinks,
+            model.value_sources,
+            [(n == 1 and model.reads_first, n in model.read_again) for n in layers],
             model.placements,
             model.mixers,
             model.ffns,
             # what a layer holds of the input depends on all before
-            range(model.layers) if model.input_mix is not None else (0,) * model.layers,
+            range(model.layers) if model.adds_again else (0,) * model.layers,
         )
         return zip(*columns, strict=True)
 
@@ -160,18 +171,12 @@ class _Stack:
                 del named[name]
         kind = "parallel" if model.parallel else model.placements[number - 1]
         body = KINDS[kind](Parts(self, number, named))
-        if model.input_mix is not None:
-            body = Chain((self._mixed(number), body))
+        if model.per_layer_embedding is not None:
+            post_norm = norm(model, self.theory, "per_layer.post_norm")
+            body = Chain((body, _loaded("per_layer").per_layer(model, post_norm)))
+        if model.adds_again:
+            body = Chain((_loaded("input_mix").mixes(model)[number - 1], body))
         return Layer(body, number)
-
-    def _mixed(self, number: int) -> Component:
-        """What enters the layer and what entered layer 1, the latter with all that layers between
-        have kept of it."""
-        held, mixes = 1.0, self.model.input_mixes
-        for keep, add in mixes[: number - 1]:
-            held = keep * held + add
-        result: Component = _loaded("input_mix").InputMix("input.mix", *mixes[number - 1], held)
-        return result
 
     # --- norms and scales ----------------------------------------------------------------------
 
@@ -470,6 +475,12 @@ class Blocks:
                 heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
             )
             return self._projected("attention", "output", NormalizedAttention(normalised))
+        values, keeps = model.value_sources[self.number - 1], self.number == 1 and model.reads_first
+        if values is not None or keeps:
+            own = Values() if values is None else values
+            mixed = _loaded("attention.values").MixedValues
+            given = own, self.number == 1, keeps, int(model.kv_heads or model.heads)
+            return self._projected("attention", "output", self._gated(mixed(heads, *given)))
         return self._projected("attention", "output", self._gated(heads))
 
     def _gated(self, heads: Component) -> Component:
@@ -532,11 +543,16 @@ class Blocks:
                 "drop_prob": model.dropout,
             }
             return Chain((Lawful(FFN_BLOCK, theory, "ffn.dropout", parameters),))
-        parts: tuple[Component, ...] = self._hidden(d_ff)
+        last = dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)
+        return Chain((*self.dense(d_ff), last))
+
+    def dense(self, d_ff: int) -> tuple[Component, ...]:
+        """A feed-forward block of that width."""
+        model, parts = self.model, self._hidden(d_ff)
         if model.activation_dropout:
-            parts += (dropout(theory, "ffn.activation_dropout", model.activation_dropout),)
-        out = self._linear("ffn.out", "ffn_out", d_ff, d_model)
-        return Chain((*parts, out, dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)))
+            site = "ffn.activation_dropout"
+            parts += (dropout(self.theory, site, model.activation_dropout),)
+        return *parts, self._linear("ffn.out", "ffn_out", d_ff, model.d_model)
 
     def _hidden(
         self,
@@ -621,9 +637,23 @@ def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ..
     """Attention with fields of its own."""
     alone = dataclasses.replace(parts, model=block.applied(parts.model))
     heads, *rest, _ = alone.attention().components  # without dropout, which every block has
+    source = block.keys_of
+    if source is not None:
+        made = dataclasses.replace(alone, number=source)
+        weights, biases = made.model.layer_weights(source), made._biases
+        assert isinstance(heads, SelfAttention)
+        heads = dataclasses.replace(
+            heads,
+            key=weights.key,
+            value=weights.value,
+            key_bias=biases.get("key", 0.0),
+            value_bias=biases.get("value", 0.0),
+        )
     if block.value_norm:
         assert isinstance(heads, SelfAttention)
         heads = NormalizedAttention(heads)
+    if source is not None or parts.number in parts.model.read_again:
+        heads = _loaded("attention.shared_keys").SharedKeys(heads, source)
     return heads, *rest
 
 
@@ -650,6 +680,7 @@ BLOCKS: dict[type[Block], BlockParts] = {
     LayerAttention: layer_attention,
     ParallelMixer: _recurrent("parallel_parts"),
     Absent: lambda parts, block: (),
+    FeedForward: lambda parts, block: parts.dense(block.d_ff),
 }
 """By the class of a block (`moments.model.block`). Register another by its class."""
 
@@ -708,6 +739,10 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "shared_layers": model.shared_layers,
         "streams": model.streams is not None,
         "input_mix": model.input_mix is not None,
+        "skips": model.skips is not None,
+        "values": model.values is not None,
+        "per_layer_embedding": model.per_layer_embedding is not None,
+        "keys and values of an earlier layer": bool(model.read_again),
     }
 
 

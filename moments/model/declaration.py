@@ -14,6 +14,7 @@ from ..formulas.checks import (
     NONNEGATIVE,
     POSITIVE,
     PROBABILITY,
+    REAL,
     Interval,
     check_choice,
     check_count,
@@ -29,9 +30,11 @@ from .head import Head
 from .law_block import LawBlock
 from .mixers import QK_NORMS, RECURRENT, Absent
 from .patches import PatchEmbedding, SoundEmbedding
+from .per_layer import PerLayerEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
 from .streams import HyperConnections
+from .values import Values
 from .weights import Biases, Weights, check_length, check_lengths
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "embedding": (Embedding, PatchEmbedding, SoundEmbedding),
     "head": (Head,),
     "streams": (HyperConnections,),
+    "values": (Values,),
+    "per_layer_embedding": (PerLayerEmbedding,),
 }
 """Fields that are declarations of their own; an encoder is a whole one."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
@@ -145,8 +150,8 @@ def _resolve_defaults(model: Transformer) -> None:
 def _check_parts(model: Transformer) -> None:
     for name, kinds in (PARTS | {"encoder": (type(model),)}).items():
         value = getattr(model, name)
-        if name == "rotary" and isinstance(value, list | tuple):
-            set_field(model, "rotary", _rotaries(model))
+        if name in ("rotary", "values") and isinstance(value, list | tuple):
+            set_field(model, name, _each_layer(model, name, kinds[0]))
         elif value is not None and not isinstance(value, kinds):
             words = " or ".join(f"moments.{kind.__name__}" for kind in kinds)
             raise domain_error(name, value, f"a {words}, or None")
@@ -184,14 +189,15 @@ def _check_sink(name: str, value: Any) -> float:
     return check_number(name, value, NONNEGATIVE, "pass a variance, or None for no sinks")
 
 
-def _rotaries(model: Transformer) -> Any:
+def _each_layer(model: Transformer, name: str, kind: type[Stored]) -> Any:
     """One per layer; alone where all layers have the same."""
-    given = tuple(model.rotaries)
-    if not all(one is None or isinstance(one, Rotary) for one in given):
-        raise domain_error("rotary", model.rotary, "a moments.Rotary or None for every layer")
+    given = tuple(getattr(model, name))
+    if not all(one is None or isinstance(one, kind) for one in given):
+        allowed = f"a moments.{kind.__name__} or None for every layer"
+        raise domain_error(name, getattr(model, name), allowed)
     if len(given) != model.layers:
         allowed = f"one, or one per layer ({model.layers})"
-        raise domain_error("rotary", f"{len(given)} entries", allowed)
+        raise domain_error(name, f"{len(given)} entries", allowed)
     return given[0] if len(set(given)) == 1 else given
 
 
@@ -262,10 +268,17 @@ def _check_together(model: Transformer) -> None:
     _check_unread(model)
     if model.shared_layers:
         _check_shared(model)
-    if model.input_mix is not None:
-        _check_input_mix(model)
+    if model.skips is not None:
+        set_field(model, "skips", _skips(model))
+    if model.adds_again:
+        _check_added_again(model)
     if model.streams is not None:
         model.streams.check(model)
+    if model.per_layer_embedding is not None:
+        model.per_layer_embedding.check(model)
+    for number, values in enumerate(model.value_sources, 1):
+        if values is not None:
+            values.check(model, number)
     _check_biases(model)
     if model.encoder is not None and model.encoder.encoder is not None:
         raise domain_error("encoder", "a model with an encoder", "a model without one")
@@ -281,7 +294,8 @@ def _check_shared(model: Transformer) -> None:
     plain = (
         "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
         "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
-        "norm_gain norm_groups parallel identity_attention streams input_mix"
+        "norm_gain norm_groups parallel identity_attention streams input_mix skips values "
+        "per_layer_embedding"
     )
     for name in plain.split():
         value = getattr(model, name)
@@ -296,20 +310,37 @@ def _check_shared(model: Transformer) -> None:
         raise domain_error(name, getattr(model, name), allowed)
 
 
-def _check_input_mix(model: Transformer) -> None:
-    """Raise where what layers hold of the input is no product and sum of declared factors."""
+def _skips(model: Transformer) -> tuple[tuple[int, float] | None, ...]:
+    """For every layer, an earlier one and a finite factor."""
+    allowed = f"None, or a pair (n, w) of a layer before (0 to l - 1), per layer ({model.layers})"
+    given = model.skips
+    if not isinstance(given, list | tuple) or len(given) != model.layers:
+        raise domain_error("skips", given, allowed)
+    result: list[tuple[int, float] | None] = []
+    for number, skip in enumerate(given):
+        pair = isinstance(skip, list | tuple) and len(skip) == 2
+        if skip is not None and not (pair and skip[0] in range(number + 1)):
+            raise domain_error(f"skips of layer {number + 1}", skip, allowed)
+        result.append(skip and (int(skip[0]), check_number("skips", skip[1], REAL)))
+    return tuple(result)
+
+
+def _check_added_again(model: Transformer) -> None:
+    """Raise where what layers hold of earlier ones is no product and sum of declared factors."""
     allowed = f"a pair (r, s), or one per layer ({model.layers}), of r > 0 and finite s"
-    try:
-        pairs = np.asarray(model.input_mix, dtype=float)
-    except (TypeError, ValueError):
-        raise domain_error("input_mix", model.input_mix, allowed) from None
-    fits = pairs.shape in ((2,), (model.layers, 2)) and np.all(np.isfinite(pairs))
-    if not fits or np.any(pairs[..., 0] <= 0):
-        raise domain_error("input_mix", model.input_mix, allowed)
-    plain = pairs.tolist()
-    set_field(model, "input_mix", tuple(map(tuple, plain)) if pairs.ndim == 2 else tuple(plain))
+    if model.input_mix is not None:
+        try:
+            pairs = np.asarray(model.input_mix, dtype=float)
+        except (TypeError, ValueError):
+            raise domain_error("input_mix", model.input_mix, allowed) from None
+        fits = pairs.shape in ((2,), (model.layers, 2)) and np.all(np.isfinite(pairs))
+        if not fits or np.any(pairs[..., 0] <= 0):
+            raise domain_error("input_mix", model.input_mix, allowed)
+        plain = pairs.tolist()
+        set_field(model, "input_mix", tuple(map(tuple, plain)) if pairs.ndim == 2 else tuple(plain))
+    field = "skips" if model.input_mix is None else "input_mix"
     if model.norm not in ("pre", "sandwich"):
-        raise domain_error("norm", model.norm, "'pre' or 'sandwich' with input_mix")
+        raise domain_error("norm", model.norm, f"'pre' or 'sandwich' with {field}")
     apart = {
         "encoder": model.encoder is not None,
         "streams": model.streams is not None,
@@ -318,13 +349,13 @@ def _check_input_mix(model: Transformer) -> None:
     }
     for name in (name for name, there in apart.items() if there):
         usual = type(model).__dataclass_fields__[name].default
-        raise domain_error(name, getattr(model, name), f"{usual!r} with input_mix")
-    held = 1.0
-    for keep, add in model.input_mixes:
-        held = keep * held + add
-        if abs(held) < 1e-9:
+        raise domain_error(name, getattr(model, name), f"{usual!r} with {field}")
+    held = [1.0]
+    for keep, added in model.additions:
+        held.append(keep * held[-1] + sum(s * held[point] for point, s in added.items()))
+        if abs(held[-1]) < 1e-9:
             remedy = "what a layer holds of the input would be none"
-            raise domain_error("input_mix", model.input_mix, allowed, remedy)
+            raise domain_error(field, getattr(model, field), "other factors", remedy)
 
 
 def _check_biases(model: Transformer) -> None:

@@ -7,6 +7,7 @@ docs/theory/recurrences.md and latent_attention.md.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -105,6 +106,19 @@ class Absent(Block):
 
     def __str__(self) -> str:
         return self.kind
+
+
+@dataclass(frozen=True)
+class FeedForward(Block):
+    """The model's feed-forward block with another width in this layer."""
+
+    kind: ClassVar[str] = "feed_forward"
+    places: ClassVar[tuple[str, ...]] = ("ffn",)
+
+    d_ff: Count
+
+    def shapes(self, model: Transformer) -> Shapes:
+        return model.dense_shapes(self.d_ff)
 
 
 _SEQUENTIAL = ("pre", "post", "none", "sandwich", "output", "mix")
@@ -415,6 +429,8 @@ class LayerAttention(Block):
         d_head, kv_heads, qk_norm: as of a Transformer.
         qk_gains: whether norms of queries and keys have gains, where the model's norms have.
         value_norm: whether every head's values are over their root mean square, too (Gemma 4).
+        keys_of: earlier layer whose keys and values these heads read, having none of their own
+            (Gemma 4 E2B); None: their own.
     """
 
     kind: ClassVar[str] = "attention"
@@ -425,8 +441,11 @@ class LayerAttention(Block):
     qk_norm: Annotated[str, one_of(*QK_NORMS)] | None = None
     qk_gains: Flag = True
     value_norm: Flag = False
+    keys_of: Count | None = None
 
     def check(self, model: Transformer) -> None:
+        if self.keys_of is not None:
+            self._check_source(model)
         if self.value_norm and (self.qk_norm or model.qk_norm) != "rmsnorm":
             given = self.qk_norm or model.qk_norm
             raise domain_error("qk_norm", given, "'rmsnorm' where values are normalised")
@@ -434,8 +453,26 @@ class LayerAttention(Block):
             allowed = "None where values are normalised"
             raise domain_error("attention_gate", model.attention_gate, allowed)
 
+    def _check_source(self, model: Transformer) -> None:
+        """Raise where the layer that these heads read has other heads, or is none before."""
+        first = model.mixers.index(self) + 1
+        like = model.mixers[self.keys_of - 1] if 0 < (self.keys_of or 0) < first else None
+        if like != dataclasses.replace(self, keys_of=None):
+            allowed = "a layer before, whose block is the same but for keys_of=None"
+            raise domain_error("keys_of", self.keys_of, allowed)
+        apart = {
+            "encoder": model.encoder is not None,
+            "streams": model.streams is not None,
+            "values": any(one is not None for one in model.value_sources),
+        }
+        for name in (name for name, there in apart.items() if there):
+            allowed = "None where layers read the keys and values of others"
+            raise domain_error(name, getattr(model, name), allowed)
+
     def shapes(self, model: Transformer) -> Shapes:
-        return model.attention_shapes(self.d_head, self.kv_heads)
+        shapes = model.attention_shapes(self.d_head, self.kv_heads)
+        made = () if self.keys_of is None else ("key", "value")
+        return {name: shape for name, shape in shapes.items() if name not in made}
 
     def applied(self, model: Transformer) -> Transformer:
         """A model whose attention is this one in all layers."""

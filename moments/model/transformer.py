@@ -18,9 +18,11 @@ from .declaration import PARTS, check
 from .experts import SHARED
 from .fields import check_fields
 from .mixers import MIXER
+from .per_layer import PerLayerEmbedding
 from .positions import RelativeBias, Rotary
 from .streams import HyperConnections
 from .summary import html, text
+from .values import Values
 from .weights import Biases, LayerWeights, Weights
 
 FORMAT_VERSION = 1
@@ -106,6 +108,12 @@ class Transformer:
             stream is of; None: one. Of norm="pre" or "sandwich".
         input_mix: (r, s), or such a pair per layer: r x + s x_0 enters a layer, x_0 being what
             enters layer 1 (nanochat); None: x. Of norm="pre" or "sandwich" and skip_scale 1.
+        skips: per layer None, or (n, w): w times what left layer n (0: what enters layer 1) is
+            added to what enters this one, before `input_mix` (U-net: (layers + 1 - l, 1) in the
+            upper half); None: nothing. Of models as with `input_mix`.
+        values: what attention's values are a sum of: of the layer's own, the first layer's and rows
+            of a table (`moments.Values`); one for all layers, or one or None per layer.
+        per_layer_embedding: a block in every layer that reads its tokens anew (Gemma 4 E2B).
         shared_layers: whether all layers are one layer's weights used again (ALBERT): of Post-LN
             without a mask, and of the plain blocks.
         name: what pictures and reports call it; no part of what it is, so that equal models may
@@ -166,6 +174,9 @@ class Transformer:
     input_mix: Sequence[float] | Sequence[Sequence[float]] | None = field(
         default=None, kw_only=True
     )
+    skips: Sequence[tuple[int, float] | None] | None = field(default=None, kw_only=True)
+    values: Values | Sequence[Values | None] | None = field(default=None, kw_only=True)
+    per_layer_embedding: PerLayerEmbedding | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
@@ -225,12 +236,44 @@ class Transformer:
         return (self.rotary,) * self.layers
 
     @property
-    def input_mixes(self) -> tuple[tuple[float, float], ...]:
-        """Of every layer, the factors of what enters it and of what enters layer 1."""
-        values = np.broadcast_to(
-            (1.0, 0.0) if self.input_mix is None else self.input_mix, (self.layers, 2)
-        )
-        return tuple((float(keep), float(add)) for keep, add in values)
+    def value_sources(self) -> tuple[Values | None, ...]:
+        """Of every layer, what its values are a sum of; None: of its own alone."""
+        if isinstance(self.values, Sequence):
+            return tuple(self.values)
+        return (self.values,) * self.layers
+
+    @property
+    def read_again(self) -> frozenset[int]:
+        """Layers whose keys and values later ones read."""
+        sources = (getattr(one, "keys_of", None) for one in self.mixers)
+        return frozenset(one for one in sources if one is not None)
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether later layers read the first one's values."""
+        return any(one is not None and one.first for one in self.value_sources[1:])
+
+    @property
+    def additions(self) -> tuple[tuple[float, dict[int, float]], ...]:
+        """Of every layer, the factor of what enters it, and those of what left earlier layers (0:
+        of what enters layer 1) and is added."""
+        given = (1.0, 0.0) if self.input_mix is None else self.input_mix
+        result = []
+        for pair, skip in zip(
+            np.broadcast_to(given, (self.layers, 2)).tolist(),
+            (None,) * self.layers if self.skips is None else self.skips,
+            strict=True,
+        ):
+            keep, added = pair[0], {0: pair[1]} if pair[1] else {}
+            if skip is not None:
+                added[skip[0]] = added.get(skip[0], 0.0) + keep * skip[1]
+            result.append((keep, added))
+        return tuple(result)
+
+    @property
+    def adds_again(self) -> bool:
+        """Whether layers add what earlier ones left, or what enters layer 1."""
+        return self.input_mix is not None or self.skips is not None
 
     @property
     def mixers(self) -> tuple[Block | None, ...]:
@@ -273,20 +316,26 @@ class Transformer:
     def shapes_of(self, layer: int) -> dict[str, tuple[int, int]]:
         """The same of layer `layer`, counted from 1."""
         mixer, ffn = self.shapes_by_place(layer)
+        values = self.value_sources[layer - 1]
+        if values is not None and values.gate is not None:
+            mixer = mixer | {"value_gate": (values.gate, self.kv_heads or self.heads)}
+        if self.per_layer_embedding is not None:
+            ffn = ffn | self.per_layer_embedding.shapes(self.d_model)
         return mixer | ffn | self._cross_shapes()
 
     def shapes_by_place(self, layer: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Shapes of attention's matrices, or of what stands in its place, and of the
         feed-forward block's."""
-        d_model, d_ff = self.d_model, self.d_ff or 0
-        dense = {"ffn_in": (d_model, d_ff), "ffn_out": (d_ff, d_model)}
-        if self.gated:
-            dense["gate"] = (d_model, d_ff)
         mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
         return (
             self.attention_shapes() if mixer is None else mixer.shapes(self),
-            dense if ffn is None else ffn.shapes(self),
+            self.dense_shapes(self.d_ff or 0) if ffn is None else ffn.shapes(self),
         )
+
+    def dense_shapes(self, d_ff: int) -> dict[str, tuple[int, int]]:
+        """Of the matrices of a feed-forward block of that width."""
+        shapes = {"ffn_in": (self.d_model, d_ff), "ffn_out": (d_ff, self.d_model)}
+        return shapes | ({"gate": (self.d_model, d_ff)} if self.gated else {})
 
     def attention_shapes(
         self, d_head: int | None = None, kv_heads: int | None = None
@@ -321,6 +370,10 @@ class Transformer:
         """Weight variances of layer `layer`, counted from 1, those of its blocks' own included."""
         blocks = self.mixers[layer - 1], self.ffns[layer - 1]
         variances: dict[str, float] = dataclasses.asdict(self.layer_weights(layer))
+        if (values := self.value_sources[layer - 1]) is not None:
+            variances["value_gate"] = values.gate_variance
+        if self.per_layer_embedding is not None:
+            variances |= self.per_layer_embedding.variances
         for block in blocks:
             variances |= {} if block is None else block.variances(self)
         shared = {name for name in self.shapes_of(layer) if name not in variances}
@@ -349,7 +402,7 @@ class Transformer:
                 raise domain_error("field", name, f"one of {', '.join(sorted(names))}")
         current = {name: None if name in self._defaulted else getattr(self, name) for name in names}
         if (layers := changes.get("layers", self.layers)) != self.layers:
-            for name in (*PLACES, "window", "rotary", "attention_sink"):
+            for name in (*PLACES, "window", "rotary", "attention_sink", "values"):
                 if isinstance(value := current[name], tuple) and name not in changes:
                     current[name] = _continued(name, value, layers)
         return Transformer(**{**current, **changes})
@@ -375,7 +428,7 @@ class Transformer:
             if not f.init or (f.name == "name" and self.name is None):
                 continue
             value: Any = None if f.name in self._defaulted else getattr(self, f.name)
-            if f.name in ("rotary", *PLACES) and isinstance(value, tuple):
+            if f.name in ("rotary", "values", *PLACES) and isinstance(value, tuple):
                 data[f.name] = [None if one is None else one.to_dict() for one in value]
                 continue
             data[f.name] = value.to_dict() if hasattr(value, "to_dict") else plain(value)
@@ -399,8 +452,9 @@ class Transformer:
             fields[name] = block_from_dict(name, fields.get(name))
         for name, kinds in (PARTS | {"encoder": (cls,)}).items():
             part = fields.get(name)
-            if name == "rotary" and isinstance(part, list | tuple):
-                fields[name] = [None if one is None else Rotary.from_dict(one) for one in part]
+            if name in ("rotary", "values") and isinstance(part, list | tuple):
+                (kind,) = kinds
+                fields[name] = [None if one is None else kind.from_dict(one) for one in part]
             elif part is not None:
                 fields[name] = _kind_of(part, kinds).from_dict(part)
         return cls(**fields)

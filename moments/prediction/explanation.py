@@ -86,8 +86,10 @@ class Log:
     """Every law of a layer, at the site and on the way where it is evaluated, under the name that
     the registry has for it (`names_of_laws`)."""
 
-    def __init__(self, layout: SequenceLayout, names: dict[Formula, tuple[str, str]]) -> None:
-        self.layout, self.names = layout, names
+    def __init__(
+        self, layout: SequenceLayout, names: dict[Formula, tuple[str, str]], kept: dict[Any, Any]
+    ) -> None:
+        self.layout, self.names, self.kept = layout, names, kept
         self.steps: list[Step] = []
         self._where = ("", "")
 
@@ -98,7 +100,8 @@ class Log:
         component = record.component
         if not component.children:
             with self._at(component.label, "forward") as steps:
-                output = component.propagate(record.input, Run(record.memory)).output
+                run = Run(record.memory, record.layer, kept=dict(self.kept))
+                output = component.propagate(record.input, run).output
             self._complete(component, "forward", output.kernel, steps)
         result = component.addition(record)
         if result is not None:
@@ -306,7 +309,7 @@ def explain(
         raise DomainError("explain takes one configuration: pass numbers, not arrays")
     if prediction.model.shared_layers:
         prediction.unshared("one layer's recursion")
-    log = Log(prediction.layout, names_of_laws(model))
+    log = Log(prediction.layout, names_of_laws(model), prediction.trace.kept)
     record = prediction.trace.layers[layer - 1]
     log.forward(record)
     log.backward(record)

@@ -366,7 +366,13 @@ class Prediction:
         """What layers share that a walk from one to the next does not follow; None: nothing."""
         if self.model.shared_layers:
             return "share their weights"
-        return None if self.model.input_mix is None else "add the input again (input_mix)"
+        if self.model.adds_again:
+            return "add earlier ones again (input_mix, skips)"
+        if self.model.values is not None:
+            return "read values of other sources (values)"
+        if self.model.per_layer_embedding is not None:
+            return "read the input again (per_layer_embedding)"
+        return "read keys of earlier ones (keys_of)" if self.model.read_again else None
 
     def _declaration(self) -> Chain:
         return declare(self.model, self.theory, *self.layout.places)

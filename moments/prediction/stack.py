@@ -37,6 +37,7 @@ from ..layers.head.output import OutputMoments, output_moments
 from ..layers.images import ReadsPixels, entering, image_gradients
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
+from ..model.values import ROWS
 from ..noise.loss_noise import HeadTop
 from .gate import Gate, breakdown, validity_warnings
 from .result import Prediction
@@ -245,8 +246,24 @@ class Stack:
             rest = declare_embedding(model.embedding, model, theory)
             self._embedding = rest.propagate(signal, self.run)
             signal = self._embedding.output
+        tables = any(one is not None and one.table for one in model.value_sources)
+        if tables or model.per_layer_embedding is not None:
+            self.run.kept[ROWS] = self._rows()
         self._entering = signal
         return signal
+
+    def _rows(self) -> Kernel:
+        """Second moments of rows of unit variance that tokens look up."""
+        length = self.model.seq_len
+        assert isinstance(self.model.embedding, Embedding)
+        table = Embedding(self.model.embedding.vocab_size, 1.0)
+        if isinstance(self.classes, TextClasses):
+            return class_kernel(table, self.classes)
+        if self.resolved is True and self.ids is not None:
+            return joint_kernel(table, length, self.ids)
+        repeated = drawn_alike(table, length, self.theory, self.ids).off_diagonal
+        tokens = self.first.off_diagonal.shape[-1] if self.resolved is True else length
+        return alike(1.0, repeated, tokens, self.resolved)
 
     def forward(self) -> Signal:
         """The last layer's output."""
@@ -264,10 +281,6 @@ class Stack:
         assert self._layers is not None
         gradient, output = outcome.gradient, outcome.output
         self._layers = self._layers.backward(gradient, self.run)
-        if self.model.input_mix is not None:
-            sent = [self._layers.grad_in, *self.trace.grad_memory()]
-            total = Gradient(sum_of([one.kernel for one in sent]), self.model.seq_len)
-            self._layers = dataclasses.replace(self._layers, grad_in=total)
         if self._embedding is not None:
             self._embedding = self._embedding.backward(self._layers.grad_in, self.run)
         if output is None:
@@ -297,7 +310,8 @@ class Stack:
     @property
     def trace(self) -> Trace:
         """Both passes, as far as they have come."""
-        return Trace(self._entering, self._layers, self._embedding, self._ending, self._logits)
+        records = self._layers, self._embedding, self._ending, self._logits
+        return Trace(self._entering, *records, self.run.kept)
 
     def prediction(
         self,

@@ -20,6 +20,9 @@ MOST_LOGITS = 1 << 28
 Project = Callable[[Tensor, str], Tensor]
 """Takes a tensor (batch, L, features) through the matrix of that name, and its bias."""
 
+Shared = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
+"""Takes what makes a layer's keys and values, and gives those that it reads."""
+
 Gains = Mapping[str, Tensor]
 """Of queries' and keys' norms, where they learn them: (d_head,) by "SIDE.norm.gain"."""
 
@@ -34,29 +37,35 @@ def self_attention(
     documents: Tensor | None = None,
     gains: Gains | None = None,
     value_norm: bool = False,
+    mixed: Callable[[Tensor, Tensor], Tensor] = lambda x, value: value,
+    shared: Shared = lambda make: make(),
 ) -> Tensor:
     """Concatenated heads (batch, L, heads * d_head) of layer `number`, counted from 1.
 
     `project` knows "query", "key" and "value"; `table` is (buckets, heads) of relative biases;
     `documents` (batch, L) are those of packed rows, of which a token reads its own alone;
-    `value_norm` puts every head's values over their root mean square.
+    `value_norm` puts every head's values over their root mean square; `mixed` gives what stands for
+    the values of x, `shared` keys and values, of those that it makes or of others.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
         every = value.repeat_interleave(model.heads // value.shape[1], dim=1)
         return every.transpose(1, 2).flatten(-2)
-    query, key, value = (
-        _split(project(x, name), model.d_head or 0) for name in ("query", "key", "value")
-    )
-    query, key = _normalised(model, query, "query", gains), _normalised(model, key, "key", gains)
-    if value_norm:
-        value = normalise(value, "rmsnorm", model.norm_epsilon)
+    width, rotary = model.d_head or 0, model.rotaries[number - 1]
+
+    def made() -> tuple[Tensor, Tensor]:
+        key = _normalised(model, _split(project(x, "key"), width), "key", gains)
+        value = _split(mixed(x, project(x, "value")), width)
+        value = normalise(value, "rmsnorm", model.norm_epsilon) if value_norm else value
+        return key, value
+
+    query = _normalised(model, _split(project(x, "query"), width), "query", gains)
+    key, value = shared(made)
     if model.placements[number - 1] == "hybrid":
         query, key, value = (
             normalise(part, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)
             for part in (query, key, value)
         )
-    rotary = model.rotaries[number - 1]
     if rotary is not None:
         query, key = rotate(query, rotary), rotate(key, rotary)
     place = torch.arange(x.shape[1], device=x.device)

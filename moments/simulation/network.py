@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from torch import Tensor
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.block import Block
 from ..model.law_block import LawBlock
-from ..model.mixers import LatentAttention, LayerAttention
+from ..model.mixers import FeedForward, LatentAttention, LayerAttention
+from ..model.per_layer import PerLayerEmbedding
 from ..model.streams import HyperConnections
 from ..model.transformer import Transformer
-from .attention import cross_attention, latent_attention, self_attention
+from .attention import Shared, cross_attention, latent_attention, self_attention
 from .functions import activation, affine_norm, dropout, normalise
 from .parameters import BLOCK_DRAWS, qk_gains
 from .recurrent import TWINS as RECURRENT
@@ -83,7 +84,10 @@ class LayerTwin:
         watch: is shown every site.
         memory: the encoder's output (batch, L', its d_model), where there is an encoder.
         documents: (batch, L) of packed rows: a token sees its own document alone.
-        first: what entered layer 1, where layers add it again.
+        kept: what earlier layers left to read: by its number, what left a layer (0: what entered
+            the first); "values": the first layer's.
+        made: what this layer leaves to read, besides its output.
+        read: token ids (batch, L).
     """
 
     model: Transformer
@@ -93,7 +97,9 @@ class LayerTwin:
     watch: Watch
     memory: Tensor | None = None
     documents: Tensor | None = None
-    first: Tensor | None = None
+    kept: Mapping[Any, Tensor] = field(default_factory=dict)
+    made: dict[Any, Tensor] = field(default_factory=dict)
+    read: Tensor | None = None
 
     def run(self, x: Tensor) -> Tensor:
         """Carry what enters the layer, (batch, L, d_model), through it.
@@ -101,9 +107,10 @@ class LayerTwin:
         Of several streams (batch, L, N, d_model): copies enter the first layer, and their mean
         leaves the last.
         """
-        if self.first is not None:
-            keep, add = self.model.input_mixes[self.number - 1]
-            x = self.watch(keep * x + add * self.first, "input.mix")
+        if self.model.adds_again:
+            keep, added = self.model.additions[self.number - 1]
+            more = [factor * self.kept[point] for point, factor in added.items()]
+            x = self.watch(sum(more, keep * x), "input.mix")
         if self.model.streams is not None:
             return self.several(self.model.streams, x)
         twin = TWINS.get(self.model.placements[self.number - 1])
@@ -111,7 +118,33 @@ class LayerTwin:
             x = twin(self, x)
         else:
             x = self.parallel(x) if self.model.parallel else self.sequential(x)
+        if self.model.per_layer_embedding is not None:
+            x = self.watch(x + self.per_layer(self.model.per_layer_embedding, x), "per_layer.sum")
         return self.watch(x, "stream")
+
+    def rows(self, table: str) -> Tensor:
+        """What tokens look up in a table of the layer's own."""
+        if self.read is None:
+            raise DomainError(
+                "tables of layers are read by tokens, and here a tensor is described: leave "
+                "variance and correlation out, or pass token_ids"
+            )
+        return self.weights[table][self.read]
+
+    def per_layer(self, of: PerLayerEmbedding, x: Tensor) -> Tensor:
+        """What the block that reads tokens anew adds to the stream."""
+        projected = self.linear(self.kept[0], "per_layer_projection")
+        projected = self.watch(projected, "per_layer.projection")
+        epsilon = self.model.norm_epsilon / of.projection_scale**2
+        site = "per_layer.context"
+        context = affine_norm(self.model, projected, self.weights, site, epsilon=epsilon)
+        rows = of.scale * self.rows("per_layer_table")
+        read = (self.watch(context, site) + rows) / math.sqrt(2)
+        gate = self.watch(self.linear(x, "per_layer_gate"), "per_layer.gate")
+        gate = self.watch(activation(self.model.activation)(gate), "per_layer.activation")
+        z = self.watch(gate * read, "per_layer.product")
+        z = self.watch(self.linear(z, "per_layer_output"), "per_layer.out")
+        return self.norm(z, "per_layer.post_norm")
 
     def sequential(self, x: Tensor) -> Tensor:
         """One block after the other, each with a residual sum of its own."""
@@ -184,7 +217,9 @@ class LayerTwin:
         drop_prob = self.model.ffn_dropout if block == "ffn" else self.model.dropout
         return self.watch(dropout(z, drop_prob or 0.0, self.generator), f"{block}.dropout")
 
-    def attention(self, z: Tensor, value_norm: bool = False) -> Tensor:
+    def attention(
+        self, z: Tensor, value_norm: bool = False, shared: Shared = lambda make: make()
+    ) -> Tensor:
         table = self.weights.get("relative_bias")
         heads = self_attention(
             self.model,
@@ -196,6 +231,8 @@ class LayerTwin:
             self.documents,
             self.weights,
             value_norm,
+            self._mixed,
+            shared,
         )
         heads = self.watch(heads, "attention.heads")
         if self.model.attention_gate is not None:
@@ -204,6 +241,24 @@ class LayerTwin:
             each = heads.shape[-1] // gates.shape[-1]
             heads = self.watch(heads * gates.repeat_interleave(each, -1), "attention.gated")
         return self.watch(self.linear(heads, "output"), "attention.projection")
+
+    def _mixed(self, z: Tensor, value: Tensor) -> Tensor:
+        """Values (batch, L, features) with those of other sources, where there are such."""
+        if self.number == 1 and self.model.reads_first:
+            self.made["values"] = value
+        of = self.model.value_sources[self.number - 1]
+        if of is None:
+            return value
+        result = of.own * value
+        if of.first:
+            result = result + of.first * self.kept.get("values", value)
+        if of.table:
+            rows = self.rows("value_table")
+            if of.gate is not None:
+                gates = torch.sigmoid(self.linear(z[..., : of.gate], "value_gate"))
+                rows = rows * gates.repeat_interleave(rows.shape[-1] // gates.shape[-1], -1)
+            result = result + of.table * rows
+        return result
 
     def cross(self, z: Tensor) -> Tensor:
         assert self.memory is not None
@@ -303,7 +358,16 @@ def _latent_gains(
 
 def _layer_attention(block: LayerAttention, layer: LayerTwin, z: Tensor) -> Tensor:
     alone = dataclasses.replace(layer, model=block.applied(layer.model))
-    return alone.attention(z, block.value_norm)
+
+    def shared(make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if block.keys_of is not None:
+            return layer.kept["key", block.keys_of], layer.kept["value", block.keys_of]
+        key, value = make()
+        if layer.number in layer.model.read_again:
+            layer.made["key", layer.number], layer.made["value", layer.number] = key, value
+        return key, value
+
+    return alone.attention(z, block.value_norm, shared)
 
 
 def _layer_gains(
@@ -316,6 +380,7 @@ def _layer_gains(
     return qk_gains(block.applied(model), block.shapes(model), generator, dtype)
 
 
+BLOCK_TWINS[FeedForward] = lambda block, layer, z: layer.ffn(z)
 BLOCK_TWINS[LayerAttention], BLOCK_DRAWS[LayerAttention] = _layer_attention, _layer_gains
 BLOCK_TWINS[LatentAttention], BLOCK_DRAWS[LatentAttention] = _latent, _latent_gains
 

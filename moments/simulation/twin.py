@@ -128,7 +128,6 @@ class _Pass:
     seen: Collector = field(init=False)
     loss: float | None = None
     logit_variance: float | None = None
-    first: Tensor | None = None
 
     def __post_init__(self) -> None:
         twin = self.twin
@@ -137,9 +136,11 @@ class _Pass:
         self.shared = draw_shared(twin.model, self.random(self.layers + 2), twin.dtype)
         self.shared_gradient = [torch.zeros_like(leaf) for leaf in self.shared.values()]
         self.entering: list[Tensor] = []
-        self.graphs: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self.graphs: list[tuple[Tensor, dict[str, Tensor], dict[Any, Tensor]]] = []
         self.norms: list[tuple[WeightGradient, float]] = []
         self.tied_gradient: Tensor | None = None
+        self.kept: dict[Any, Tensor] = {}
+        self.kept_gradient: dict[Any, Tensor] = {}
         if self.memory is not None:
             self.memory = self.memory.detach().requires_grad_()
             self.memory_gradient = torch.zeros_like(self.memory)
@@ -153,9 +154,9 @@ class _Pass:
         keep = self.twin.numbers < _KEPT
         with torch.no_grad():
             x = self._enter()[0]
-        if self.twin.model.input_mix is not None:
-            self.first = x.detach().requires_grad_()
-            self.first_gradient = torch.zeros_like(x)
+        again = {0} if self.twin.model.per_layer_embedding is not None else set()
+        again |= {point for _, added in self.twin.model.additions for point in added}
+        self._keep({0: x} if 0 in again else {})
         for n in range(1, self.layers + 1):
             self.entering.append(x.detach().requires_grad_(keep))
             with torch.set_grad_enabled(keep):
@@ -163,7 +164,14 @@ class _Pass:
             if keep:
                 self.graphs.append(leaving)
             x = leaving[0]
+            self._keep(leaving[2] | ({n: x} if n in again else {}))
         return x.detach()
+
+    def _keep(self, made: Mapping[Any, Tensor]) -> None:
+        """What later layers read, as leaves whose gradients add up."""
+        for name, one in made.items():
+            self.kept[name] = one.detach().requires_grad_()
+            self.kept_gradient[name] = torch.zeros_like(one)
 
     def finish(self, x: Tensor) -> Tensor:
         """Run the head on the last layer's output; the gradient there."""
@@ -217,17 +225,22 @@ class _Pass:
         for n in range(self.layers, 0, -1):
             entering = self.entering.pop().requires_grad_()
             kept = self.graphs.pop() if self.graphs else None
-            leaving, weights = kept or self._layer(n, entering, self.seen)
+            leaving, weights, made = kept or self._layer(n, entering, self.seen)
+            received = received + self.kept_gradient.pop(n, 0.0)
+            starts, arriving = [leaving, *made.values()], [received]
+            arriving += [self.kept_gradient.pop(name) for name in made]
             ends = [entering, *self.shared.values(), *weights.values()]
-            ends += [one for one in (self.memory, self.first) if one is not None]
+            ends += [] if self.memory is None else [self.memory]
+            earlier = list(self.kept_gradient)
+            ends += [self.kept[name] for name in earlier]
             # a block in attention's place need not read all biases that are declared
-            back = torch.autograd.grad(leaving, ends, received, allow_unused=True)
+            back = torch.autograd.grad(starts, ends, arriving, allow_unused=True)
             received, *pulled = (
                 torch.zeros_like(end) if one is None else one
                 for one, end in zip(back, ends, strict=True)
             )
-            if self.first is not None:
-                self.first_gradient += pulled.pop()
+            for name in reversed(earlier):
+                self.kept_gradient[name] += pulled.pop()
             if self.memory is not None:
                 self.memory_gradient += pulled.pop()
             for total, added in zip(self.shared_gradient, pulled, strict=False):
@@ -241,7 +254,7 @@ class _Pass:
             self._note(n, weights, pulled, wholes)
         self._note(0, self.shared, self.shared_gradient)
         leaving, leaves = self._enter(self.seen)
-        received = received if self.first is None else received + self.first_gradient
+        received = received + self.kept_gradient.pop(0, 0.0)
         pulled = torch.autograd.grad(leaving, list(leaves.values()), received)
         found = {} if self.twin.input.read is None else dict(zip(leaves, pulled, strict=True))
         if self.tied_gradient is not None:
@@ -277,14 +290,15 @@ class _Pass:
 
     def _layer(
         self, number: int, x: Tensor, seen: Collector | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tensor that leaves a layer, and the layer's weights."""
+    ) -> tuple[Tensor, dict[str, Tensor], dict[Any, Tensor]]:
+        """The tensor that leaves a layer, the layer's weights, and what later layers read of it."""
         twin, random = self.twin, self.random(number)
         of_weights = self.random(self.layers + 4) if twin.model.shared_layers else random
         weights = draw_weights(twin.model, number, of_weights, twin.dtype)
         every, watch = {**weights, **self.shared}, _watcher(seen, number)
-        of = (self.memory, twin.input.documents, self.first)
-        return LayerTwin(twin.model, number, every, random, watch, *of).run(x), weights
+        of = (self.memory, twin.input.documents, self.kept)
+        layer = LayerTwin(twin.model, number, every, random, watch, *of, read=twin.input.read)
+        return layer.run(x), weights, layer.made
 
     def _note(
         self,

@@ -441,6 +441,10 @@ def _check(prediction: Prediction) -> None:
         "batch beyond the sequences given": prediction.batch != 1,
         "convolutions over sound": isinstance(model.embedding, SoundEmbedding),
         "input_mix": model.input_mix is not None,
+        "skips": model.skips is not None,
+        "values": model.values is not None,
+        "per_layer_embedding": model.per_layer_embedding is not None,
+        "keys and values of an earlier layer": bool(model.read_again),
         "several residual streams": model.streams is not None,
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,

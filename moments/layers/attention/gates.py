@@ -56,7 +56,7 @@ class GatedHeads(Component):
             both = diagonal * diagonal * square * square
             more = (2.0 + self.each) / heads.width
             one, two = both.lift(more)
-            added = both.weighted(excess * one, _mean(diagonal, excess) * two)
+            added = both.weighted(excess * one, at_pairs(diagonal, excess) * two)
             norms, overlaps, _, shared = heads.fluctuation
             if shared is not None:
                 shared = (shared[0] * square, shared[1] * square)
@@ -112,7 +112,7 @@ class GatedHeads(Component):
         return GatedHeads(children[0], children[1], self.each, self.label)
 
 
-def _mean(kernel: Kernel, excess: Array) -> Array:
+def at_pairs(kernel: Kernel, excess: Array) -> Array:
     """A token's number for every two tokens: the mean of theirs."""
     first, second = kernel.over_tokens(excess + 0.0 * kernel.diagonal)
     return 0.5 * (first + second)

@@ -26,7 +26,6 @@ from ...model.mixers import LatentAttention
 from ...model.positions import Rotary
 from ..elementary import Linear
 from ..normalization import FiniteNormalization
-from .projections import through
 from .response import AttentionSublayer, through_attention
 from .self_attention import AttentionPullback, SelfAttention, attended, mean_size
 
@@ -183,11 +182,11 @@ class LatentHeads(Leaf):
     ) -> Pulled:
         """The way back, around `signal`: through attention, and through what made the latents."""
         block, length, parts = self.block, gradient.seq_len, list[Pulled]()
-        query, rest, sides = way._sent(gradient.kernel)
+        query, key, sides = way._sent(gradient.kernel)
         _, share = self._shares(mean_size(signal))
-        key = through(sides.key, way.law.keys, way.law.key_scale)
         total = _down(asks, query, length, parts)
-        total = total + _down(stands, rest + key.scaled(-share), length, parts)
+        rest = sides.value + sides.cross + key.scaled(1.0 - share)
+        total = total + _down(stands, rest, length, parts)
         # of the parts that all heads share, per feature of theirs: gradient's kernel at tokens that
         # these would be made of with matrices of unit gain
         shared = key.scaled(share * block.kv_rank * block.kv_factor**2)

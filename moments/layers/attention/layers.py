@@ -159,7 +159,13 @@ class TokenLayer(Layer):
     """
 
     def __init__(
-        self, leaf: Any, law: LogitLaw, queries: Kernel, memory: Kernel, norm_spread: Array
+        self,
+        leaf: Any,
+        law: LogitLaw,
+        queries: Kernel,
+        memory: Kernel,
+        norm_spread: Array,
+        apart: bool,
     ) -> None:
         """Kernels of the tokens that ask and of those attended to: one, where they are the same."""
         self._leaf, self._shape, self._memory_shape = (
@@ -169,14 +175,14 @@ class TokenLayer(Layer):
         )
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.key_masks(self._shape[-1], self._memory_shape[-1], count)
-        self._rows = self._built(law, memory, norm_spread)
+        self._rows = self._built(law, memory, norm_spread, apart)
         self._length = self._shape[-1]
         self._shares = head_slopes(leaf)[1].tolist() if leaf.alibi else [1.0]
         self.beyond_tables = any(np.any(one.beyond_tables) for row in self._rows for one in row)
         self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
 
     def _built(
-        self, law: LogitLaw, memory: Kernel, norm_spread: Array
+        self, law: LogitLaw, memory: Kernel, norm_spread: Array, apart: bool
     ) -> list[list[KernelAttention]]:
         """The heads that are followed, on every kernel."""
         leaf, queries, keys = self._leaf, law.queries.kernel, law.keys.kernel
@@ -184,7 +190,7 @@ class TokenLayer(Layer):
         lead, value_gain = memory.off_diagonal.shape[:-2], memory_gain(leaf)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
         # A common shift of all keys cancels in the softmax unless it is turned.
-        plain = law.keys.gain is None and (leaf.rotary is None or keys is memory)
+        plain = law.keys.gain is None and (leaf.rotary is None or keys is memory) and not apart
         result = []
         kernels = flat(queries), flat(keys), flat(memory)
         matrices = zip(*kernels, self._masks, scales, spreads, strict=True)
@@ -302,7 +308,9 @@ class ClassLayer(Layer):
     Tokens alike whose logits know their distance are one class of all.
     """
 
-    def __init__(self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel) -> None:
+    def __init__(
+        self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel, apart: bool
+    ) -> None:
         self._alike = tokens.classes is None
         self._classes = classes = tokens.classes or one_class(memory.seq_len)
         self._lead = lead = (
@@ -323,6 +331,7 @@ class ClassLayer(Layer):
         ):
             # A common shift of all keys cancels in the softmax unless it is turned.
             plain = law.keys.gain is None and (rotary_means is None or law.keys.kernel is tokens)
+            plain = plain and not apart
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
             blocks = list(zip(queries, keys, values, strict=True))
@@ -511,19 +520,26 @@ class ClassLayer(Layer):
 
 
 def layer_of(
-    leaf: Any, law: LogitLaw, signal: Signal, memory: Signal, kernels: tuple[Kernel, Kernel]
+    leaf: Any,
+    law: LogitLaw,
+    signal: Signal,
+    memory: Signal,
+    kernels: tuple[Kernel, Kernel],
+    apart: bool = False,
 ) -> TokenLayer | ClassLayer | AlikeLayer | SinkLayer:
     """Attention in the resolution of its tokens: moments of what it mixes, and the paths back.
 
     Args:
         signal, memory: the tokens that ask and those attended to, which may be the same.
+        kernels: of the tokens that ask, and of what values are made of.
+        apart: whether that is something else than what keys are made of.
     """
     (queries, tokens), spread = kernels, norm_variance(memory)
     layer: TokenLayer | ClassLayer | AlikeLayer
     if memory.resolved is True:
-        layer = TokenLayer(leaf, law, queries, tokens, spread)
+        layer = TokenLayer(leaf, law, queries, tokens, spread, apart)
     elif memory.resolved or (by_distance(leaf) and memory.seq_len > 1):
-        layer = ClassLayer(leaf, law, memory, tokens)
+        layer = ClassLayer(leaf, law, memory, tokens, apart)
     else:
         scale, wanted = logit_scales(law)
         layer = AlikeLayer(

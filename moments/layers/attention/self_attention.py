@@ -163,6 +163,13 @@ class SelfAttention(Attention, Leaf):
         way = attended(self, signal, signal)
         return way.output, way
 
+    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
+        """The same, keys and values being made of other tokens than those that ask."""
+        if not signal.resolved:
+            self._check_alike(signal.seq_len)
+        way = attended(self, signal, memory)
+        return way.output, way.to_both
+
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """Which keys each query attends to, one mask for every kernel."""
         return self_masks(self, keys, matrices)
@@ -209,6 +216,8 @@ class AttentionPullback:
         signal, memory: the tokens that ask and those attended to; one where they are the same.
         mixed: second moments per feature of sum_j a_ij y_j over those attended to.
         layer: what knows the paths.
+        aligned: of what values do not share, the part along their own keys' tokens: overlaps that
+            vary move that one alone.
     """
 
     leaf: Any
@@ -218,15 +227,17 @@ class AttentionPullback:
     output: Signal
     mixed: Kernel
     layer: Any
+    aligned: Any = 1.0
 
     def __call__(self, gradient: Gradient) -> Pulled:
         """To tokens that attend to themselves."""
-        query, rest, sides = self._sent(gradient.kernel)
-        return self._pulled(rest + query, gradient, sides)
+        query, key, sides = self._sent(gradient.kernel)
+        return self._pulled(sides.value + sides.cross + key + query, gradient, sides)
 
     def to_both(self, gradient: Gradient) -> tuple[Pulled, Gradient]:
         """To the tokens that ask, and to those attended to."""
-        query, rest, sides = self._sent(gradient.kernel)
+        query, key, sides = self._sent(gradient.kernel)
+        rest = sides.value + sides.cross + key
         return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
 
     def _pulled(self, grad_in: Kernel, gradient: Gradient, sides: Any) -> AttentionPulled:
@@ -242,8 +253,12 @@ class AttentionPullback:
         )
 
     def _sent(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
-        """Through the queries, through keys and values, and the paths."""
+        """Through the queries, through the keys, and the paths."""
         sides: Paths[Kernel] = self.layer.backward(grad_out.scaled(self.gain))
+        if np.any(self.aligned != 1.0):
+            lost = self.layer.overlap_path(grad_out.scaled(self.gain))
+            lost = lost.scaled((self.aligned - 1.0) / self.leaf.memory_width)
+            sides = sides._replace(query=sides.query + lost)
         if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
             queries, width = self.law.queries.kernel, self.leaf.memory_width
             rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())
@@ -251,7 +266,7 @@ class AttentionPullback:
             cross = normalised_cross(self.law, rows, attention, width, grad_out.diagonal, sides)
             sides = sides._replace(cross=cross)
         key = through(sides.key, self.law.keys, self.law.key_scale)
-        return self._at_queries(sides.query), sides.value + sides.cross + key, sides
+        return self._at_queries(sides.query), key, sides
 
     @property
     def gain(self) -> Any:
@@ -267,7 +282,7 @@ class AttentionPullback:
 
     def overlap_path(self, grad_out: Kernel) -> Kernel:
         """What the query path gains per unit of the overlaps' variance."""
-        result: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain))
+        result: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain * self.aligned))
         return result
 
     def summed(self, query: Kernel) -> Kernel:
@@ -317,24 +332,29 @@ class AttentionPulled(Pulled):
     sides: Any
 
 
-def attended(leaf: Any, signal: Signal, memory: Signal) -> AttentionPullback:
+def attended(
+    leaf: Any, signal: Signal, memory: Signal, values: Signal | None = None
+) -> AttentionPullback:
     """Attention of tokens to a memory, or to themselves: what leaves, and the way back.
 
     Args:
         leaf: a `SelfAttention` or `CrossAttention`.
         signal, memory: the tokens that ask and those attended to; one where they are the same.
+        values: what values are made of; None: of those attended to.
     """
     queries = signal.second_moment()
     tokens = queries if memory is signal else memory.second_moment()
     law = logit_law(leaf, queries, tokens, (leaf.d_model, leaf.memory_width), memory.seq_len)
-    layer = layer_of(leaf, law, signal, memory, (queries, tokens))
+    read = memory if values is None else values
+    kernels = queries, tokens if values is None else values.kernel
+    layer = layer_of(leaf, law, signal, memory, kernels, values is not None)
     mixed, notes = layer.forward(), variance_notes(layer.wanted)
     if not notes and layer.beyond_tables:
         notes = (BEYOND_TABLES,)
     notes += law.notes
     if turned_alike(leaf, law):
         notes += (TURNED_ALIKE,)
-    output = concatenated(leaf, signal, memory, mixed, layer, notes)
+    output = concatenated(leaf, signal, read, mixed, layer, notes)
     return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
 
 
@@ -506,39 +526,49 @@ class NormalizedAttention(Leaf):
         if not np.all(np.add(attention.value, attention.value_bias) > 0):
             allowed = "above 0 where values are normalised"
             raise domain_error("value", attention.value, allowed, "zeros have no direction")
-        unit, plain = self.values_normalised(signal)
-        inner, back_norm = unit.forward(signal)
-        gain = attention.d_model * attention.value + attention.value_bias / mean_size(signal)
-        output, back = plain.forward(inner)
+        output, back = self.attend(signal, signal)
+        return output, functools.partial(_to_one, back)
+
+    def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
+        """The same, keys and values being made of other tokens than those that ask."""
+        attention, size = self.attention, mean_size(memory)
+        unit, plain = self.values_normalised(memory)
+        inner, norm = unit.forward(memory)
+        asking, query_norm = (inner, norm) if memory is signal else unit.forward(signal)
+        gain = attention.d_model * attention.value + attention.value_bias / size
+        output, back = plain.attend(asking, inner)
         freedom = _freedom(float(attention.d_head), attention.qk_norm == "layernorm")
-        factor = expected_pull(freedom, 1.0)
-        share = plain.value_bias
+        factor, share = expected_pull(freedom, 1.0), plain.value_bias
         both = expected_pull(freedom, inner.correlation() * (1 - share) + share)
-        factors = factor, both, gain, mean_size(signal)
-        return output, functools.partial(self._back, back, back_norm, factors)
+        factors = (factor, both), factor / gain, size
+        return output, functools.partial(self._back, back, (query_norm, norm), factors)
 
     def _back(
         self,
-        attention: Pullback,
-        norm: Pullback,
-        factors: tuple[Any, Any, Any, float],
+        attention: ReaderPullback,
+        norms: tuple[Pullback, Pullback],
+        factors: tuple[tuple[Any, Any], Any, float],
         gradient: Gradient,
-    ) -> Pulled:
-        """The way back: through attention, and through the tokens' normalisation.
+    ) -> tuple[Pulled, Gradient]:
+        """The way back: through attention, and through the normalisation of either's tokens.
 
         Args:
-            factors: what normalising values does to a token's gradient, and to that of two; gain of
-                the unnormalised values; the tokens' size.
+            factors: what normalising values does to a token's gradient, and to that of two; to that
+                of the values' matrix; the tokens' size.
         """
-        factor, both, gain, size = factors
-        inner = attention(gradient)
-        kernel = inner.gradient.kernel.weighted(factor, both)
-        return Pulled(
-            norm(Gradient(kernel, gradient.seq_len)).gradient,
-            functools.partial(_rescaled, inner, factor / gain, size),
-            inner.overlaps,
-            functools.partial(_normed, inner, norm),
+        of_tokens, of_values, size = factors
+        inner, to_memory = attention(gradient)
+        query, rest = (
+            norm(Gradient(one.kernel.weighted(*of_tokens), gradient.seq_len)).gradient
+            for norm, one in zip(norms, (inner.gradient, to_memory), strict=True)
         )
+        pulled = Pulled(
+            query,
+            functools.partial(_rescaled, inner, of_values, size),
+            inner.overlaps,
+            functools.partial(_normed, inner, norms[0]),
+        )
+        return pulled, rest
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -586,6 +616,13 @@ class NormalizedAttention(Leaf):
         at_tokens = Gradient(kernel_of(grad_in), record.grad_out.seq_len)
         normed = Elementwise.of(unit, signal, at_tokens, grad_in)
         return Sequence((normed, attention))
+
+
+def _to_one(back: ReaderPullback, gradient: Gradient) -> Pulled:
+    """To tokens that attend to themselves."""
+    pulled, to_memory = back(gradient)
+    total = pulled.gradient.kernel + to_memory.kernel
+    return dataclasses.replace(pulled, gradient=gradient.with_kernel(total))
 
 
 def _rescaled(inner: Pulled, values: Any, size: float) -> Mapping[str, Array]:

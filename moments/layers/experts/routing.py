@@ -104,7 +104,7 @@ ANGLES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.28, np.pi / 2, 2.0)
 are smooth although not in the correlation itself, a polynomial."""
 LEAST = float(np.cos(ANGLES[-1]))
 """The least correlation of two tokens' logits that the table reaches."""
-OCTAVE = 0.05
+OCTAVE = 0.2
 """Step of the tables in log s, between two of which they are interpolated."""
 SMALLEST, LARGEST = 1e-4, 40.0
 """Variances of logits between which there are tables: below, the choice alone is left."""
@@ -192,8 +192,8 @@ STEP = 0.2
 """Of the grid of logits, in units of their deviation."""
 FINE = 0.05
 """The same where one token is alone."""
-OF_LOG = 0.8
-"""Of the trapezoidal rule in log u."""
+OF_LOG, MOST_OF_LOG = 0.5, 2.0
+"""Of the trapezoidal rule in log u, for sums of weights that do not vary, and at most."""
 
 
 def _grid(router: Router, step: float) -> np.ndarray:
@@ -209,6 +209,15 @@ def _grid(router: Router, step: float) -> np.ndarray:
     return np.arange(low, 4.8 + 0.35 * np.sqrt(2 * np.log(router.experts)) + step, step)
 
 
+def _thresholds(router: Router, x: np.ndarray) -> slice:
+    """Where on a grid the largest logit that is not chosen may be."""
+    from scipy.special import ndtr
+    from scipy.stats import binom
+
+    at_least = binom.sf(router.chosen, router.experts, ndtr(-x)) > 1e-8
+    return slice(0, max(int(at_least.sum()), 2))
+
+
 def _tails(step: float, count: int) -> np.ndarray:
     """Matrix (grid, grid) of the integrals from every point of the grid to its end: the trapezoidal
     rule and the first term of Euler and Maclaurin."""
@@ -218,17 +227,25 @@ def _tails(step: float, count: int) -> np.ndarray:
     return above + step / 12 * slope
 
 
-def _normalisers(router: Router, weight: np.ndarray, s: float, step: float) -> Any:
-    """Nodes u and weights of int du; the first stands for all below it."""
+def _normalisers(router: Router, s: float) -> Any:
+    """Nodes u and weights of int du exp(-u D), by the trapezoidal rule in log u; the first stands
+    for all below it.
+
+    The wider the sum D of weights is spread, the less the rule's error: at a step h that of a mean
+    of 1/D is |Gamma(1 + iy)| times the characteristic function of log D at y = 2 pi/h, about
+    exp(-y pi/2 - y^2 v/2); v is taken as half the variance of log D. What D reaches is drawn, and
+    half a deviation of the logits added below, a whole one above.
+    """
     if router.normalised == "none":
         return np.zeros(1), np.ones(1)
-    if router.normalised == "all":
-        mean = router.experts * np.exp(s / 2) if not router.logistic else router.experts / 2
-        low, high = max(weight[0] * router.experts, mean / 40), max(weight[-1], mean) * 1.6
-    else:
-        low, high = router.chosen * weight[0], router.chosen * weight[-1]
-    log = np.arange(-np.log(high) - 7.0, -np.log(low) + 3.0, step)
-    u = np.exp(log)
+    deviation = np.sqrt(s)
+    z = np.random.default_rng(0).standard_normal((1000, router.experts)) * deviation
+    total = np.log(router._total(router.weight(z)[0], router.choice(z)))
+    spread, wanted = 0.5 * float(np.var(total)), np.pi**2 / OF_LOG
+    y = 2 * wanted / (np.pi / 2 + np.sqrt((np.pi / 2) ** 2 + 2 * spread * wanted))
+    step = min(2 * np.pi / y, MOST_OF_LOG)
+    low, high = total.min() - 0.5 * deviation, total.max() + deviation
+    u = np.exp(np.arange(-high - 7.0, -low + 3.0, step))
     size = step * u
     size[0] /= 1 - np.exp(-step)
     return u, size
@@ -284,14 +301,16 @@ def at(router: Router, s: float, r: float) -> np.ndarray:
     width = np.sqrt(1 - r * r)
     step = min(STEP, 0.4 * width, 0.4 / np.sqrt(s))
     x = _grid(router, step)
-    tails = _tails(step, len(x))
+    lower = _thresholds(router, x)
+    t = x[lower]
+    tails = _tails(step, len(x))[:, lower]
     first = x[:, None]
     density = np.exp(-(first**2 - 2 * r * first * x + x**2) / (2 * width**2))
     density /= 2 * np.pi * width
-    below = ndtr((x - r * first) / width)  # of the other token, given the one
+    below = ndtr((t - r * first) / width)  # of the other token, given the one
     single = np.exp(-x * x / 2) / np.sqrt(2 * np.pi)
     w, slope = router.weight(np.sqrt(s) * x)
-    u, size = _normalisers(router, w, s, OF_LOG)
+    u, size = _normalisers(router, s)
 
     tilted = np.exp(-u[:, None] * w)
     damped = slope * (1 - u[:, None] * w)
@@ -300,16 +319,21 @@ def at(router: Router, s: float, r: float) -> np.ndarray:
     weighed = plain * w[:, None]
     steep = plain * slope[:, None]
     both = plain * damped[:, :, None]
-    of_plain, of_weighed, of_both = (np.matmul(density, one) for one in (plain, weighed, both))
+    of_plain, of_weighed, of_both, of_steep = (
+        np.matmul(density, one) for one in (plain, weighed, both, steep)
+    )
     everywhere = router.normalised == "all"
-    given, given_weighed = tilted @ density * step, (w * tilted) @ density * step
-    beyond = tails.T @ density @ tails
-    tail = ndtr(-x)
+    sloped = slope * tilted
+    given, given_sloped = tilted @ density * step, sloped @ density * step
+    over = density @ tails
+    beyond = tails.T @ over
+    tail = ndtr(-t)
     none = 1 - tail[:, None] - tail + beyond
     at_lower = single[:, None] * below
     alone = np.matmul(plain.transpose(0, 2, 1), at_lower)  # chosen by the one alone
+    same, at_lower, above = density[lower, lower], at_lower[lower], over[lower]
 
-    load = _cases(router, density, (tails.T @ density).T, at_lower, (tails.T @ density), at_lower.T)
+    load = _cases(router, same, above, at_lower, above.T, at_lower.T)
     regions = beyond, tail[:, None] - beyond, tail - beyond, none
     total = np.zeros(3)
     total[2] = (_sum_over_common(router, load, regions, 1) * beyond).sum()
@@ -321,26 +345,27 @@ def at(router: Router, s: float, r: float) -> np.ndarray:
             t_slopes = both[i].T @ of_both[j]
             if everywhere:
                 source = 1e-4 * u[i] * u[j]
-                at_both = _everywhere(density, tails, (i, j), tilted, of_plain, given, p11, step)
-                weighted = _everywhere(
-                    density, tails, (i, j), w * tilted, of_weighed, given_weighed, t_gates, step
-                )
+                known = density, tails, lower, (i, j)
+                at_both = _everywhere(*known, tilted, of_plain, given, p11, step)
+                t_other = steep[i].T @ of_steep[j]
+                at_other = _everywhere(*known, sloped, of_steep, given_sloped, t_other, step)
                 values = [at_both]
-                values.append([a + source * b for a, b in zip(at_both, weighted, strict=True)])
+                values.append([a + source * b for a, b in zip(at_both, at_other, strict=True)])
                 one, more = (
                     _sum_over_common(router, _cases(router, *v[:5]), v[5:], 1) for v in values
                 )
                 m = (one * t_gates).sum()
                 n = (one * t_slopes).sum() + ((more - one) * t_gates).sum() / 1e-4
             else:
-                cases = _cases(router, density, of_plain[j], at_lower, of_plain[i].T, at_lower.T)
+                of_one, of_other = of_plain[i][lower].T, of_plain[j][lower]
+                cases = _cases(router, same, of_other, at_lower, of_one, at_lower.T)
                 regions = p11, alone[i], alone[j].T, none
                 one = _sum_over_common(router, cases, regions, 1)
                 m = (one * t_gates).sum()
                 n = (one * t_slopes).sum()
                 if chosen > 1 and router.normalised == "chosen":
                     two = _sum_over_common(router, cases, regions, 2)
-                    t_other = steep[i].T @ (density @ steep[j]) if router.logistic else t_gates
+                    t_other = steep[i].T @ of_steep[j] if router.logistic else t_gates
                     n += u[i] * u[j] * (two * t_other * t_gates).sum()
             count = size[i] * size[j] * (1 if i == j else 2)
             total[:2] += count * np.array([m, n])
@@ -360,12 +385,21 @@ def _cases(router: Router, same: Any, a1: Any, a0: Any, b1: Any, b0: Any) -> Any
 
 
 def _everywhere(
-    density: Any, tails: Any, at: Any, factors: Any, onto: Any, given: Any, p11: Any, step: float
+    density: Any,
+    tails: Any,
+    lower: slice,
+    at: Any,
+    factors: Any,
+    onto: Any,
+    given: Any,
+    p11: Any,
+    step: float,
 ) -> list[Any]:
     """What `_cases` and `_sum_over_common` take where every expert carries its weight: densities
     of the threshold experts, and the four regions.
 
     Args:
+        lower: where on the grid thresholds are.
         at: the nodes of the first and the second token.
         onto, given: density times the factor, over its tail and over all, by node.
         p11: the region above both.
@@ -373,12 +407,14 @@ def _everywhere(
     i, j = at
     one, two = factors[i], factors[j]
     first, second = one * given[j], two * given[i]
-    a1, b1 = one[:, None] * onto[j], (two[:, None] * onto[i]).T
     row, column = tails.T @ first, tails.T @ second
     every = first.sum() * step
     p10, p01 = row[:, None] - p11, column - p11
     regions = [p11, p10, p01, every - row[:, None] - column + p11]
-    return [density * one[:, None] * two, a1, first[:, None] - a1, b1, second - b1, *regions]
+    one, two, first, second = one[lower], two[lower], first[lower], second[lower]
+    a1, b1 = one[:, None] * onto[j][lower], (two[:, None] * onto[i][lower]).T
+    same = density[lower, lower] * one[:, None] * two
+    return [same, a1, first[:, None] - a1, b1, second - b1, *regions]
 
 
 def _scaled(router: Router, values: np.ndarray) -> np.ndarray:
@@ -390,13 +426,14 @@ def _scaled(router: Router, values: np.ndarray) -> np.ndarray:
 
 def _all_chosen(router: Router, s: float, r: float) -> np.ndarray:
     """Of a mixture of all experts, which has no threshold."""
-    experts, x = router.experts, np.arange(-6.0, 6.0 + STEP, min(STEP, 0.4 / np.sqrt(s)))
-    nodes, weights = np.polynomial.hermite_e.hermegauss(64)
+    experts = router.experts
+    nodes = np.arange(-6.0, 6.0 + STEP, min(STEP, 0.4 / np.sqrt(s)))
+    weights = np.exp(-nodes * nodes / 2)
     weights = weights / weights.sum()
     z, other = nodes[:, None], r * nodes[:, None] + np.sqrt(max(1 - r * r, 0.0)) * nodes
     mass = weights[:, None] * weights
     (w, slope), (v, steep) = (router.weight(np.sqrt(s) * one) for one in (z, other))
-    u, size = _normalisers(router, router.weight(np.sqrt(s) * x)[0], s, OF_LOG)
+    u, size = _normalisers(router, s)
     m = n = 0.0
     for one, first in zip(u, size, strict=True):
         for two, second in zip(u, size, strict=True):
@@ -432,7 +469,7 @@ def alone(router: Router, s: float) -> np.ndarray:
     ways = gammaln(experts) - gammaln(rest + 1) - gammaln(chosen + 1)
     everywhere = router.normalised == "all"
     m = n = 0.0
-    for u, size in zip(*_normalisers(router, w, s, 0.5), strict=True):
+    for u, size in zip(*_normalisers(router, s), strict=True):
         f = single * np.exp(-u * w)
         over = functools.partial(_over, tails, f)
         up = over(1.0)

@@ -7,7 +7,8 @@ from typing import Any
 
 from ...errors import domain_error
 from ..experts import Experts
-from ..mixers import Absent, GatedDeltaNet, LayerAttention, Mamba2, ParallelMixer
+from ..mixers import Absent, FeedForward, GatedDeltaNet, LayerAttention, Mamba2, ParallelMixer
+from ..per_layer import PerLayerEmbedding
 from ..positions import Rotary
 from ..transformer import Transformer
 from ..weights import Weights
@@ -216,9 +217,8 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
-    """Gemma 3 with values normalised too, undivided logits, and full layers of other widths."""
-    read.refuse("hidden_size_per_layer_input", 0, "an embedding that every layer reads anew")
-    read.refuse("num_kv_shared_layers", 0, "keys and values of another layer")
+    """Gemma 3 with values normalised too, undivided logits, and full layers of other widths; last
+    layers may read keys and values of earlier ones, and every layer its tokens anew."""
     if (given := read("use_bidirectional_attention", None)) == "all":
         read.leave_out("use_bidirectional_attention", given, "a causal mask is assumed")
     kinds = _kinds(read, 6)
@@ -235,12 +235,18 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         shared = None
     own = Entries({str(n): of for n, of in read("per_layer_config", {}).items()}, read.kind, {})
     width, mixers, temperatures = read.count("head_dim"), [], []
+    own_keys = len(kinds) - int(read.number("num_kv_shared_layers"))
+    sources = {kind: number for number, kind in enumerate(kinds[: max(own_keys, 0)], 1)}
+    if own_keys < len(kinds) and set(sources) != set(kinds):
+        allowed = "so few that layers of every kind before have keys of their own"
+        raise domain_error("num_kv_shared_layers", len(kinds) - own_keys, allowed)
     for number, kind in enumerate(kinds):
         head, several = width, None
         if kind == FULL:
             layer = own.inside(str(number))
             head, several = layer.count("head_dim", wide), layer("num_key_value_heads", shared)
-        mixers.append(LayerAttention(head, several, "rmsnorm", value_norm=True))
+        source = sources[kind] if number >= own_keys else None
+        mixers.append(LayerAttention(head, several, "rmsnorm", value_norm=True, keys_of=source))
         temperatures.append(head**-0.5)
     given = read.inside("rope_parameters")
     usual = {FULL: Rotary(0.25, 1e6), SLIDING: Rotary(1.0, 1e4)}
@@ -253,6 +259,11 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         if of("rope_type", "default") not in ("default", "proportional") or of.has("factor"):
             said = read("rope_parameters")
             read.leave_out("rope_parameters", said, "unscaled rotary frequencies are assumed")
+    ffns = _beside_experts(read) if read.flag("enable_moe_block") else None
+    if read.flag("use_double_wide_mlp") and own_keys < len(kinds):
+        read.refuse("enable_moe_block", False, "wider dense blocks beside experts")
+        wide_block = FeedForward(2 * read.count("intermediate_size"))
+        ffns = (None,) * own_keys + (wide_block,) * (len(kinds) - own_keys)
     return _decoder(
         read,
         seq_len,
@@ -263,7 +274,21 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         embedding={"scale": math.sqrt(read.count("hidden_size"))},
         head={"logit_softcap": read.cap("final_logit_softcapping", None)},
         mixer=mixers,
-        ffn=_beside_experts(read) if read.flag("enable_moe_block") else None,
+        ffn=ffns,
+        per_layer_embedding=_per_layer(read),
+    )
+
+
+def _per_layer(read: Entries) -> PerLayerEmbedding | None:
+    """What every layer reads of its tokens."""
+    width, variance = int(read.number("hidden_size_per_layer_input")), read.variance()
+    if width == 0:
+        return None
+    return PerLayerEmbedding(
+        width,
+        *(variance,) * 4,
+        scale=math.sqrt(width),
+        projection_scale=read.count("hidden_size") ** -0.5,
     )
 
 

@@ -20,7 +20,6 @@ _HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
 _NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
 # Entries with one item per layer, which follow the depth when they are left out
 _PER_LAYER = ("layer_types", "attention_layers")

@@ -91,11 +91,13 @@ class Value:
 
 
 class Boundary(NamedTuple):
-    """A value that went into, or came out of, a submodule as its first tensor."""
+    """A value that went into, or came out of, a submodule as its first tensor, before operation
+    number `at`."""
 
     path: str
     side: Side
     value: int
+    at: int
 
 
 class Graph:
@@ -206,14 +208,12 @@ class Graph:
         """The innermost submodule in which the numbers of a batch choose entries; "" where none
         does."""
         inside: dict[str, int] = {}
-        for path, side, value in self.boundaries:
-            made = self.values[value].producer
-            at = -1 if made is None else made
+        for path, side, _, at in self.boundaries:
             if side == "input":
                 inside[path] = at
                 continue
             first = inside.pop(path, at)
-            if any(n.name in CHOICES and self._alive(n) for n in self.nodes[first + 1 : at + 1]):
+            if any(n.name in CHOICES and self._alive(n) for n in self.nodes[first:at]):
                 return path
         return ""
 
@@ -472,7 +472,8 @@ def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tenso
         tensors = (t for t in tree_flatten(_plain(value))[0] if isinstance(t, Tensor))
         tensor = next(tensors, None)
         if tensor is not None and id(tensor) in recorder.known:
-            boundaries.append(Boundary(path, side, recorder.known[id(tensor)]))
+            value, at = recorder.known[id(tensor)], len(recorder.graph.nodes)
+            boundaries.append(Boundary(path, side, value, at))
 
     with ExitStack() as stack:
         for path, part in module.named_modules():

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ...simulation.collector import squared_norm
+from ..inputs import TOKENS, examples
 from ..roles import (
     ENCODER,
     BlockSum,
@@ -42,9 +44,6 @@ from .graph import SOFTMAX, Graph, reaches, record
 from .places import Roles, Sites, place
 from .stream import ORDER, BranchUnit, StreamReader, SumChain
 from .units import RotationUnit, close
-
-TOKENS = 12
-"""Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
 
 SEQ_LEN = 128
 """Tokens assumed where a module does not limit them."""
@@ -143,7 +142,7 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
 @made_at_hand
 def example(module: nn.Module) -> Any:
     """Random input that a module runs on; None where none is found."""
-    for given, _ in _examples(module):
+    for given in examples(module):
         # the module's own code, on input that may be none of its
         with contextlib.suppress(Exception), in_mode(module, False):
             run(module, given)
@@ -234,11 +233,12 @@ def _recorded(
 ) -> tuple[Graph, int | None, Any]:
     """The graph of a short pass, the tokens that the batch has, and what was passed."""
     errors = []
-    cuts = _examples(module) if batch is None else _cuts(batch, rows, tokens)
-    for given, length in cuts:
+    cuts = [(given, None) for given in examples(module)]
+    cuts = cuts if batch is None else list(_cuts(batch, rows, tokens))
+    for training, (given, length) in itertools.product((True, False), cuts):
         given = _near_batch(given)
         try:
-            with kept_buffers(module), in_mode(module, True):
+            with kept_buffers(module), in_mode(module, training):
                 graph = record(module, functools.partial(run, module, given), _tensors(given))
             return graph, length, given
         except Exception as error:  # the module's own code, on input that may be none of its
@@ -282,92 +282,6 @@ def _cuts(batch: Any, rows: int = 2, most: int = TOKENS) -> Iterator[tuple[Any, 
                             tensor = tensor.narrow(axis, 0, tokens)
             cut[name] = tensor
         yield (cut if many else cut[""]), length
-
-
-def _examples(module: nn.Module) -> Iterator[tuple[Any, int | None]]:
-    """Input that a module may take, likeliest first."""
-    generator = torch.Generator().manual_seed(0)
-    config: Any = getattr(module, "config", None)
-
-    def ids(rows: int, length: int = TOKENS) -> Tensor:
-        low = min(5, rows // 2)  # special tokens are the first ones
-        return torch.randint(low, rows, (2, length), generator=generator)
-
-    def both(*tensors: Tensor) -> dict[str, Tensor]:
-        arguments = inspect.signature(module.forward).parameters.values()
-        names = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
-        return dict(zip(names, tensors, strict=False))
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(kind)
-
-    def picture(channels: int, side: Any) -> Tensor:
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        return drawn(2, channels, int(height), int(width))
-
-    size = getattr(config, "image_size", None)
-    kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    if size is not None and hasattr(config, "num_channels"):
-        yield {"pixel_values": picture(config.num_channels, size)}, None
-    yield from _signals(module, config, generator, kind)
-    text = _vocabulary(config)
-    if text is not None:
-        row = ids(text)
-        if getattr(config, "is_encoder_decoder", False):
-            yield {"input_ids": row, "decoder_input_ids": ids(text)}, None
-        yield {"input_ids": row}, None
-    tables = [p.num_embeddings for p in module.modules() if isinstance(p, nn.Embedding)]
-    tables += [len(p) for p in module.parameters() if p.ndim == 2][:1]
-    for rows in sorted(set(tables), reverse=True)[:2]:
-        length = min([TOKENS, *(n for n in tables if n > 3)])
-        yield ids(rows, length), None
-        yield both(ids(rows, length), ids(rows, length)), None
-    widths = [p.embed_dim for p in module.modules() if isinstance(p, nn.MultiheadAttention)]
-    widths += [p.in_features for p in module.modules() if isinstance(p, nn.Linear)]
-    widths += [p.shape[-1] for p in module.parameters() if p.ndim == 1]
-    for width in widths[:1]:
-        features = drawn(2, TOKENS, width)
-        if isinstance(module, nn.Transformer | nn.TransformerDecoder):
-            yield both(features, drawn(2, TOKENS, width)), None
-        yield features, None
-    convolution = next((p for p in module.modules() if isinstance(p, nn.Conv2d)), None)
-    if convolution is not None:
-        sizes = [getattr(p, "img_size", None) for p in module.modules()]
-        sizes += [getattr(p, "image_size", None) for p in module.modules()]
-        for side in [s for s in sizes if s is not None] + [224, 32]:
-            yield picture(convolution.in_channels, side), None
-
-
-def _vocabulary(config: Any) -> int | None:
-    """Rows of a Hugging Face module's token table; of its text's, where it reads more."""
-    if not hasattr(config, "to_dict"):
-        return None
-    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = getattr(inner, "vocab_size", getattr(config, "vocab_size", None))
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def _signals(
-    module: nn.Module, config: Any, generator: torch.Generator, kind: torch.dtype
-) -> Iterator[tuple[Any, int | None]]:
-    """Sounds and spectra, for a Hugging Face module whose main input they are."""
-    name = getattr(module, "main_input_name", None)
-    if name not in ("input_values", "input_features") or not hasattr(config, "to_dict"):
-        return
-    parts = [p for p in module.modules() if isinstance(p, nn.Conv1d | nn.Linear)]
-    read = [getattr(p, "in_channels", None) or getattr(p, "in_features", 0) for p in parts[:1]]
-    bins = int(getattr(config, "num_mel_bins", 0) or next(iter(read), None) or 16)
-    frames = 2 * int(getattr(config, "max_source_positions", 2 * TOKENS))
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "input_values": [(2, 3200), (2, frames, bins)],
-        "input_features": [(2, bins, frames), (2, frames, bins), (2, 4 * TOKENS, bins)],
-    }
-    more: dict[str, Any] = {}
-    text = _vocabulary(config)
-    if getattr(config, "is_encoder_decoder", False) and text is not None:
-        more["decoder_input_ids"] = torch.randint(text, (2, TOKENS), generator=generator)
-    for shape in shapes[name]:
-        yield {name: torch.randn(shape, generator=generator).to(kind)} | more, None
 
 
 def _far(module: nn.Module, batch: Any) -> list[int | None]:

@@ -277,9 +277,12 @@ class Laws:
             case _, Joined():
                 return self._of_joined(v, u, where).T
             case Part(), Part():
-                if torch.equal(u.chosen, v.chosen):
-                    return self.covariance(u.whole, v.whole, where) * 1.0
-                return nothing
+                if not torch.equal(u.chosen, v.chosen):
+                    return nothing
+                if u.through is not None and v.through is not None:  # so that its gradient is whole
+                    if torch.equal(u.through.chosen, v.through.chosen):
+                        return self.covariance(u.through, v.through, where) * 1.0
+                return self.covariance(u.whole, v.whole, where) * 1.0
             case (Part(), Product() | Entries() | Fixed()) | (
                 Product() | Entries() | Fixed(),
                 Part(),

@@ -7,8 +7,10 @@ what no rule takes is sampled, and what cannot even be sampled is named and left
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from ..dataflow.graph import PRODUCTS, VIEWS, Graph, Node, Ref
 from .laws import F64, Laws
 from .sampling import Sampler, again
 from .variables import (
+    NUMBERS,
     Combination,
     Curve,
     Entries,
@@ -106,6 +109,12 @@ PLACES = 1500
 """Sites of a variable beyond which it is not followed, unless more is asked for: a covariance of
 two has as many squared, of 8 bytes each."""
 
+UNLIKE = 4.0
+"""Deviations from all entries of a parameter beyond which rows of it have a law of their own."""
+
+MANY = 16
+"""Summands from which a sum with random weights is taken as Gaussian."""
+
 _FEW = 8
 """Entries below which a parameter counts as numbers: scalars on the stream, lambdas."""
 
@@ -131,6 +140,9 @@ class Lowering:
         chosen: places that the batch chose, which are those of the recorded pass, with the roots of
             what they were chosen by.
         tied: tables that a matrix behind them is, too.
+        whole: all entries of every parameter, and of every tensor that is made of some.
+        coherent: parameters of which one entry acts on all features of a place, or that are used as
+            numbers: their gradients have no law here.
     """
 
     def __init__(
@@ -151,6 +163,8 @@ class Lowering:
         self.lost: set[int] = set()
         self.chosen: dict[int, frozenset[object]] = {}
         self.tied: set[str] = set()
+        self.whole: dict[str, Tensor] = {}
+        self.coherent: set[str] = set()
         for index, value in enumerate(graph.values):
             if value.producer is not None:
                 continue
@@ -158,6 +172,7 @@ class Lowering:
             if value.params and tensor.is_floating_point():
                 entries = torch.arange(tensor.numel()).reshape(tensor.shape)
                 self.states[index] = Weights(tensor, str(value.name), entries)
+                self.whole[str(value.name)] = tensor
             else:
                 self.states[index] = Known(tensor)
         for node in graph.nodes:
@@ -242,12 +257,13 @@ class Lowering:
         return self.graph.tensor(value).shape
 
     def _opaque(self, node: Node, value: int, site: Tensor, feature: Tensor) -> Field:
-        below = (self.states.get(v) for v in node.inputs)
+        below = [self.states.get(v) for v in node.inputs]
+        roots = _roots(s.variable for s in below if isinstance(s, Field))
         variable = Sampled(
             sites=_count(site),
             features=_count(feature),
             alike=False,
-            roots=_roots(s.variable for s in below if isinstance(s, Field)),
+            roots=roots.union(s.root for s in below if isinstance(s, Weights)),
             value=value,
         )
         return Field(variable, site, feature)
@@ -300,12 +316,16 @@ class Lowering:
                 self._looked_up(name, first, values[v].tensor.detach(), index, live)
                 for v, index in zip(node.outputs, indices, strict=False)
             ]
+        if name in _NORMS and isinstance(first, Weights):  # of learned tokens
+            self.states[node.inputs[0]] = self._places(first)
+            return self._normalized(node, name)
         if live and (name in PRODUCTS or name == "linear"):
             return [self._product(node, name)]
         if live and name == "convolution":
             return [self._convolution(node)]
         if live:
-            raise Unlowered("numbers of the batch and weights in one operation")
+            self.sampled[name] += 1
+            return [self._opaque(node, v, *self._by_place(name, v)) for v in node.outputs]
         made: list[State] = []
         for v in node.outputs:
             tensor = values[v].tensor.detach()
@@ -315,8 +335,28 @@ class Lowering:
             roots = sorted({s.root for s in weights})
             root = f"{roots[0]}#{v}" if len(roots) == 1 else f"derived#{v}"
             index = torch.arange(tensor.numel()).reshape(tensor.shape)
+            self.whole[root] = tensor
+            if len(values[v].params) > 1:
+                self.coherent |= values[v].params
+            elif (slope := self._slope(v, next(iter(values[v].params), ""))) is not None:
+                self.sampler.slopes[root] = slope
             made.append(Weights(tensor, root, index))
         return made
+
+    def _slope(self, value: int, name: str) -> float | None:
+        """Mean squared derivative of a tensor that is a function of every entry of a parameter."""
+        number = next((n for n, v in enumerate(self.graph.values) if v.name == name), None)
+        if number is None or self._shape(number).numel() != self._shape(value).numel():
+            return None
+        leaf = self.graph.tensor(number).detach().clone().requires_grad_(True)
+        tensors = {number: leaf}
+        with torch.enable_grad():
+            for node in self.graph.makers(value):
+                again(self.graph, node, tensors, {})
+            if not tensors[value].requires_grad:
+                return None
+            (slope,) = torch.autograd.grad(tensors[value].sum(), leaf)
+        return float(slope.square().mean())
 
     def _looked_up(
         self, name: str, of: Weights, tensor: Tensor, index: Tensor, live: bool
@@ -335,8 +375,17 @@ class Lowering:
         feature = torch.arange(features).expand(shape)
         return Field(self._entries(w, w.index.reshape(sites, features)), site, feature)
 
+    def _by_place(self, name: str, value: int) -> tuple[Tensor, Tensor]:
+        """Labels of a tensor whose features lie along its last axis, or are its channels."""
+        shape = self._shape(value)
+        axis = 1 if name in ("native_batch_norm", "native_group_norm") else len(shape) - 1
+        entries = torch.arange(shape.numel()).reshape(shape)
+        site = torch.unique(entries.narrow(axis, 0, 1), return_inverse=True)[1].expand(shape)
+        view = [-1 if a == axis else 1 for a in range(len(shape))]
+        return site, torch.arange(shape[axis]).reshape(view).expand(shape)
+
     def _entries(self, w: Weights, index: Tensor) -> Entries:
-        mean, variance = statistics(w.tensor)
+        mean, variance = self._statistics(w)
         few = torch.linspace(0, index.shape[1] - 1, min(_FEW, index.shape[1])).round().long()
         return Entries(
             sites=index.shape[0],
@@ -348,6 +397,18 @@ class Lowering:
             variance=variance,
             mean=mean,
         )
+
+    def _statistics(self, w: Weights) -> tuple[float, float]:
+        """Mean and variance of what rows of a parameter are draws of: of all its entries, unless
+        the rows differ from them beyond chance."""
+        own, whole = statistics(w.tensor), statistics(self.whole[w.root])
+        count = len(torch.unique(w.index))
+        if count < 2 * UNLIKE**2:
+            return own
+        squares = [mean**2 + variance for mean, variance in (own, whole)]
+        apart = UNLIKE * (2 / count) ** 0.5
+        near = squares[0] > 0 and abs(math.log(squares[0] / squares[1])) <= apart
+        return whole if near and abs(own[0] - whole[0]) <= apart * squares[1] ** 0.5 else own
 
     def _chosen_matrix(self, node: Node, w: Weights) -> Weights | None:
         """A matrix for every place, by the batch's choice."""
@@ -526,6 +587,8 @@ class Lowering:
         table = _by_entry(other.index if isinstance(other, Weights) else other.tensor.to(F64), x)
         if table is None:
             return None
+        if isinstance(other, Weights) and table.shape[1] > 1 and not varies(table, [1]):
+            self.coherent.add(other.root)
         made = self._entries(other, table) if isinstance(other, Weights) else _fixed(table, other)
         return Field(made, x.site, x.feature)
 
@@ -556,6 +619,17 @@ class Lowering:
             y = Known(1 / _tensor(y).to(F64))
         return self._multiplied(x, y, shape)
 
+    def _by_feature(self, w: Weights, x: Field) -> bool:
+        """Whether a few entries are one for every feature of a field."""
+        count = w.tensor.numel()
+        return w.tensor.shape[-1:] == (count,) == x.site.shape[-1:] and varies(x.feature, [-1])
+
+    def _numbers_of(self, state: Any) -> Tensor:
+        """The numbers that a tensor has, be they a parameter's."""
+        if isinstance(state, Weights):
+            self.coherent.add(state.root)
+        return _tensor(state)
+
     def _scaled(self, x: Field, c: Tensor) -> Field:
         terms = [Term(x.variable, c)]
         return Field(combination(x.variable.sites, x.variable.features, terms), x.site, x.feature)
@@ -574,10 +648,10 @@ class Lowering:
             terms = [Term(a, one, i), Term(b, other, j)]
             return Field(combination(sites, features, terms), site, feature)
         x = _expanded(x, shape)
-        if isinstance(y, Weights) and y.tensor.numel() >= _FEW:
+        if isinstance(y, Weights) and (y.tensor.numel() >= _FEW or self._by_feature(y, x)):
             x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
             return None if field is None else self._sum(x, one, field, other)
-        numbers = _tensor(y)
+        numbers = self._numbers_of(y)
         if numbers.is_complex() or numbers.dtype == torch.bool:
             return None
         if not bool(torch.isfinite(numbers.to(F64)).all()) or float(numbers.abs().max()) > 1e9:
@@ -615,13 +689,14 @@ class Lowering:
                 return Field(_times(a, b, (i, j), sites, features), site, feature)
             return None
         x = _expanded(x, shape)
-        if isinstance(y, Weights) and (y.tensor.numel() == 1 or y.tensor.numel() >= _FEW):
+        few = isinstance(y, Weights) and 1 < y.tensor.numel() < _FEW
+        if isinstance(y, Weights) and (not few or self._by_feature(y, x)):
             x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
             if field is None:
                 return None
             a, b = x.variable, field.variable
             return Field(_times(a, b, (None, None), a.sites, a.features), x.site, x.feature)
-        numbers = _tensor(y)
+        numbers = self._numbers_of(y)
         if numbers.is_complex():
             return None
         x, c = self._matched(x, numbers.expand(tuple(shape)), shape, self._coefficient)
@@ -671,13 +746,9 @@ class Lowering:
         base = curve_of(x.variable)
         if base is None:
             if name == "square" or (name == "pow" and node.args[1] == 2):
-                square = Square(
-                    sites=x.variable.sites,
-                    features=x.variable.features,
-                    alike=False,
-                    roots=x.variable.roots,
-                    inner=x.variable,
-                )
+                v = x.variable
+                of = {"sites": v.sites, "features": v.features, "roots": v.roots, "inner": v}
+                square = Square(alike=False, value=node.outputs[0], **of)
                 return Field(square, x.site, x.feature)
             return None
         graph, states, (gaussian, inner) = self.graph, self.states, base
@@ -710,12 +781,15 @@ class Lowering:
             shape = self._shape(node.outputs[0])
             return [self._pooled(x, axes, share, shape)] if pools else None
         mean = self.laws.mean(x.variable)[x.site]
-        second = self.laws.square(x.variable)[x.site]
         over = mean.mean(axes, keepdim=True)
+        positive = isinstance(x.variable, Square)
+        if name == "mean" or (name == "sum" and positive):
+            return [self._known(node, 0, over * (count if name == "sum" else 1))]
+        second = self.laws.square(x.variable)[x.site]
         if name == "sum" and float((mean**2).mean()) * count < 4 * float(second.mean()):
             return None  # noise of the same order as what follows
-        if name in ("mean", "sum"):
-            return [self._known(node, 0, over * (count if name == "sum" else 1))]
+        if name == "sum":
+            return [self._known(node, 0, over * count)]
         square = second.mean(axes, keepdim=True)
         if name in ("linalg_vector_norm", "norm"):
             return [self._known(node, 0, (count * square).sqrt())]
@@ -836,6 +910,10 @@ class Lowering:
             site = torch.where(blank, first + place, site)
             feature = torch.where(blank, torch.zeros_like(feature), feature)
         values, new = torch.unique(site, return_inverse=True)
+        parts = [state.variable for state, _ in bases.values()]
+        if any(self._entangled(a, b) for a, b in itertools.combinations(parts, 2)):
+            self.sampled[name] += 1
+            return self._opaque(node, node.outputs[0], new, feature)
         terms = []
         for state, low in bases.values():
             inside = (values >= low) & (values < low + state.variable.sites)
@@ -1027,7 +1105,9 @@ class Lowering:
         k = w.index.shape[-2]
         streams = isinstance(x, Field) and not varies(x.feature, [x.feature.ndim - 1])
         if isinstance(x, Field) and streams and x.site.ndim >= 2 and k > 1:  # or places
-            made = self._mixed(w.tensor.transpose(-1, -2), flipped(x), flipped_shape(shape))
+            made = self._mixed(self._numbers_of(w).mT, flipped(x), flipped_shape(shape))
+            if made is not None and k >= MANY:
+                made.variable.gaussian = True
             return None if made is None else flipped(made)
         full, columns_used = torch.Size(shape), w.index[..., 0, :]
         source, known, columns, matrix = None, None, [], None
@@ -1123,6 +1203,8 @@ class Lowering:
     def _mix(self, a: Field, x: Field, shape: Sequence[int]) -> Field:
         """Sampled weights times an independent field, along the latter's sites."""
         full = torch.Size(shape)
+        if varies(a.feature, [a.feature.ndim - 2]):
+            a = self._of_one_feature(a)
         rows = a.site.unsqueeze(-2).expand(*full, a.site.shape[-1])
         columns = x.site.transpose(-1, -2).unsqueeze(-3).expand(rows.shape)
         k = rows.shape[-1]
@@ -1136,9 +1218,13 @@ class Lowering:
         place = torch.unique(both.reshape(2, -1).T, dim=0, return_inverse=True)[1]
         first = torch.zeros(_count(place), dtype=torch.long)
         first[place] = torch.arange(len(place))
+        rows_of = x.feature.select(-2, 0).unsqueeze(-2).expand(full)
+        heads_of = a.feature.narrow(-1, 0, 1).expand(full)
+        labels = [heads_of, rows_of]  # heads that share values have entries of their own
+        feature, _ = joined(labels, [a.variable.features, x.variable.features])
         mix = Mix(
             sites=len(first),
-            features=x.variable.features,
+            features=_count(feature),
             alike=False,
             roots=a.variable.roots | x.variable.roots,
             weights=a.variable,
@@ -1146,8 +1232,16 @@ class Lowering:
             weights_at=code[first][:, :k],
             values_at=code[first][:, k:],
         )
-        feature = x.feature.select(-2, 0).unsqueeze(-2).expand(full)
-        return self._settled(mix, place.reshape(full), feature)
+        return Field(mix, place.reshape(full), feature)
+
+    def _of_one_feature(self, a: Field) -> Field:
+        """A sampled field every entry of which is a site of its own, so that rows stay apart."""
+        whole, width = self.states[a.variable.value], a.variable.features
+        assert isinstance(whole, Field) and isinstance(a.variable, Sampled)
+        site, at = whole.site * width + whole.feature, a.site * width + a.feature
+        variable = replace(a.variable, sites=a.variable.sites * width, features=1, number=next(NUMBERS))
+        self.states[variable.value] = Field(variable, site, torch.zeros_like(site))
+        return Field(variable, at, torch.zeros_like(at))
 
     def _convolution(self, node: Node) -> Field:
         x, w, bias, stride, padding, dilation, transposed, _, groups = (

@@ -22,10 +22,11 @@ from ...layers.head.softmax_agreement import agreement_share
 from ...show.report import render
 from ..dataflow.graph import Graph
 from ..dataflow.reading import recorded
+from ..roles import gathered_names
 from ..running import built, made_at_hand
 from .laws import F64, Replicas
 from .lowering import PLACES, Lowering
-from .variables import Field, Sampled, Variable
+from .variables import Field, Sampled, Square, Variable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -243,20 +244,27 @@ class Lowered:
         return bits
 
     @property
+    def left(self) -> list[str]:
+        """Parameters whose gradients have no law here."""
+        names = {root.partition("#")[0] for root in self.lowering.coherent}
+        return [v.name for v in self.graph.values if v.params and v.name in names]
+
+    @property
     def weights(self) -> dict[str, float]:
         """Squared gradient norms by parameter, those of tensors derived from one with it; without
         parameters whose gradient also passes what could not be followed."""
-        cut = self.cut
+        cut, left = self.cut, self.left
         names = [
             v.name
             for v in self.graph.values
             if v.name is not None and v.params and not any(cut >> n & 1 for n in v.consumers)
+            if v.name not in left
         ]
         total = {name: self.lowering.sampler.squares.get(name, 0.0) for name in names}
         for root, leaf in self.replicas.weights.items():
             name = root.partition("#")[0]
             if leaf.grad is not None and name in total:
-                total[name] += float(leaf.grad)
+                total[name] += float(leaf.grad) * self.lowering.sampler.slopes.get(root, 1.0)
         return total
 
 
@@ -383,6 +391,7 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
     graph, lowering, replicas = done.graph, done.lowering, done.replicas
     paths, cut = _paths(graph), done.cut
     rows: dict[int, OperationRow] = {}
+    passed = lowering.sampler.passed()
     for value, state in lowering.states.items():
         if not isinstance(state, Field) or value in lowering.lost:
             continue
@@ -390,12 +399,13 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
             continue
         row = _row(graph, lowering, replicas, value, state, paths)
         made = graph.values[value].producer
-        if row is not None and made is not None and cut >> made & 1:
+        behind = made is not None and cut >> made & 1
+        if row is not None and (behind or value in passed):
             row = row._replace(grad_variance=None, grad_correlation=None)
         if row is not None:
             rows[value] = row
     outputs = []
-    for path, side, value in graph.boundaries:
+    for path, side, value, _ in graph.boundaries:
         if side == "output" and value in rows:
             outputs.append(rows[value]._replace(module=path))
     weights = done.weights
@@ -407,6 +417,11 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         notes.append(
             f"{', '.join(sorted(tied))}: a table and a matrix behind it; a token's own logit is "
             "taken as any other (mean squares of logits up to half, gradients up to twice)"
+        )
+    if left := done.left:
+        notes.append(
+            f"no gradients of {', '.join(gathered_names(left))}, one entry of which acts on all "
+            "features of a place: it moves norms as well"
         )
     if lowering.chosen:
         notes.append("rows that experts take are those that this pass chose for them")
@@ -434,11 +449,10 @@ def _row(
 ) -> OperationRow | None:
     variable, laws = state.variable, lowering.laws
     sites = torch.unique(state.site)
-    try:
-        covariance = laws.covariance(variable, variable)[sites][:, sites]
-        mean = float(laws.mean(variable)[sites].mean())
-    except TypeError:  # a square of what is not Gaussian has a mean alone
+    if isinstance(variable, Square):  # which has a mean alone
         return None
+    covariance = laws.covariance(variable, variable)[sites][:, sites]
+    mean = float(laws.mean(variable)[sites].mean())
     node = graph.producer(value)
     own, pairs = _own_and_pairs(covariance)
     crossed = replicas.known.get((variable.number, variable.number))
@@ -488,13 +502,11 @@ def _paths(graph: Graph) -> dict[int, str]:
     """The innermost submodule that an operation lies in."""
     spans: dict[str, int] = {}
     paths: dict[int, str] = {}
-    for path, side, value in graph.boundaries:
-        made = graph.values[value].producer
-        at = -1 if made is None else made
+    for path, side, _, at in graph.boundaries:
         if side == "input":
             spans[path] = at
         elif path in spans:
-            for index in range(spans.pop(path) + 1, at + 1):
+            for index in range(spans.pop(path), at):
                 inner = paths.get(index, "")
                 paths[index] = inner if len(inner) > len(path) else path
     return paths

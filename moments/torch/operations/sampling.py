@@ -73,7 +73,7 @@ class _Drawn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sampler: Sampler, variable: Sampled, value: Tensor, *below: Tensor
+        ctx: Any, sampler: Sampler, variable: Sampled, value: Tensor, inside: Tensor, *below: Tensor
     ) -> Tensor:
         ctx.what = sampler, variable
         return value.clone()
@@ -81,7 +81,7 @@ class _Drawn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *received: Tensor) -> tuple[Any, ...]:
         sampler, variable = ctx.what
-        return None, None, None, *sampler.pulled(variable, received[0])
+        return None, None, None, None, *sampler.pulled(variable, received[0])
 
 
 class _Shared(torch.autograd.Function):
@@ -141,6 +141,10 @@ class Sampler:
         states: of its values, as they are lowered.
         draws: of a variable of 16 features or more; up to four times as many of a narrower one.
         seed: of random numbers.
+
+    Attributes:
+        squares: squared gradients of parameters inside what is drawn.
+        slopes: mean squared derivatives of tensors that are made of one parameter, by root.
     """
 
     laws: Laws
@@ -148,6 +152,7 @@ class Sampler:
     def __init__(self, graph: Graph, states: dict[int, State], draws: int, seed: int) -> None:
         self.graph, self.states, self.draws, self.seed = graph, states, draws, seed
         self.squares: dict[str, float] = {}
+        self.slopes: dict[str, float] = {}
         self._plans: dict[int, _Plan] = {}
         self._laws: dict[int, tuple[Tensor, Tensor]] = {}
         self._choices: dict[int, Tensor] = {}
@@ -156,7 +161,7 @@ class Sampler:
     def add_square(self, root: str, square: float) -> None:
         """Count a part of a parameter's squared gradient."""
         name = root.partition("#")[0]
-        self.squares[name] = self.squares.get(name, 0.0) + square
+        self.squares[name] = self.squares.get(name, 0.0) + square * self.slopes.get(root, 1.0)
 
     # --- draws ------------------------------------------------------------------------------------
 
@@ -190,6 +195,14 @@ class Sampler:
             groups.append([one for g in near for one in g] + [variable])
         self._plans[v.number] = _Plan(sorted(nodes), cuts, groups)
         return self._plans[v.number]
+
+    def passed(self) -> set[int]:
+        """Recorded tensors between what is drawn and what it rests on: gradients pass them by."""
+        inside: set[int] = set()
+        for number, plan in self._plans.items():
+            between = {v for n in plan.nodes for v in self.graph.nodes[n].inputs}
+            inside |= between - plan.cuts.keys()
+        return inside
 
     def _related(self, u: Variable, v: Variable) -> bool:
         if not u.roots & v.roots:
@@ -267,9 +280,10 @@ class Sampler:
         if not replicas.crossed:
             return value
         below = [self.laws.covariance(a, b, replicas) for a, b in self.plan(v).pairs]
-        if not any(c.requires_grad for c in below):
+        inside = torch.zeros((), requires_grad=bool(self._weights_inside(v)))
+        if not any(c.requires_grad for c in (inside, *below)):
             return value
-        made: Tensor = _Drawn.apply(self, v, value, *below)
+        made: Tensor = _Drawn.apply(self, v, value, inside, *below)
         return made
 
     def same_choice(self, route: Variable) -> Tensor:

@@ -16,7 +16,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-_numbers = itertools.count()
+NUMBERS = itertools.count()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,7 +36,7 @@ class Variable:
     gaussian: bool = False
     alike: bool = True
     roots: frozenset[object] = frozenset()
-    number: int = field(default_factory=lambda: next(_numbers))
+    number: int = field(default_factory=lambda: next(NUMBERS))
 
     @property
     def parents(self) -> tuple[Variable, ...]:
@@ -148,10 +148,11 @@ class Joined(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Part(Variable):
-    """Some features of a variable."""
+    """Some features of a variable; `through` a larger part of it of which they were taken."""
 
     whole: Variable
     chosen: Tensor
+    through: Part | None = None
 
     @property
     def parents(self) -> tuple[Variable, ...]:
@@ -164,17 +165,6 @@ class Curve(Variable):
 
     inner: Variable
     function: Callable[[Tensor], Tensor]
-
-    @property
-    def parents(self) -> tuple[Variable, ...]:
-        return (self.inner,)
-
-
-@dataclass(eq=False, kw_only=True)
-class Square(Variable):
-    """The square of a variable that is not Gaussian; its mean alone has a law."""
-
-    inner: Variable
 
     @property
     def parents(self) -> tuple[Variable, ...]:
@@ -219,6 +209,17 @@ class Sampled(Variable):
     """
 
     value: int
+
+
+@dataclass(eq=False, kw_only=True)
+class Square(Sampled):
+    """The square of a variable that is not Gaussian; its mean alone has a law."""
+
+    inner: Variable
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return (self.inner,)
 
 
 # --- recorded tensors -----------------------------------------------------------------------------
@@ -334,7 +335,11 @@ class Parts:
 
     def _new(self, whole: Variable, chosen: Tensor) -> Variable:
         if isinstance(whole, Part):
-            return self.of(whole.whole, whole.chosen[chosen])
+            known = len(self._made)
+            part = self.of(whole.whole, whole.chosen[chosen])
+            if len(self._made) > known and isinstance(part, Part):
+                part.through = whole
+            return part
         if isinstance(whole, Joined):
             low, high = int(chosen.min()), int(chosen.max())
             for piece, first in whole.pieces:
@@ -347,7 +352,7 @@ class Parts:
                 return combination(whole.sites, len(chosen), terms, whole.shift)
         if isinstance(whole, Blend):
             inner = self.of(whole.inner, chosen)
-            return replace(whole, inner=inner, features=len(chosen), number=next(_numbers))
+            return replace(whole, inner=inner, features=len(chosen), number=next(NUMBERS))
         return Part(
             sites=whole.sites,
             features=len(chosen),

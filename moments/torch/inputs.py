@@ -1,0 +1,391 @@
+"""Random input for somebody's module, by what its forward takes.
+
+Names of arguments say what they are, the config and the first layers how large.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOKENS = 12
+"""Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
+
+SAMPLES = 6720
+"""Of a sound: 21 frames of 320 samples, which the usual strides divide."""
+
+SIDES = (64, 224)
+"""Pictures' heights where nothing says them."""
+
+BINS = (128, 80)
+"""Of spectra, likewise."""
+
+ATTEMPTS = 16
+"""Ways in which one set of arguments may be made that are tried."""
+
+CUT = ("grid_thw", "image_grid_thw", "spatial_shapes", "pixel_position_ids")
+"""Arguments which say that pictures come as rows of patches."""
+
+MORE = (
+    "input_ids",
+    "pixel_values",
+    "pixel_values_videos",
+    "input_features",
+    "input_values",
+    "bbox",
+    "input_features_mask",
+    "visual_feats",
+    "visual_pos",
+    "actions",
+    "rewards",
+    "returns_to_go",
+    "timesteps",
+    "decoder_input_ids",
+)
+"""Arguments that a module may need though their default is None."""
+
+
+def examples(module: nn.Module) -> Iterator[Any]:
+    """Input that a module may take, likeliest first."""
+    generator = torch.Generator().manual_seed(0)
+    if hasattr(getattr(module, "config", None), "to_dict"):
+        yield from _Configured(module, generator).batches()
+    yield from _by_weights(module, generator)
+
+
+def vocabulary(config: Any) -> int | None:
+    """Rows of a Hugging Face module's token table; of its text's, where it reads more."""
+    if not hasattr(config, "to_dict"):
+        return None
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rows = getattr(inner, "vocab_size", getattr(config, "vocab_size", None))
+    return rows if isinstance(rows, int) and rows > 0 else None
+
+
+def _ids(rows: int, generator: torch.Generator, length: int = TOKENS) -> Tensor:
+    low = min(5, rows // 2)  # special tokens are the first ones
+    return torch.randint(low, rows, (2, length), generator=generator)
+
+
+def _kind(module: nn.Module) -> torch.dtype:
+    floats = (p.dtype for p in module.parameters() if p.is_floating_point())
+    return next(floats, torch.float32)
+
+
+def _by_weights(module: nn.Module, generator: torch.Generator) -> Iterator[Any]:
+    """By the shapes of tables and matrices alone."""
+    kind = _kind(module)
+
+    def both(*tensors: Tensor) -> dict[str, Tensor]:
+        arguments = inspect.signature(module.forward).parameters.values()
+        names = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
+        return dict(zip(names, tensors, strict=False))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kind)
+
+    tables = [p.num_embeddings for p in module.modules() if isinstance(p, nn.Embedding)]
+    tables += [len(p) for p in module.parameters() if p.ndim == 2][:1]
+    for rows in sorted(set(tables), reverse=True)[:2]:
+        length = min([TOKENS, *(n for n in tables if n > 3)])
+        yield _ids(rows, generator, length)
+        yield both(_ids(rows, generator, length), _ids(rows, generator, length))
+    widths = [p.embed_dim for p in module.modules() if isinstance(p, nn.MultiheadAttention)]
+    widths += [p.in_features for p in module.modules() if isinstance(p, nn.Linear)]
+    widths += [p.shape[-1] for p in module.parameters() if p.ndim == 1]
+    for width in widths[:1]:
+        features = drawn(2, TOKENS, width)
+        if isinstance(module, nn.Transformer | nn.TransformerDecoder):
+            yield both(features, drawn(2, TOKENS, width))
+        yield features
+    convolution = next((p for p in module.modules() if isinstance(p, nn.Conv2d)), None)
+    if convolution is not None:
+        sizes = [getattr(p, "img_size", None) for p in module.modules()]
+        sizes += [getattr(p, "image_size", None) for p in module.modules()]
+        for size in [s for s in sizes if s is not None] + [224, 32]:
+            yield drawn(2, convolution.in_channels, *_sides(size))
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    if isinstance(size, dict):
+        size = [size.get("height", 0), size.get("width", 0)]
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return int(height), int(width)
+
+
+class _Configured:
+    """A Hugging Face module's arguments, by name."""
+
+    def __init__(self, module: nn.Module, generator: torch.Generator) -> None:
+        self.module, self.generator, self.kind = module, generator, _kind(module)
+        self.config: Any = module.config
+        arguments = [
+            a
+            for a in inspect.signature(module.forward).parameters.values()
+            if a.kind in (a.POSITIONAL_OR_KEYWORD, a.KEYWORD_ONLY)
+        ]
+        self.names = [a.name for a in arguments]
+        self.required = [a.name for a in arguments if a.default is a.empty]
+        self.text = vocabulary(self.config)
+        self.chosen: list[str] = []
+
+    def batches(self) -> Iterator[dict[str, Any]]:
+        """What is required and the main input, then one more thing that it may read, then all."""
+        main: Any = getattr(self.module, "main_input_name", None)
+        mains = [main] if isinstance(main, str) else list(main or ())
+        least = [*self.required, *([n for n in mains if n in self.names] or self.names[:1])]
+        if getattr(self.config, "is_encoder_decoder", False) and self.text is not None:
+            least.append("decoder_input_ids")
+        if "spatial_shapes" in self.names:
+            least += ["spatial_shapes", "pixel_attention_mask"]
+        more = [n for n in MORE if n in self.names and n not in least]
+        every = [*more, *(n for n in self.names if n.endswith("grid_thw"))]
+        for added in [[], *([n] for n in more), every]:
+            self.chosen = [n for n in self.names if n in (*least, *added)]
+            made = {name: list(self.made(name)) for name in self.chosen}
+            made = {name: values for name, values in made.items() if values}
+            if made and all(name in made for name in (*self.required, *added)):
+                for values in itertools.islice(itertools.product(*made.values()), ATTEMPTS):
+                    yield self.with_pictures(dict(zip(made, values, strict=True)))
+
+    def with_pictures(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """With the tokens in the text that stand for a picture's features."""
+        token = self.entry("image_token_id", "image_token_index")
+        if not {"pixel_values", "input_ids"} <= batch.keys() or not isinstance(token, int):
+            return batch
+        asked = {n: v for n, v in batch.items() if n in ("pixel_values", "image_grid_thw")}
+        try:
+            with torch.no_grad():
+                given: Any = self.module.get_image_features(**asked)  # type: ignore[operator]
+            features = getattr(given, "pooler_output", given)
+            rows = sum(f.numel() // f.shape[-1] for f in features)
+        except Exception:  # the module's own code, or none such
+            return batch
+        ids = torch.cat([torch.full((2, rows // 2), token), batch["input_ids"]], 1)
+        return {**batch, "input_ids": ids}
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    def entry(self, *names: str) -> Any:
+        """The first such entry of the config that is no None, or of the configs in it."""
+        waiting = [self.config]
+        while waiting:
+            config = waiting.pop(0)
+            for name in names:
+                value = getattr(config, name, None)
+                if value is not None:
+                    return value
+            waiting += [v for v in vars(config).values() if hasattr(v, "to_dict")]
+        return None
+
+    def part(self, *kinds: type[nn.Module]) -> Any:
+        return next((p for p in self.module.modules() if isinstance(p, kinds)), None)
+
+    def width(self) -> int:
+        """Features of a token."""
+        return int(self.entry("hidden_size", "d_model", "embed_dim", "width") or 64)
+
+    def drawn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.kind)
+
+    def channels(self) -> int:
+        said = self.entry("num_channels", "in_channels", "in_chans", "num_input_channels")
+        convolution = self.part(nn.Conv2d, nn.Conv3d)
+        return int(said or (convolution.in_channels if convolution is not None else 3))
+
+    def sides(self) -> list[tuple[int, int]]:
+        """Heights and widths of pictures."""
+        said = self.entry("image_size", "img_size", "input_size")
+        sides = [_sides(said)] if said else []
+        return sides + [(s, s) for s in SIDES if (s, s) not in sides]
+
+    def frames(self) -> list[int]:
+        """Numbers of a spectrum's frames."""
+        said = self.entry("max_length"), 2 * (self.entry("max_source_positions") or 0)
+        return [*(int(n) for n in said if n), 4 * TOKENS, 8 * TOKENS]
+
+    def bins(self) -> list[int]:
+        first = self.part(nn.Conv1d, nn.Linear)
+        read = getattr(first, "in_channels", None) or getattr(first, "in_features", None)
+        said = self.entry("num_mel_bins", "n_mels", "mel_bins", "input_feat_size", "feature_size")
+        return list(dict.fromkeys(int(n) for n in (said, read, *BINS) if n))
+
+    # --- pictures cut to patches ------------------------------------------------------------------
+
+    def patched(self) -> bool:
+        """Whether pictures come as rows of patches."""
+        return any(name in CUT for name in self.chosen)
+
+    def grid(self) -> int:
+        """Patches of a picture's side, which are merged so many at a time."""
+        merged = self.entry("spatial_merge_size", "merge_size", "pooling_kernel_size") or 2
+        return 2 * int(_sides(merged)[0])
+
+    def patches(self) -> Iterator[Tensor]:
+        """Of so many entries as the first matrix or convolution reads."""
+        first = self.part(nn.Conv2d, nn.Conv3d, nn.Linear)
+        shape = (3, 16, 16) if first is None else first.weight.shape[1:]
+        count = self.grid() ** 2
+        rows = (2 * count,) if any(n.endswith("grid_thw") for n in self.chosen) else (2, count)
+        yield self.drawn(*rows, math.prod(shape))
+        yield self.drawn(*rows, *shape)
+
+    # --- arguments --------------------------------------------------------------------------------
+
+    def made(self, name: str) -> Iterator[Any]:
+        """What an argument may be, likeliest first; nothing where its name says nothing."""
+        for pattern, make in _MAKERS:
+            if re.fullmatch(pattern, name):
+                yield from make(self)
+                return
+
+    def ids(self) -> Iterator[Tensor]:
+        if self.text is not None:
+            yield _ids(self.text, self.generator)
+
+    def pictures(self) -> Iterator[Tensor]:
+        if self.patched():
+            yield from self.patches()
+            return
+        sides, channels = self.sides(), self.channels()
+        yield self.drawn(2, channels, *sides[0])
+        yield from self.videos()
+        for side in sides[1:]:
+            yield self.drawn(2, channels, *side)
+
+    def videos(self) -> Iterator[Tensor]:
+        count = int(self.entry("num_frames", "frames_per_clip") or 2)
+        yield self.drawn(2, count, self.channels(), *self.sides()[0])
+
+    def sounds(self) -> Iterator[Tensor]:
+        heard = [(2, SAMPLES), (2, 1, SAMPLES)]
+        spectra = [(2, frames, self.bins()[0]) for frames in self.frames()]
+        first = self.part(nn.Conv1d, nn.Conv2d, nn.Linear)
+        is_spectrum = self.entry("num_mel_bins") is not None or isinstance(first, nn.Linear)
+        for shape in [*spectra, *heard] if is_spectrum else [*heard, *spectra]:
+            yield self.drawn(*shape)
+
+    def spectra(self) -> Iterator[Tensor]:
+        for bins in self.bins():
+            for frames in self.frames():
+                yield self.drawn(2, bins, frames)
+                yield self.drawn(2, frames, bins)
+            yield self.drawn(2, 1, self.frames()[0], bins)
+
+    def spectrum_masks(self) -> Iterator[Tensor]:
+        for frames in self.frames():
+            yield torch.ones(2, frames, dtype=torch.bool)
+
+    def text_masks(self) -> Iterator[Tensor]:
+        yield torch.ones(2, self.grid() ** 2 if self.patched() else TOKENS, dtype=torch.long)
+
+    def grids(self) -> Iterator[Tensor]:
+        yield torch.tensor([[1, self.grid(), self.grid()]] * 2)
+
+    def merges(self) -> Iterator[Tensor]:
+        yield torch.tensor([self.grid() // 2] * 2)
+
+    def shapes(self) -> Iterator[Tensor]:
+        yield torch.tensor([[self.grid(), self.grid()]] * 2)
+
+    def places(self) -> Iterator[Tensor]:
+        side = range(self.grid())
+        yield torch.tensor([list(itertools.product(side, side))] * 2)
+
+    def chosen_patches(self) -> Iterator[Tensor]:
+        """Every other patch, and frame of patches, is hidden."""
+        patch = _sides(self.entry("patch_size") or 16)
+        frames = int(self.entry("num_frames") or 1) // int(self.entry("tubelet_size") or 1)
+        count = math.prod(s // p for s, p in zip(self.sides()[0], patch, strict=True))
+        yield (torch.arange(max(frames, 1) * count) % 2 == 0).repeat(2, 1)
+
+    def boxes(self) -> Iterator[Tensor]:
+        most = int(self.entry("max_2d_position_embeddings") or 1024) - 1
+        corners = torch.rand(2, TOKENS, 2, 2, generator=self.generator).sort(dim=2).values
+        yield (corners * most).long().flatten(2)
+        yield corners.flatten(2).to(self.kind)
+
+    def seen(self) -> Iterator[Tensor]:
+        width = self.entry("visual_feat_dim", "visual_embedding_dim")
+        if width is not None:
+            yield self.drawn(2, TOKENS, int(width))
+
+    def seen_places(self) -> Iterator[Tensor]:
+        yield torch.rand(2, TOKENS, 4, generator=self.generator).to(self.kind)
+
+    def flat_patches(self) -> Iterator[Tensor]:
+        """Row, column, entries."""
+        first = self.part(nn.Linear)
+        if first is not None:
+            side = torch.arange(TOKENS).expand(2, -1)
+            numbers = torch.stack([1 + side // 4, 1 + side % 4], -1).to(self.kind)
+            yield torch.cat([numbers, self.drawn(2, TOKENS, first.in_features)], -1)
+
+    def states(self) -> Iterator[Tensor]:
+        if self.patched():
+            yield from self.patches()
+            return
+        convolution = self.part(nn.Conv1d)
+        yield self.drawn(2, TOKENS, self.width())
+        if convolution is not None:
+            yield self.drawn(2, convolution.in_channels, SAMPLES)
+            yield self.drawn(2, convolution.in_channels, TOKENS)
+
+    def series(self) -> Iterator[Tensor]:
+        length = int(self.entry("context_length", "seq_length") or 4 * TOKENS)
+        yield self.drawn(2, length)
+        yield self.drawn(2, length, int(self.entry("num_input_channels", "input_size") or 1))
+
+    def not_padded(self) -> Iterator[Tensor]:
+        yield torch.zeros(2, next(self.series()).shape[1])
+
+    def classes(self) -> Iterator[Tensor]:
+        yield torch.zeros(2, 1, dtype=torch.long)
+
+    def steps(self) -> Iterator[Tensor]:
+        yield torch.arange(TOKENS).repeat(2, 1)
+
+    def numbers(self) -> Iterator[Tensor]:
+        yield self.drawn(2, TOKENS, 1)
+
+    def of_states(self) -> Iterator[Tensor]:
+        yield self.drawn(2, TOKENS, int(self.entry("state_dim") or 1))
+
+    def of_actions(self) -> Iterator[Tensor]:
+        yield self.drawn(2, TOKENS, int(self.entry("act_dim") or 1))
+
+
+_MAKERS: tuple[tuple[str, Any], ...] = (
+    (r"(.*_)?input_ids|task_inputs", _Configured.ids),
+    (r"(.*_)?pixel_values(_videos)?_videos|video_values", _Configured.videos),
+    (r"(.*_)?(pixel_values|images)|prompt_masks", _Configured.pictures),
+    (r"(.*_)?(input_features|audio_mel)", _Configured.spectra),
+    (r"(.*_)?(input_values|waveform)", _Configured.sounds),
+    (r"(.*_)?(input_features|audio_mel)_mask", _Configured.spectrum_masks),
+    (r"(.*_)?grid_thw", _Configured.grids),
+    (r"merge_sizes", _Configured.merges),
+    (r"spatial_shapes|target_sizes", _Configured.shapes),
+    (r"pixel_position_ids", _Configured.places),
+    (r"bool_masked_pos", _Configured.chosen_patches),
+    (r"(.*_)?attention_mask", _Configured.text_masks),
+    (r"bbox", _Configured.boxes),
+    (r"visual_feats|visual_embeds", _Configured.seen),
+    (r"visual_pos", _Configured.seen_places),
+    (r"flattened_patches", _Configured.flat_patches),
+    (r"(.*_)?hidden_states|(.*_)?embeds", _Configured.states),
+    (r"past_values", _Configured.series),
+    (r"past_values_padding", _Configured.not_padded),
+    (r"freq", _Configured.classes),
+    (r"timesteps?", _Configured.steps),
+    (r"rewards|returns_to_go", _Configured.numbers),
+    (r"states", _Configured.of_states),
+    (r"actions", _Configured.of_actions),
+)
+"""Names of arguments, and what is drawn for them; the first that fits."""
