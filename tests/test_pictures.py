@@ -126,7 +126,7 @@ def test_a_diagnosis_draws_causes_and_verdict() -> None:
     assert said.startswith("spoilt: 4 layers")
     assert "the growth you see is not expected" in said
     assert "1. ffn_in in layer 2" in said
-    assert "predicted for it as found" in said
+    assert "predicted for the weights as they are" in said
     found = [line for line in figure.axes[0].lines if line.get_color() == palette.FOUND]
     np.testing.assert_array_equal(found[0].get_ydata(), diagnosis.prediction.variance)
     picture = io.BytesIO()

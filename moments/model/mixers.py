@@ -110,7 +110,11 @@ class Absent(Block):
 
 @dataclass(frozen=True)
 class FeedForward(Block):
-    """The model's feed-forward block with another width in this layer."""
+    """The model's feed-forward block with another width in this layer.
+
+    Args:
+        d_ff: hidden units.
+    """
 
     kind: ClassVar[str] = "feed_forward"
     places: ClassVar[tuple[str, ...]] = ("ffn",)

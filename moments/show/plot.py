@@ -280,7 +280,7 @@ def plot_comparison(
         drawn = [curve, points]
         if found is not None:
             drawn.append(getattr(found, quantity))
-            (line,) = ax.plot(layers, drawn[-1], label="predicted for it as found")
+            (line,) = ax.plot(layers, drawn[-1], label="predicted for the weights as they are")
             line.set(color=FOUND, linestyle=DASHES[1])
         band, outside = comparison.ranges.get(quantity), np.zeros(layers.size, dtype=bool)
         if band is not None:

@@ -158,7 +158,9 @@ class Description:
 
     def __str__(self) -> str:
         title = f"{type(self.module).__name__}: "
-        lines = [title + ("no Transformer says what it does" if self.model is None else "")]
+        lines = [
+            title + ("nothing that moments.Transformer declares" if self.model is None else "")
+        ]
         lines = [lines[0].strip()] + ([] if self.model is None else str(self.model).splitlines())
         for name, words in (("not placed", self.unplaced), ("assumed", self.notes)):
             if words:

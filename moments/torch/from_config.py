@@ -396,7 +396,8 @@ def _reading(kind: str, one: _Copy) -> ModuleReading:
         ) from error
     if result.model is None:
         raise DomainError(
-            f"model_type = {kind!r}: {type(one.module).__name__} does what no Transformer says: "
+            f"model_type = {kind!r}: {type(one.module).__name__} does what moments.Transformer "
+            "cannot declare: "
             f"{'; '.join(result.reasons)}{near}"
         )
     if result.roles.unidentified:

@@ -205,8 +205,8 @@ def _divided(config: Any, factor: int) -> Any:
 def _notes(near: Narrow, far: Narrow | None, result: ModulePrediction | None) -> list[str]:
     """What stands for what, and what a second width has otherwise."""
     notes = [
-        "followed operation by operation on 16 tokens at most, where no Transformer says what the "
-        "module of this config does"
+        "followed operation by operation on 16 tokens at most, since moments.Transformer cannot "
+        "declare what the module of this config does"
     ]
     if far is None:
         return notes

@@ -344,7 +344,7 @@ def scale_findings(model: Transformer, found: ModuleRoles, sums: Sums) -> Iterat
             note = f"the norm sits {one.placement!r}, the plan wants {wanted!r}"
             yield Row(*of, "norm placement", 1, 0, False, note)
         if not one.whole:
-            note = "not lambda x + beta f: norms or sums sit elsewhere than was read"
+            note = "not lambda x + beta f: norms or sums are placed otherwise"
             yield Row(*of, "unexplained share of the sum", 0.0, math.nan, False, note)
             continue
         yield written(layer, own, path, "skip_scale", one.skip, skip)
@@ -397,7 +397,7 @@ def _unread(model: Transformer, sums: Sums) -> Iterator[str]:
             if layers:
                 where = in_layers(layers, of_stack.layers)
                 what = "residual multipliers, norm factors and norm placement"
-                unseen = "where it is added to the stream was not seen"
+                unseen = "their sum with the stream was not recognised"
                 yield f"{what} of {stack}{name} blocks{where} ({unseen})"
 
 
@@ -406,7 +406,7 @@ def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Row
     for role, wanted, present in temperatures(found, model):
         base = role.layer, role.stack + attention_of(role), role.label, "temperature", wanted
         if present is None:
-            yield Row(*base, math.nan, None, "what multiplies q k was not seen", math.nan)
+            yield Row(*base, math.nan, None, "the factor on q k was not recognised", math.nan)
         else:
             yield Row(*base, present, bool(np.isclose(present, wanted, rtol=SLACK)))
 

@@ -1239,7 +1239,9 @@ class Lowering:
         whole, width = self.states[a.variable.value], a.variable.features
         assert isinstance(whole, Field) and isinstance(a.variable, Sampled)
         site, at = whole.site * width + whole.feature, a.site * width + a.feature
-        variable = replace(a.variable, sites=a.variable.sites * width, features=1, number=next(NUMBERS))
+        variable = replace(
+            a.variable, sites=a.variable.sites * width, features=1, number=next(NUMBERS)
+        )
         self.states[variable.value] = Field(variable, site, torch.zeros_like(site))
         return Field(variable, at, torch.zeros_like(at))
 
