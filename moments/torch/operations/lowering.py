@@ -474,6 +474,8 @@ class Lowering:
         if isinstance(source, Known) and not source.tensor.numel():
             return into
         if not isinstance(source, Field):
+            source = self._in_place_of(into, source, shape, dim, at) if not adds else None
+        if source is None:
             raise Unlowered("known numbers added at places that the batch chose")
         source = _expanded(source, (*shape[:dim], len(at), *shape[dim + 1 :]))
         before = torch.stack([(at[:n] == at[n]).sum() for n in range(len(at))])
@@ -493,6 +495,16 @@ class Lowering:
         assert total is not None
         made: Field = _reshaped(total, whole)
         return made
+
+    def _in_place_of(
+        self, into: State, given: Any, shape: Sequence[int], dim: int, at: Tensor
+    ) -> Field | None:
+        """Numbers or weights, labelled as the rows of a field whose place they take."""
+        if not isinstance(into, Field):
+            return None
+        x = _reshaped(into, shape)
+        rows = Field(x.variable, x.site.index_select(dim, at), x.feature.index_select(dim, at))
+        return self._as_field(given, rows)
 
     def _rows(self, x: Field, shape: Sequence[int], dim: int, rows: Tensor, at: Tensor) -> Field:
         """Some rows of a field at places of a tensor that is zero elsewhere."""
