@@ -92,6 +92,7 @@ SIZES: Rules = (
         r".*(sliding_window|attention_window|window_size|local_attention|chunk_size|chunk_len).*",
         at_most(16),
     ),
+    (r"max_length", at_most(128)),
     # Depth
     (r".*(num_kv_shared_layers|num_nextn_predict_layers|num_mtp).*", exactly(0)),
     (r".*feat_extract_layers", int),
@@ -140,8 +141,8 @@ SIZES: Rules = (
 """Names of entries, and what a number under them becomes; the first that fits."""
 
 COUNTS: Rules = (
-    SIZES[0],
-    SIZES[2],
+    *SIZES[:1],
+    *SIZES[2:3],
     (r".*(num_kv_shared_layers|num_nextn_predict_layers|num_mtp).*", exactly(0)),
     (r".*feat_extract_layers|.*pool.*|.*stages.*", int),
     (r".*(first_k_dense|num_hash_layers|num_dense|n_dense).*", at_most(1)),
@@ -175,9 +176,12 @@ OPEN = {
 }
 """The same, of classes that fill most of them themselves."""
 
+PICTURES: Rules = ((r".*(image_size|img_size|input_size|crop_size|resolution)", at_most(64)),)
+
 TRIES: tuple[tuple[Rules, dict[str, int]], ...] = (
     (SIZES, FILLED),
     (SIZES, FILLED | OPEN),
+    (PICTURES + COUNTS, FILLED | OPEN),
     (COUNTS, FILLED | OPEN),
 )
 """Ways to a small config; the first whose module is built and runs on random input."""
@@ -187,7 +191,8 @@ def shrunk(
     entries: dict[str, Any], sizes: Rules = SIZES, filled: Mapping[str, int] = FILLED
 ) -> dict[str, Any]:
     """A config's entries, and those of configs in it, at a small size."""
-    entries = {name: value for name, value in entries.items() if name not in FOLLOWING}
+    follow = (*FOLLOWING, "intermediate_size") if "expand" in entries else FOLLOWING
+    entries = {name: value for name, value in entries.items() if name not in follow}
     depth = next(
         (v for k, v in entries.items() if re.fullmatch(DEPTH, k) and isinstance(v, int)), None
     )
@@ -205,6 +210,10 @@ def shrunk(
             made[name] = cut(value)
         else:
             made[name] = sized(name, value, sizes)
+    if sizes is SIZES and {"window_size", "image_size", "patch_size"} <= made.keys():
+        made["window_size"] = _alike(made["window_size"], 2)  # no more than what merging leaves
+        patch = max(_leaves(made["patch_size"]), default=1)
+        made["image_size"] = _alike(made["image_size"], 16 * patch)
     heads = [v for n, v in entries.items() if re.fullmatch(r"(num_attention|n|num)_heads?", n)]
     for name, value in entries.items():
         if "key_value_heads" in name and value in heads and type(value) is int:
@@ -216,6 +225,15 @@ def shrunk(
         if made[name] >= VOCABULARY:
             made[name] = VOCABULARY - 1 - place
     return made
+
+
+def _leaves(value: Any) -> list[int]:
+    return [n for n in (value if isinstance(value, list | tuple) else [value]) if n]
+
+
+def _alike(value: Any, number: int) -> Any:
+    """So many numbers as it was, each that one."""
+    return type(value)(number for _ in value) if isinstance(value, list | tuple) else number
 
 
 def _sections(entries: dict[str, Any], sections: list[int]) -> list[int]:
@@ -390,7 +408,8 @@ def row(kind: str) -> dict[str, Any]:
         try:
             report = moments.check(module)
         except moments.MomentsError as error:
-            found["refused"] = _line(str(error).partition("\n")[0].partition("; found ")[0])
+            said = _line(str(error).partition("\n")[0].partition("; found ")[0])
+            found["not run" if " could not be run (" in said else "refused"] = said
             found["findings"] = _told(getattr(error, "findings", ()))
         except Exception as error:  # a defect here, that the table shows
             found["broken"] = _line(error)
@@ -509,7 +528,7 @@ def run(kinds: list[str], again: bool, limit: int | None) -> None:
         print(f"{kind}: {state(found)}", flush=True)
 
 
-STATES = ("not built", "broken", "refused")
+STATES = ("not built", "not run", "broken", "refused")
 
 
 def state(found: dict[str, Any]) -> str:
@@ -589,6 +608,8 @@ def table() -> None:
         f"read by {row['read by']}" if "read by" in row else next(s for s in STATES if s in row)
         for row in rows.values()
     )
+    ran = len(rows) - states["not built"] - states["not run"]
+    share = tables.percent(len(reads(rows)) / ran)
     reasons = Counter(group(row["refused"]) for row in rows.values() if "refused" in row)
     counts = Counter(judged()[kind][finding["kind"]][0] for kind, finding in found)
     lines = []
@@ -601,7 +622,8 @@ def table() -> None:
         "board",
         f"Run on transformers {data['versions']['transformers']}: of {len(rows)} types, "
         + ", ".join(f"{count} {state}" for state, count in states.most_common())
-        + f". {len(found)} findings: "
+        + f". Of the {ran} that are built and run on random input, {share} % are predicted. "
+        f"{len(found)} findings: "
         + ", ".join(f"{counts[name]} {name}" for name in VERDICTS)
         + ". Refused: "
         + "; ".join(f"{words} ({count})" for words, count in reasons.most_common())

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 TOKENS = 12
 """Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
 
-SAMPLES = 6720
-"""Of a sound: 21 frames of 320 samples, which the usual strides divide."""
+SAMPLES, FEW_SAMPLES = 6720, 1280
+"""Of a sound: 21 frames of 320 samples, which the usual strides divide; where channels are passed,
+as to codecs, which need no more than one frame."""
 
-SIDES = (64, 224)
+SIDES = (48, 64, 224)
 """Pictures' heights where nothing says them."""
 
 BINS = (128, 80)
@@ -48,6 +49,7 @@ MORE = (
     "returns_to_go",
     "timesteps",
     "decoder_input_ids",
+    "encoder_hidden_states",
 )
 """Arguments that a module may need though their default is None."""
 
@@ -58,6 +60,14 @@ def examples(module: nn.Module) -> Iterator[Any]:
     if hasattr(getattr(module, "config", None), "to_dict"):
         yield from _Configured(module, generator).batches()
     yield from _by_weights(module, generator)
+
+
+def of_one_row(given: Any) -> Any:
+    """The first sequence or picture of what `examples` yields; all where rows are no sequences."""
+    tensors = list(given.values()) if isinstance(given, dict) else [given]
+    if any(len(tensor) != 2 for tensor in tensors):
+        return given
+    return {n: v[:1] for n, v in given.items()} if isinstance(given, dict) else given[:1]
 
 
 def vocabulary(config: Any) -> int | None:
@@ -265,7 +275,7 @@ class _Configured:
         yield self.drawn(2, count, self.channels(), *self.sides()[0])
 
     def sounds(self) -> Iterator[Tensor]:
-        heard = [(2, SAMPLES), (2, 1, SAMPLES)]
+        heard = [(2, SAMPLES), (2, 1, FEW_SAMPLES), (2, 1, SAMPLES)]
         spectra = [(2, frames, self.bins()[0]) for frames in self.frames()]
         first = self.part(nn.Conv1d, nn.Conv2d, nn.Linear)
         is_spectrum = self.entry("num_mel_bins") is not None or isinstance(first, nn.Linear)
@@ -335,8 +345,12 @@ class _Configured:
         convolution = self.part(nn.Conv1d)
         yield self.drawn(2, TOKENS, self.width())
         if convolution is not None:
-            yield self.drawn(2, convolution.in_channels, SAMPLES)
+            yield self.drawn(2, convolution.in_channels, FEW_SAMPLES)
             yield self.drawn(2, convolution.in_channels, TOKENS)
+
+    def crossed(self) -> Iterator[Tensor]:
+        width = self.entry("encoder_hidden_size", "cross_attention_hidden_size") or self.width()
+        yield self.drawn(2, TOKENS, int(width))
 
     def series(self) -> Iterator[Tensor]:
         length = int(self.entry("context_length", "seq_length") or 4 * TOKENS)
@@ -379,6 +393,7 @@ _MAKERS: tuple[tuple[str, Any], ...] = (
     (r"visual_feats|visual_embeds", _Configured.seen),
     (r"visual_pos", _Configured.seen_places),
     (r"flattened_patches", _Configured.flat_patches),
+    (r"encoder_hidden_states", _Configured.crossed),
     (r"(.*_)?hidden_states|(.*_)?embeds", _Configured.states),
     (r"past_values", _Configured.series),
     (r"past_values_padding", _Configured.not_padded),

@@ -134,6 +134,8 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
             continue
         tokens = tensor.numel() // width
         role = "class" if tokens == 1 else "position" if tensor.shape[-1] == width else None
+        if all(graph.nodes[n].name.rstrip("_") in _SCALING for n in graph.values[leaf].consumers):
+            role = None  # a norm's gain
         if role is None or role in found.tables:
             found.doubts.append(f"{name}: before layer 1, as nothing known")
         else:
@@ -145,6 +147,10 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
             f"{_list(found.factor.params)}: widens tables, with sines or segments added"
         )
     return found
+
+
+_SCALING = ("mul", "layer_norm", "native_layer_norm", "rms_norm")
+"""Operations that take a parameter as a factor."""
 
 
 def _size(stream: StreamReader, value: int) -> int:

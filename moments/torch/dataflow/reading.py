@@ -26,7 +26,7 @@ from ...model.positions import RelativeBias, Rotary
 from ...model.transformer import Transformer
 from ...model.weights import DEFAULTS, MATRICES, Biases, Weights
 from ...simulation.collector import squared_norm
-from ..inputs import TOKENS, examples
+from ..inputs import TOKENS, examples, of_one_row
 from ..roles import (
     ENCODER,
     BlockSum,
@@ -233,8 +233,12 @@ def _recorded(
 ) -> tuple[Graph, int | None, Any]:
     """The graph of a short pass, the tokens that the batch has, and what was passed."""
     errors = []
-    cuts = [(given, None) for given in examples(module)]
-    cuts = cuts if batch is None else list(_cuts(batch, rows, tokens))
+    if batch is None:
+        random = list(examples(module))
+        shown = [*map(of_one_row, random), *random] if rows == 1 else random
+        cuts: list[tuple[Any, int | None]] = [(given, None) for given in shown]
+    else:
+        cuts = list(_cuts(batch, rows, tokens))
     for training, (given, length) in itertools.product((True, False), cuts):
         given = _near_batch(given)
         try:

@@ -474,6 +474,8 @@ class Lowering:
         if isinstance(source, Known) and not source.tensor.numel():
             return into
         if not isinstance(source, Field):
+            source = self._in_place_of(into, source, shape, dim, at) if not adds else None
+        if source is None:
             raise Unlowered("known numbers added at places that the batch chose")
         source = _expanded(source, (*shape[:dim], len(at), *shape[dim + 1 :]))
         before = torch.stack([(at[:n] == at[n]).sum() for n in range(len(at))])
@@ -493,6 +495,16 @@ class Lowering:
         assert total is not None
         made: Field = _reshaped(total, whole)
         return made
+
+    def _in_place_of(
+        self, into: State, given: Any, shape: Sequence[int], dim: int, at: Tensor
+    ) -> Field | None:
+        """Numbers or weights, labelled as the rows of a field whose place they take."""
+        if not isinstance(into, Field):
+            return None
+        x = _reshaped(into, shape)
+        rows = Field(x.variable, x.site.index_select(dim, at), x.feature.index_select(dim, at))
+        return self._as_field(given, rows)
 
     def _rows(self, x: Field, shape: Sequence[int], dim: int, rows: Tensor, at: Tensor) -> Field:
         """Some rows of a field at places of a tensor that is zero elsewhere."""
@@ -1255,30 +1267,27 @@ class Lowering:
             raise Unlowered("a convolution whose weights depend on the batch")
         labels = x.site if isinstance(x, Field) else x.tensor
         taps = tuple(w.tensor.shape[2:])
-        if len(taps) > 2:
-            raise Unlowered("a convolution over three axes")
-        flat, channels = labels.ndim == 3, labels.shape[1]
-        lists = (dilation, padding, stride)
-        settings = [list(s) * (labels.ndim - 2 if len(s) == 1 else 1) for s in lists]
-        if flat:
-            settings = [[n, *s] for n, s in zip((1, 0, 1), settings, strict=True)]
-        kernel = (1, *taps) if flat else taps
+        channels, axes = labels.shape[1], len(taps)
+        lists = (stride, padding, dilation)
+        settings = [list(s) * (axes if len(s) == 1 else 1) for s in lists]
 
         def windows(a: Tensor) -> Tensor:
-            a = a.to(F64).unsqueeze(-2) if flat else a.to(F64)
-            cut = functional.unfold(a, kernel, settings[0], settings[1], settings[2])
-            return cut.transpose(1, 2)
+            """(B, places, channels * taps), 0 beyond the edges."""
+            a = functional.pad(a, [n for p in reversed(settings[1]) for n in (p, p)])
+            for axis, (size, step, _, apart) in enumerate(zip(taps, *settings, strict=True)):
+                a = a.unfold(2 + axis, apart * (size - 1) + 1, step)[..., ::apart]
+            return a.movedim(1, 1 + axes).flatten(1 + axes).flatten(1, axes)
 
         source, known, columns = None, None, []
         if isinstance(x, Known):
             if groups > 1:
                 raise Unlowered("a grouped convolution of known numbers")
-            rows = windows(x.tensor)
+            rows = windows(x.tensor.to(F64))
             known = rows.reshape(-1, rows.shape[-1])
             sites = len(known)
             site = torch.arange(sites).reshape(rows.shape[:2])
         else:
-            rows = windows(x.site + 1).round().long() - 1
+            rows = windows(x.site + 1) - 1
             if groups == channels:
                 rows = rows[..., : torch.Size(taps).numel()]
             cols, counts = torch.unique(
