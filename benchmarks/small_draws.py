@@ -218,7 +218,25 @@ STREAMS["input again"] = {
     "causal": True,
     "norm_affine": True,
 }
-"""Models with several residual streams, and one whose layers add the input again."""
+STREAMS["earlier layers"] = {
+    "skips": [None, None, (2, 1.0), (1, 0.6)],
+    "input_mix": (0.9, 0.2),
+    "causal": True,
+    "norm_affine": True,
+}
+STREAMS["first values"] = {
+    "values": [None, moments.Values(0.5, 0.5), moments.Values(0.7, -0.6), moments.Values(0.0, 1.0)],
+    "causal": True,
+    "kv_heads": 2,
+    "norm_affine": True,
+}
+_KEYS = moments.LayerAttention(kv_heads=2)
+STREAMS["shared keys"] = {
+    "mixer": [_KEYS, _KEYS, *(_KEYS.replace(keys_of=n) for n in (1, 2))],
+    "causal": True,
+    "norm_affine": True,
+}
+"""Models with several residual streams, and those whose layers read what earlier ones left."""
 ENTERING = {"correlation": 0.3, "grad_correlation": 0.2}
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 

@@ -86,6 +86,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "input_mix", (0.5, 0.5)),
     ("gpt2", "skips", [None, (0, 0.5)]),
     ("gpt2", "values", moments.Values(0.5, 0.5)),
+    ("llama", "per_layer_embedding", moments.PerLayerEmbedding(8, *(0.01,) * 4)),
     ("gpt2", "mixer", Bottleneck(out="output")),
     ("gpt2", "ffn", Bottleneck()),
     ("mistral", "window", None),

@@ -56,8 +56,8 @@ class GatedRows(Component):
         if signal.fluctuation is not None:
             # what is read is Gaussian, and the gates are not
             kurtosis = 3.0 * gate.output.kurtosis
-            one = (kurtosis - 1.0) / of.width
             drawn = kernel * kernel
+            one = drawn.lift((kurtosis - 1.0) / of.width)[0]
             drawn = drawn.weighted(one, at_pairs(drawn, one))
             output = output.replace(kurtosis=kurtosis, fluctuation=Fluctuation(drawn, drawn))
         passed = gate, context

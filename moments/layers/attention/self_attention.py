@@ -333,7 +333,7 @@ class AttentionPulled(Pulled):
 
 
 def attended(
-    leaf: Any, signal: Signal, memory: Signal, values: Signal | None = None
+    leaf: Any, signal: Signal, memory: Signal, values: Signal | None = None, own: Any = 1.0
 ) -> AttentionPullback:
     """Attention of tokens to a memory, or to themselves: what leaves, and the way back.
 
@@ -341,6 +341,7 @@ def attended(
         leaf: a `SelfAttention` or `CrossAttention`.
         signal, memory: the tokens that ask and those attended to; one where they are the same.
         values: what values are made of; None: of those attended to.
+        own: part of the values' kernel that is the tokens', over theirs.
     """
     queries = signal.second_moment()
     tokens = queries if memory is signal else memory.second_moment()
@@ -355,6 +356,10 @@ def attended(
     if turned_alike(leaf, law):
         notes += (TURNED_ALIKE,)
     output = concatenated(leaf, signal, read, mixed, layer, notes)
+    if values is not None and output.fluctuation is not None:
+        alone = of_averages(signal, layer.weights(), leaf.memory_width * leaf.value * own)
+        shared = None if alone is None else alone.shared
+        output = output.replace(fluctuation=output.fluctuation._replace(shared=shared))
     return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
 
 

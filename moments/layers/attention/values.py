@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import laws
-from ...engine.composition import Component, Pulled
+from ...engine.composition import Component, Pulled, added
 from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
 from ...engine.laws import Layout
 from ...engine.response import sum_of
@@ -92,22 +92,23 @@ class MixedValues(Component):
         if not signal.resolved:
             self.heads._check_alike(signal.seq_len)
         leaf, values, tokens = self.heads, self.values, signal.second_moment()
-        own = tokens.scaled(leaf.d_model * leaf.value)
+        gain = leaf.d_model * leaf.value
+        own = tokens.scaled(gain)
         one, two = own.lift(leaf.value_bias)
         own = Kernel(own.diagonal + one, own.off_diagonal + two, own.resolved)
         if self.keeps:
             run.kept[FIRST] = own
-        sources, rows = [own.scaled(self._own)], None
+        others, rows = [], None
+        if np.any(leaf.value_bias):
+            others.append(own.mixed(self._own, tokens, -self._own * gain))
         if values.first and not self.first:
-            sources.append(run.kept[FIRST].scaled(values.first**2))
+            others.append(run.kept[FIRST].scaled(values.first**2))
         if values.table:
             table, rows = self._rows(signal, run.kept[ROWS])
-            sources.append(table.kernel.scaled(values.table**2))
-        total = Signal(sum_of(sources), signal.seq_len, width=signal.width)
-        if signal.fluctuation is not None:
-            total = total.replace(fluctuation=Fluctuation.of_gaussian(total.kernel, total.width))
+            others.append(table.kernel.scaled(values.table**2))
+        total = _sum(signal, self._own * gain, others)
         # of values as they are, a matrix of unit gain
-        way = attended(self._unit(1.0 / leaf.d_model), signal, signal, total)
+        way = attended(self._unit(1.0 / leaf.d_model), signal, signal, total, self._own * gain)
         unshared = [one.mean_diagonal() - one.mean_off_diagonal() for one in (own, total.kernel)]
         way.aligned = ratio_or_zero(unshared[0] * self._own, unshared[1])
         return run.passed(Record(self, run.layer, signal, way.output, (), _Way(way, rows)))
@@ -155,6 +156,19 @@ class MixedValues(Component):
         if "value" in biased(leaf.has_bias):
             result["value.bias"] = leaf.value_width * own.total(signal.seq_len)
         return result if looked is None else result | dict(looked.weights())
+
+
+def _sum(signal: Signal, factor: Any, others: list[Kernel]) -> Signal:
+    """Tokens, their kernel times a factor, and independent Gaussian sources."""
+    varies = signal.fluctuation
+    if not others:
+        varies = varies and varies.scaled(factor)
+        return signal.replace(kernel=signal.kernel.scaled(factor), fluctuation=varies)
+    rest = Signal(sum_of(others), signal.seq_len, width=signal.width)
+    if varies is not None:
+        drawn = Fluctuation.of_gaussian(rest.kernel, rest.width)
+        rest = rest.replace(fluctuation=drawn._replace(overlaps=drawn.norms))
+    return added(signal, rest, factor, 1.0)
 
 
 def _looked_up(rows: Array, gated: bool, x: Array, w: Any) -> Array:
