@@ -244,12 +244,12 @@ class Sites:
         seen = [b for b in graph.boundaries if graph.tensor(b.value).ndim in (2, 3)]
         self.tokens = {
             SubmoduleTensor(path, side)
-            for path, side, value in seen
+            for path, side, value, _ in seen
             if graph.tensor(value).ndim == 3 or len(graph.tensor(value)) in rows
         }
-        for path, side, value in seen:
+        for path, side, value, _ in seen:
             counts.setdefault((path, side), set()).add(self._same(value))
-        for path, side, value in seen:
+        for path, side, value, _ in seen:
             if len(counts[path, side]) == 1:
                 points = self.at.setdefault(self._same(value), [])
                 if SubmoduleTensor(path, side) not in points:
