@@ -143,8 +143,8 @@ def _shared(module: nn.Module) -> Iterator[Finding]:
     for group in groups:
         _, pattern, _ = group[0]
         layers = tuple(sorted({layer for _, _, layer in group}))
-        if len(layers) * 2 > len(patterns[pattern]) and len(patterns[pattern]) > 2:
-            continue  # shared by all or most, by design
+        if len(layers) == len(patterns[pattern]) > 2:
+            continue  # shared by all, by design
         why = (
             f"{group[0][0]} is used by layers {listed(layers)}, where the others have matrices of "
         )
