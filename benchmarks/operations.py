@@ -119,7 +119,8 @@ def of_type(kind: str, entries: dict[str, Any]) -> Callable[[int], Any]:
 
 
 def measured(make: Callable[[int], Any], graph: Graph, low: Lowering, end: int) -> dict[str, Any]:
-    """Mean squares and Gram matrices over fresh draws, by value; squared gradients by name."""
+    """Mean squares, Gram matrices and correlations of places over fresh draws, by value; squared
+    gradients by name."""
     named = {v.name: n for n, v in enumerate(graph.values) if v.producer is None and v.name}
     states = {
         n: s
@@ -129,6 +130,7 @@ def measured(make: Callable[[int], Any], graph: Graph, low: Lowering, end: int) 
     }
     squares: dict[int, list[float]] = {n: [] for n in states}
     grams: dict[int, Any] = dict.fromkeys(states, 0.0)
+    apart: dict[int, list[float]] = {n: [] for n in states}
     gradients: dict[int, list[float]] = {n: [] for n in states}
     weights: dict[str, list[float]] = {}
     for draw in range(DRAWS):
@@ -150,12 +152,19 @@ def measured(make: Callable[[int], Any], graph: Graph, low: Lowering, end: int) 
             gram = (x @ x.T / len(features))[sites][:, sites]
             squares[n].append(float(values[n].detach().abs().square().mean()))
             grams[n] = grams[n] + gram / DRAWS
+            apart[n].append(float(gram.sum() - gram.diagonal().sum()))
             if (g := values[n].grad) is not None and s.site.numel() == len(sites) * len(features):
                 gradients[n].append(float(g.to(F64).square().mean()))
         for k, p in parameters.items():
             if p.grad is not None:
                 weights.setdefault(k, []).append(float(p.grad.to(F64).square().sum()))
-    return {"squares": squares, "grams": grams, "gradients": gradients, "weights": weights}
+    noise = {
+        n: float(np.std(apart[n], ddof=1)) / DRAWS**0.5 / max(float(gram.trace()), 1e-300)
+        for n, gram in grams.items()
+    }
+    noise = {n: e / max(1, len(grams[n]) - 1) for n, e in noise.items()}
+    of = {"squares": squares, "grams": grams, "gradients": gradients, "weights": weights}
+    return of | {"correlation noise": noise}
 
 
 def study(make: Callable[[int], Any], batch: Any) -> dict[str, Any]:
@@ -182,7 +191,8 @@ def study(make: Callable[[int], Any], batch: Any) -> dict[str, Any]:
         forward.append(_error(square, seen["squares"][n]))
         worst.append((forward[-1][0], f"{node.name if node else 'leaf'} {n}"))
         if len(sites) > 1 and s.site.numel() >= len(sites) * len(torch.unique(s.feature)):
-            pairs.append(abs(_correlation(expected) - _correlation(gram)))
+            error = abs(_correlation(expected) - _correlation(gram))
+            pairs.append((error, max(0.0, error - 2 * seen["correlation noise"][n])))
         crossed = replicas.known.get((v.number, v.number))
         if crossed is None or crossed.grad is None or first[v.number] != n or n in passed:
             continue
@@ -198,7 +208,8 @@ def study(make: Callable[[int], Any], batch: Any) -> dict[str, Any]:
         "operations": len(forward),
         "within 5 %": within(forward, 0.05),
         "within 5 % beyond 2 s.e.": within(forward, 0.05, 1),
-        "correlation within .03": _share([p <= 0.03 for p in pairs]),
+        "correlation within .03": within(pairs, 0.03),
+        "correlation within .03 beyond 2 s.e.": within(pairs, 0.03, 1),
         "gradients": len(gradients),
         "gradients within 10 %": within(gradients, 0.1),
         "gradients within 10 % beyond 2 s.e.": within(gradients, 0.1, 1),

@@ -189,6 +189,114 @@ def test_what_is_not_followed_is_named_and_the_rest_predicted() -> None:
     assert "not followed" in str(result)
 
 
+class Recurrent(nn.Module):
+    """Gated averages over the tokens before, one token after the other."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(open_modules.WORDS, width), nn.LayerNorm(width)
+        self.gate, self.new = nn.Linear(width, width), nn.Linear(width, width)
+        self.out, self.last = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        y = self.norm(x)
+        gate, new = torch.sigmoid(self.gate(y)), self.new(y)
+        state, states = torch.zeros_like(new[:, 0]), []
+        for t in range(ids.shape[1]):
+            state = (1 - gate[:, t]) * state + gate[:, t] * new[:, t]
+            states.append(state)
+        return self.last(x + self.out(torch.stack(states, 1)))
+
+
+class Latents(nn.Module):
+    """Learned tokens that read a text, of which raw numbers are a part."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.raw, self.enter = nn.LayerNorm(24), nn.Linear(24, width)
+        self.latents = nn.Parameter(torch.randn(6, width))
+        self.norm, self.query = nn.LayerNorm(width), nn.Linear(width, width, bias=False)
+        self.both, self.out = nn.Linear(width, width // 2), nn.Linear(width, width)
+        self.last, self.head = nn.LayerNorm(width), nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(self.raw(x))
+        q = self.query(self.norm(self.latents)).unflatten(-1, (4, -1)).transpose(0, 1)
+        k, v = self.both(x)[0].chunk(2, -1)  # one head of keys and values for all queries
+        mixed = (q @ k.T / 24**0.5).softmax(-1) @ v
+        y = self.latents + self.out(mixed.transpose(0, 1).flatten(1))
+        return self.head(self.last(y)[None])
+
+
+@pytest.mark.parametrize("make", [Recurrent, Latents])
+def test_states_and_learned_tokens(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    batch = IDS if make is Recurrent else torch.randn(1, TOKENS, 24)
+    result = predict(make(), batch)
+    assert not result.unread
+    squares, gradients, weights = measured(make, batch, draws=40)
+    forward = {row.module: row.variance + row.mean**2 for row in result.outputs}
+    assert forward.keys() == squares.keys()
+    assert not departures(forward, squares, 0.06)
+    back = {row.module: row.grad_variance for row in result.outputs if row.grad_variance}
+    assert not departures(back, gradients, 0.12)
+    assert result.weights.keys() == weights.keys()
+    assert not departures(result.weights, weights, 0.15)
+
+
+def test_states_of_neighbouring_tokens_are_alike() -> None:
+    """A recurrence keeps part of its state, which what was drawn state by state had lost."""
+    seen = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        module = Recurrent()
+        with torch.no_grad():
+            x = module.norm(module.table(IDS))
+            gate, new = torch.sigmoid(module.gate(x)), module.new(x)
+            state, states = torch.zeros_like(new[:, 0]), []
+            for t in range(TOKENS):
+                state = (1 - gate[:, t]) * state + gate[:, t] * new[:, t]
+                states.append(state[0])
+        gram = torch.stack(states) @ torch.stack(states).T
+        own = gram.trace()
+        seen.append(float((gram.sum() - own) / own / (TOKENS - 1)))
+    torch.manual_seed(0)
+    row = next(r for r in predict(Recurrent(), IDS).operations if r.operation == "stack")
+    noise = np.std(seen, ddof=1) / len(seen) ** 0.5
+    assert row.correlation == pytest.approx(np.mean(seen), abs=0.02 + 3 * noise)
+    assert np.mean(seen) > 0.1
+
+
+def test_rows_of_a_table_are_draws_of_the_table() -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(open_modules.WORDS, 16)
+    with torch.no_grad():
+        table.weight[IDS[0]] /= table.weight[IDS[0]].square().mean().sqrt()
+        table.weight[next(n for n in range(open_modules.WORDS) if n not in IDS)] = 0.0
+    module = nn.Sequential(table, nn.Linear(16, 16))
+    (first, *_) = predict(module, IDS).outputs
+    assert first.variance == pytest.approx(float(table.weight.detach().var()), rel=1e-3)
+    with torch.no_grad():
+        table.weight[IDS[0]] *= 10  # beyond chance: a law of their own
+    (first, *_) = predict(module, IDS).outputs
+    assert first.variance == pytest.approx(100, rel=0.02)
+
+
+def test_numbers_that_multiply_the_stream_get_no_gradient() -> None:
+    class Scaled(open_modules.Latent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([0.5, 1.0]))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * self.scale[0]
+
+    result = predict(Scaled(), IDS)
+    assert "scale" not in result.weights
+    assert any("no gradients of scale" in note for note in result.notes)
+
+
 class Experts(nn.Module):
     """Every token through the one of twelve matrices that it chooses."""
 

@@ -31,6 +31,7 @@ from ..show.health import Seen, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
 from .advice import advise
+from .alike import BIDIRECTIONAL
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
 from .batches import (
@@ -97,9 +98,6 @@ OTHER_INPUTS = re.compile(
     r"|encoder_hidden_states|encoder_outputs)"
 )
 """Names of inputs of another kind than those that a module was run on."""
-
-BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
-"""In the names of classes that predict tokens which are hidden, not the next one."""
 
 TABLE = 0.1
 """Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw, and

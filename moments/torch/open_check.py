@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from ..errors import MomentsError
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
+from .alike import differences
 from .batches import random_part
 from .dataflow.graph import CHOICES, VIEWS, Graph
 from .dataflow.reading import recorded
-from .entries import EntryMoments
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, lowered, summary
 from .operations.sampling import again
 from .roles import gathered_names
-from .tensors import odd_tensors
 
 DRAWS = 24
 """Of what has no law."""
@@ -70,9 +69,11 @@ def report_of(
     gradients = {} if wider else _gradients(done, loss)
     chosen = _chosen(done, prediction, gradients)
     rows = list(_rows(done, prediction, gradients, chosen)) if not wider else []
-    findings = [*refusal.findings, *odd_namesakes(module), *_unlike(rows)]
+    findings = [*refusal.findings, *differences(module, done.graph, done.ids), *_unlike(rows)]
     findings += [*_growth(prediction), *_way(prediction)]
-    notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
+    notes = ["; ".join(f.lines()) for f in findings if f.severity == "note"]
+    findings = [f for f in findings if f.severity != "note"]
+    notes += [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
     unread = [f"{name} ({why})" for name, why in prediction.unread]
     return Report(
@@ -199,20 +200,6 @@ def _unlike(rows: list[Row]) -> Iterator[Finding]:
         )
 
 
-def odd_namesakes(module: nn.Module) -> Iterator[Finding]:
-    """Tensors whose variance is unlike that of their namesakes in other layers."""
-    alike: dict[str, dict[int, list[tuple[str, EntryMoments]]]] = {}
-    for name, parameter in module.named_parameters():
-        found = re.search(r"(?:^|\.)(\d+)\.", name)
-        if found is None or parameter.ndim < 2 or not parameter.is_floating_point():
-            continue
-        pattern = f"{name[: found.start(1)]}*{name[found.end(1) :]}"
-        entries = EntryMoments.of(parameter)
-        alike.setdefault(pattern, {}).setdefault(int(found[1]) + 1, []).append((name, entries))
-    for _, finding in odd_tensors(alike, len(alike)):
-        yield finding
-
-
 def _stack(prediction: ModulePrediction) -> list[Any]:
     """Rows of the longest list of submodules that have parts of their own, in order; not of a list
     inside another, such as a layer's experts."""
@@ -259,10 +246,11 @@ def _growth(prediction: ModulePrediction) -> Iterator[Finding]:
     equal branches double it at most."""
     rows = _stack(prediction)
     later = rows[(len(rows) - 1) // 2 :]
-    if len(later) < 3 or not later[0].variance > 0:
+    if len(later) < 3 or not min(row.variance for row in later) > 0:
         return
     factor = float(later[-1].variance / later[0].variance) ** (1 / (len(later) - 1))
-    if factor > 2:
+    last = float(later[-1].variance / later[-2].variance)
+    if factor > 2 and last > min(3, 0.9 * factor):  # sums of all earlier streams: (n + 1)^2 / n^2
         yield Finding(
             "warning",
             "variance explodes",

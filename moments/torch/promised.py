@@ -25,11 +25,12 @@ from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.findings import Finding, Report, ranked
 from ..show.health import Seen, rules, stream_numbers
+from .alike import odd_namesakes
 from .batches import batch_shape, shortened
 from .diagnose import Text, at_length, case_of
 from .entries import EntryMoments
 from .measure import Loss, needs_labels, one_draw
-from .open_check import NotRead, odd_namesakes, why_not
+from .open_check import NotRead, why_not
 from .roles import HookPoint, WeightPart, gathered_names
 from .running import hooked, in_mode, run, watch_tensor
 

@@ -498,7 +498,8 @@ class _Reading:
         A stream of which one sum is all that another one does is not looked into.
         """
         sizes = ", ".join(str(len(c.sums)) for c in chains)
-        words = f"{len(chains)} streams (of {sizes} sums) that are no encoder and decoder"
+        words = f"what its blocks add makes {len(chains)} streams (of {sizes} sums), where a "
+        words += "decoder has one, and an encoder with a decoder two"
         self.unlayered.append(words)
         if {node.name for node in self.graph.nodes} & {"topk", "sort"}:
             self.unlayered.append("entries that are chosen by size, as a mixture's router does")

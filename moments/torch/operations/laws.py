@@ -279,9 +279,9 @@ class Laws:
             case Part(), Part():
                 if not torch.equal(u.chosen, v.chosen):
                     return nothing
-                if u.through is not None and v.through is not None:  # so that its gradient is whole
-                    if torch.equal(u.through.chosen, v.through.chosen):
-                        return self.covariance(u.through, v.through, where) * 1.0
+                a, b = u.through, v.through  # of which the gradient is whole then
+                if a is not None and b is not None and torch.equal(a.chosen, b.chosen):
+                    return self.covariance(a, b, where) * 1.0
                 return self.covariance(u.whole, v.whole, where) * 1.0
             case (Part(), Product() | Entries() | Fixed()) | (
                 Product() | Entries() | Fixed(),

@@ -558,6 +558,8 @@ class Lowering:
             return None
         feature, feature_of = joined(features, [f.variable.features for f in fields])
         width = _count(feature)
+        if len(torch.unique(site * width + feature)) < count * width:
+            return None
         variables, places = [], []
         for f, at, chosen in zip(fields, site_of, feature_of, strict=True):
             variable = f.variable
@@ -1248,14 +1250,19 @@ class Lowering:
 
     def _of_one_feature(self, a: Field) -> Field:
         """A sampled field every entry of which is a site of its own, so that rows stay apart."""
-        whole, width = self.states[a.variable.value], a.variable.features
-        assert isinstance(whole, Field) and isinstance(a.variable, Sampled)
-        site, at = whole.site * width + whole.feature, a.site * width + a.feature
-        variable = replace(
-            a.variable, sites=a.variable.sites * width, features=1, number=next(NUMBERS)
-        )
-        self.states[variable.value] = Field(variable, site, torch.zeros_like(site))
-        return Field(variable, at, torch.zeros_like(at))
+        old = a.variable
+        assert isinstance(old, Sampled)
+        sites = old.sites * old.features
+        new = replace(old, sites=sites, features=1, number=next(NUMBERS))
+
+        def spread(x: Field) -> Field:
+            site = x.site * old.features + x.feature
+            return Field(new, site, torch.zeros_like(site))
+
+        for value, state in self.states.items():
+            if isinstance(state, Field) and state.variable is old:
+                self.states[value] = spread(state)
+        return spread(a)
 
     def _convolution(self, node: Node) -> Field:
         x, w, bias, stride, padding, dilation, transposed, _, groups = (
@@ -1354,6 +1361,11 @@ class Lowering:
             if several and len(torch.unique(features[n])) > 1 and distinct == count:
                 features[n] = torch.zeros_like(features[n])
         feature, _ = joined(features, [f.variable.features for f in fields])
+        width = _count(feature)
+        entries, at = torch.unique(site * width + feature, return_inverse=True)
+        if len(entries) < count * width:  # features of every site by themselves
+            first = torch.searchsorted(entries // width, torch.arange(count))
+            feature = (torch.arange(len(entries)) - first[entries // width])[at]
         return site, feature
 
 

@@ -199,7 +199,7 @@ class Sampler:
     def passed(self) -> set[int]:
         """Recorded tensors between what is drawn and what it rests on: gradients pass them by."""
         inside: set[int] = set()
-        for number, plan in self._plans.items():
+        for plan in self._plans.values():
             between = {v for n in plan.nodes for v in self.graph.nodes[n].inputs}
             inside |= between - plan.cuts.keys()
         return inside
