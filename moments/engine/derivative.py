@@ -5,7 +5,7 @@ protocols, and returns the value with the transpose of the derivative. Pullbacks
 written in traced operations, so that they nest: a tangent is the derivative of a pullback in its
 cotangent, a second derivative that of a first. `primitive` makes one operation of a closed law.
 
-What is traced is never written into. Arrays are real, and of double precision unless given in single.
+What is traced is never written into. Arrays are real, of double precision unless given in single.
 """
 
 from __future__ import annotations
