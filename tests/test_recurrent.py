@@ -494,3 +494,47 @@ def test_a_norm_below_its_epsilon_is_named() -> None:
 def test_a_mixer_in_order_says_nothing() -> None:
     p = moments.predict(model_of(MIXERS["mamba2"], layers=1), variance=1.0, correlation=0.2)
     assert p.warnings == ()
+
+
+def test_a_norm_over_many_heads_divides_by_their_mean() -> None:
+    """64 heads of 64 with lightning attention's decays, against draws of their pre-activations run
+    token by token."""
+    heads, width, tokens, draws = 64, 64, 10, 40
+    block = moments.LinearAttention(
+        heads,
+        width,
+        width,
+        decays=lightning_decays(heads, 3, 12),
+        feature_map="silu",
+        scale=1.0,
+        norm="all",
+        gate="sigmoid",
+    )
+    assert LinearHeads.covers(block)
+    kernel = 0.8 * np.eye(tokens) + 0.2
+    names = ("query", "key", "value", "mixer_gate")
+    law = LinearHeads(block, kernel, dict.fromkeys(names, 2.0), 1)
+    torch.manual_seed(0)
+    root = torch.linalg.cholesky(torch.tensor(2.0 * kernel))
+    decays = torch.tensor(block.decays)[:, None, None]
+    given: dict[str, list[float]] = {}
+    for _ in range(draws):
+        entering = [root @ torch.randn(heads, tokens, width, dtype=torch.float64) for _ in names]
+        query, key, value, gate = (one.requires_grad_() for one in entering)
+        state, rows = torch.zeros(heads, width, width, dtype=torch.float64), []
+        q, k, v = (torch.nn.functional.silu(one) for one in (query, key, value))
+        for t in range(tokens):
+            state = decays * state + k[:, t, :, None] * v[:, t, None]
+            rows.append((q[:, t, None] @ state)[:, 0])
+        mixed = torch.stack(rows, 1)
+        size = (mixed**2).mean((0, 2), keepdim=True)
+        out = mixed / torch.sqrt(size + block.norm_epsilon) * torch.sigmoid(gate)
+        out.backward(torch.randn_like(out))
+        grads = {name: one.grad for name, one in zip(names, entering, strict=True)}
+        for name, one in {"out": out.detach(), **grads}.items():
+            given.setdefault(name, []).append(one.square().sum().item() / heads / width)
+    back = law.backward(np.eye(tokens)).kernels
+    expected = {"out": law.forward(), **back}
+    for name, sizes in given.items():
+        mean, error = np.mean(sizes), np.std(sizes) / draws**0.5
+        assert np.trace(expected[name]) == pytest.approx(mean, rel=0.03, abs=2 * error), name

@@ -5,13 +5,14 @@ protocols, and returns the value with the transpose of the derivative. Pullbacks
 written in traced operations, so that they nest: a tangent is the derivative of a pullback in its
 cotangent, a second derivative that of a first. `primitive` makes one operation of a closed law.
 
-What is traced is never written into. Arrays are float64 and real.
+What is traced is never written into. Arrays are real, of double precision unless given in single.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -262,7 +263,9 @@ def tangent(
 
 
 def _number(value: Array) -> Array:
-    return value if type(value) is Traced else np.asarray(value, dtype=float)
+    if type(value) is Traced or getattr(value, "dtype", None) == np.float32:
+        return value
+    return np.asarray(value, dtype=float)
 
 
 def _at(value: Any, level: int) -> bool:
@@ -385,7 +388,7 @@ total = primitive(
 
 
 def _scattered(g: Array, shape: tuple[int, ...], index: Any) -> Array:
-    result = np.zeros(shape)
+    result = np.zeros(shape, np.result_type(g))
     np.add.at(result, index, g)
     return result
 
@@ -461,9 +464,7 @@ _RULES |= {
     np.concatenate: _joined,
     np.einsum: _einsum,
     np.stack: lambda parts, axis=0: _joined([np.expand_dims(one, axis) for one in parts], axis),
-    np.mean: lambda x, axis=None, keepdims=False: (
-        total(x, axis, keepdims) / (np.size(plain(x)) / np.size(np.sum(plain(x), axis)))
-    ),
+    np.mean: lambda x, axis=None, keepdims=False: total(x, axis, keepdims) / _count(x.shape, axis),
     np.diagonal: lambda x, offset=0, axis1=0, axis2=1: _diagonal(x, offset, axis1, axis2),
     np.clip: lambda x, low=None, high=None: np.minimum(np.maximum(x, low), high),
     np.shape: lambda x: x.shape,
@@ -472,6 +473,12 @@ _RULES |= {
     np.zeros_like: lambda x, **_: np.zeros(x.shape),
     np.ones_like: lambda x, **_: np.ones(x.shape),
 }
+
+
+def _count(shape: tuple[int, ...], axis: Any) -> int:
+    """Of entries along axes, or of all."""
+    along = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return math.prod(shape[k] for k in along)
 
 
 def _diagonal(x: Array, offset: int, axis1: int, axis2: int) -> Array:

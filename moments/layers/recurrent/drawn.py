@@ -25,6 +25,10 @@ ENTRIES, LEAST_DRAWS, MOST_DRAWS = 1 << 24, 8, 2048
 """Numbers that draws hold, of matrices over pairs of tokens and of rows; and how many draws there
 are at least and at most, over which means scatter."""
 
+SINGLE, SQUARED = np.float32, 1e-6
+"""Precision of draws whose pre-activations have variances between this and one over it; sums over
+draws, and all others, are of double."""
+
 AT_ONCE = 1 << 21
 """Entries of matrices over pairs of tokens that are worked on at once."""
 
@@ -162,6 +166,12 @@ class Health(NamedTuple):
     rare: float = 0.0
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What is out of order."""
+        forgets = (self.forgets,) if self.forgotten > 0.5 else ()
+        return (*forgets, self.swallows) if self.share < 0.5 else forgets
+
+    @property
     def forgets(self) -> str:
         return (
             f"{100 * self.forgotten:.0f} % of the heads' states keep less than {FORGOTTEN:g} of "
@@ -202,6 +212,9 @@ class DrawnHeads:
     ) -> None:
         self.head, self.sequences, tokens = head, sequences, len(kernel)
         self.root, self.gains = root_of(kernel), gains
+        sizes = [gains[name] * float(np.mean(np.diag(kernel))) for name in head.sections]
+        single = min(sizes) > SQUARED and max(sizes) < 1 / SQUARED
+        self.dtype = SINGLE if single else float
         if draws is None:
             rows = sum(one.drawn for one in head.sections.values())
             # states pass in one sweep over tokens, for the time of an eighth of their numbers
@@ -216,10 +229,11 @@ class DrawnHeads:
         entering = {}
         for name, one in head.sections.items():
             rows = rows_of(self.draws, one.drawn, tokens, name)[part]
-            entering[name] = np.swapaxes(np.sqrt(self.gains[name]) * rows @ self.root, 1, 2)
+            root = (np.sqrt(self.gains[name]) * self.root).astype(self.dtype)
+            entering[name] = np.swapaxes(rows @ root, 1, 2)
         own = {name: one[part] for name, one in _own(head, self.draws).items()}
         for name, inner in head.inner.items():
-            own[name] = own[name] * np.sqrt(self.gains[name] / inner.fan_in)
+            own[name] = own[name] * self.dtype(np.sqrt(self.gains[name] / inner.fan_in))
         return entering, own
 
     def forward(self) -> Array:
@@ -230,8 +244,8 @@ class DrawnHeads:
             run = on_lists(self.head, list(entering), list(own), {}, self.sequences)
             leaving = run(*entering.values(), *own.values())
             total = total + gram(leaving)
-            products = products + sum((one @ one.T) ** 2 for one in leaving)
-            squares.append(np.mean(leaving * leaving, -1))
+            products = products + sum((one @ one.T).astype(float) ** 2 for one in leaving)
+            squares.append(np.mean(leaving * leaving, -1).astype(float))
         apart, value = np.concatenate(squares), self.head.sections["value"]
         self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
         self.norms = np.atleast_2d(np.cov(apart.T, ddof=0)) * self.part
@@ -266,11 +280,8 @@ class DrawnHeads:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the draws say about the mixer's health, and about means over draws."""
-        result, at = [], self.health
-        if at.forgotten > 0.5:
-            result.append(at.forgets)
-        if at.share < 0.5:
-            result.append(at.swallows)
+        at = self.health
+        result = list(at.notes)
         if "key" in self.head.inner and self.scatter > SCATTERED:
             result.append(
                 f"what all features share varies from draw to draw: the mean over {self.draws} "
@@ -292,10 +303,11 @@ class DrawnHeads:
             response, radial: (L,) of the gradient (`Gradient.norm_response`, `.radial`): draws that
                 give much receive little, and less along what they give.
         """
-        head, root = self.head, root_of(grad_out)
+        unit = max(float(np.mean(np.diag(grad_out))), TINY)
+        head, root = self.head, root_of(grad_out / unit).astype(self.dtype)
         lost = 1.0 - np.sqrt(1.0 - (1.0 - np.broadcast_to(radial, len(grad_out))) * self.part)
         weights = 1.0 / (1.0 + np.minimum(response, MOST_RESPONSE) * (self.sizes - 1.0))
-        weights = np.sqrt(weights / weights.mean(0))[..., None]
+        weights = np.sqrt(weights / weights.mean(0))[..., None].astype(self.dtype)
         rows = rows_of(self.draws, head.features, len(grad_out), "gradient")
         kernels = {name: np.zeros_like(grad_out) for name in head.sections}
         squares = {name: 0.0 for name in _own(head, self.draws) if name not in FIXED}
@@ -311,15 +323,17 @@ class DrawnHeads:
             )
             value, pull = pullback(run, *entering.values(), *(own[name] for name in mine))
             arriving = np.swapaxes(rows[part] @ root, 1, 2) * weights[part]
-            squares_of = np.maximum(np.sum(value * value, -1, keepdims=True), TINY)
+            squares_of = np.maximum(
+                np.sum(value * value, -1, keepdims=True), np.finfo(value.dtype).tiny
+            )
             along = np.sum(arriving * value, -1, keepdims=True) / squares_of
-            grad_in = pull(arriving - lost[:, None] * along * value)
+            grad_in = pull(arriving - lost[:, None].astype(self.dtype) * along * value)
             for name, one in zip(names, grad_in, strict=False):
                 section = head.sections[name]
-                share = section.shared / (self.draws * section.drawn)
+                share = unit * section.shared / (self.draws * section.drawn)
                 kernels[name] += gram(one) * share
             for name, one in zip(mine, grad_in[len(names) :], strict=True):
-                squares[name] += float((one * one).sum()) * served(head, name) / self.draws
+                squares[name] += float((one * one).sum()) * unit * served(head, name) / self.draws
         return Back(kernels, squares)
 
 
@@ -379,7 +393,7 @@ def of_overlaps(varies: Array, norms: Array) -> Array:
 def gram(x: Array) -> Array:
     """(L, L) sums over draws and features of (draws, L, features)."""
     flat = np.swapaxes(x, 0, 1).reshape(x.shape[1], -1)
-    return flat @ flat.T
+    return (flat @ flat.T).astype(float)
 
 
 def root_of(kernel: Array) -> Array:
@@ -399,7 +413,8 @@ def _own(head: Head, draws: int) -> dict[str, Array]:
     random = np.random.default_rng(0)
     sizes = {name: (draws, one.fan_in, one.fan_out) for name, one in head.inner.items()}
     inner = {name: random.standard_normal(size) for name, size in sizes.items()}
-    return {**head.own(random, draws), **inner}
+    given = {**head.own(random, draws), **inner}
+    return {name: one.astype(SINGLE) for name, one in given.items()}
 
 
 @functools.lru_cache(maxsize=16)
@@ -410,4 +425,4 @@ def rows_of(draws: int, features: int, tokens: int, name: str) -> Array:
     result = np.random.default_rng(seed).standard_normal((draws * features, tokens))
     if len(result) >= 2 * tokens:
         result = result @ np.linalg.inv(np.linalg.cholesky(result.T @ result / len(result))).T
-    return result.reshape(draws, features, tokens)
+    return result.astype(SINGLE).reshape(draws, features, tokens)

@@ -10,6 +10,7 @@ Arrays have draws first and tokens behind them: (draws, L, features).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ softplus = primitive(lambda x: np.logaddexp(0.0, x), lambda r, x: lambda g: g * 
 
 
 def gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 FUNCTIONS = {
@@ -81,9 +82,9 @@ def _decays(logs: Array) -> Array:
     logarithms."""
     sums, tokens = np.cumsum(logs, axis=-1), logs.shape[-1]
     result = np.subtract(sums[..., :, None], sums[..., None, :])
-    later = np.triu(np.ones((tokens, tokens), bool), 1)
-    result[..., later] = -np.inf
-    return np.exp(result, out=result)
+    np.exp(np.minimum(result, 0.0, out=result), out=result)
+    result *= np.tri(tokens, dtype=bool)
+    return result
 
 
 def _back_to_logs(grad_out: Array) -> Array:
@@ -160,10 +161,10 @@ def selective_scan(query: Array, key: Array, value: Array, rates: Array, steps: 
         value, steps: (draws, L, features).
         rates: (draws, features, state).
     """
-    steps = np.expand_dims(steps, -1)
-    written = steps * np.expand_dims(value, -1) * np.expand_dims(key, -2)
-    states = recurred(written, -steps * np.expand_dims(rates, 1))
-    return np.sum(states * np.expand_dims(query, -2), -1)
+    written = np.expand_dims(steps * value, -1) @ np.expand_dims(key, -2)
+    states = recurred(written, np.expand_dims(steps, -1) * np.expand_dims(-rates, 1))
+    read = states @ np.expand_dims(query, -1)
+    return np.reshape(read, value.shape)
 
 
 def kept_products(query: Array, key: Array, logs: Array) -> Array:
@@ -188,6 +189,6 @@ def delta_rule(query: Array, key: Array, value: Array, logs: Array, rate: Array)
     else:
         passing = decays(logs)
         read, known = ((one @ transposed(key)) * passing for one in (query, key))
-    erased = known * np.tril(np.ones((tokens, tokens)), -1)
+    erased = known * np.tri(tokens, k=-1, dtype=bool)
     rate = np.expand_dims(rate, -1)
-    return read @ solved(np.eye(tokens) + erased * rate, value * rate)
+    return read @ solved(np.eye(tokens, dtype=bool) + erased * rate, value * rate)

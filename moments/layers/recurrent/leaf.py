@@ -73,7 +73,7 @@ class Mixer(Leaf):
         gains = {one.name: one.fan_in * one.variance for one in self.inward}
         if isinstance(block, ShortConvolution):
             return GatedConvolution(block, self.width, kernel, gains, many, varies)
-        if isinstance(block, LinearAttention) and block.norm is None and block.decay_gate is None:
+        if isinstance(block, LinearAttention) and LinearHeads.covers(block):
             return LinearHeads(block, kernel, gains, many, varies)
         return DrawnHeads(HEADS[type(block)](block), kernel, gains, many, self.draws)
 

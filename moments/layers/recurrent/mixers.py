@@ -483,7 +483,7 @@ class DrawnLinearHeads(Head):
             return (query @ transposed(key)) * decays(logs)
         mixing = query @ transposed(key)
         if block.decays is None:
-            return mixing * np.tril(np.ones((tokens, tokens)))
+            return mixing * np.tri(tokens, dtype=bool)
         lag = np.subtract.outer(np.arange(tokens), np.arange(tokens))
         kept = own["decay"][..., None, None] ** np.maximum(lag, 0) * (lag >= 0)
         return mixing * kept
