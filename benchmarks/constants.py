@@ -55,17 +55,6 @@ class Constant(NamedTuple):
     models: tuple[str, ...]
 
 
-def _third(pair: Any, row: Any, theta: Any, rho: Any) -> Any:
-    """`finite_rows._joint_shifts` with |rho|^3 instead of rho^2."""
-    product = np.maximum((1.0 - row.square) ** 2, 1e-300)
-    own, cosine = row.vacancy / product, np.abs(rho) ** 3
-    query = 1.0 + cosine * (own[:, None] - 1.0)
-    rest = 4.0 * (row.cube - (row.vacancy - 1.0 + 2.0 * row.square))
-    joint_shift = query + (pair.jacobian - rest[:, None]) / product[:, None]
-    exact = (row.joint_shift - row.square) / (theta * product)
-    return joint_shift + (exact - joint_shift[:, 0])[:, None] * cosine, query
-
-
 BY_TOKEN = ("text", "rotary", "distances")
 MIXED = ("state space", "delta rule")
 CLASSES = ("long", "long rotary", "no text", "long text")
@@ -114,7 +103,6 @@ TABLE = (
     Constant("layers.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
     Constant("layers.attention.self_attention", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)),
     Constant(f"{SOFTMAX}.norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
-    Constant(f"{KERNELS}.finite_rows", "_joint_shifts", (_third,), "guess", ("text", "rotary")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
     Constant(
@@ -146,7 +134,6 @@ WORDS = {
     "step": "of a difference: its error grows with it, rounding against it",
     "range": "an edge that keeps numbers finite, or that few models reach",
     "choice": "a rule that another would do as well",
-    "guess": "a form that no argument gives",
 }
 
 # --- models ---------------------------------------------------------------------------------------

@@ -218,69 +218,12 @@ def test_gains_of_normalised_queries_and_keys(reads: bool, common: float) -> Non
         assert abs(found - mean) < 2.5 * error + 0.05 * mean, (name, found, mean, error)
 
 
-def _sampled_cross(
-    length: int, d_head: int, r: float, common: float, causal: bool, draws: int
-) -> dict[str, tuple[float, float]]:
-    """d times the correlation of the value and key paths of normalised keys, a token's own and
-    summed over all.
-
-    Exact over the gradient behind the values, and over what draws do not hold: w_il.x_p of keys
-    k_p = W x_p that are drawn is q_i.(1 - n_l n_l^T) k_p/|k_l|, in any width.
-    """
-    rng, tokens = np.random.default_rng(3), np.linalg.cholesky(alike(length, 1.0, r))
-    q, k = tokens @ rng.standard_normal((2, draws, length, d_head))
-    size = np.linalg.norm(k, axis=-1, keepdims=True)
-    q, n = (one / np.linalg.norm(one, axis=-1, keepdims=True) for one in (q, k))
-    q = d_head**0.5 * q
-    logits = q @ np.swapaxes(n, -1, -2)
-    seen = np.where(np.tri(length) > 0, logits, -np.inf) if causal else logits
-    a = np.exp(seen - seen.max(-1, keepdims=True))
-    a /= a.sum(-1, keepdims=True)
-    along = logits[..., None] * (n @ np.swapaxes(k, -1, -2))[:, None]  # [i, l, p]
-    moved = ((q @ np.swapaxes(k, -1, -2))[:, :, None] - along) / size[:, None]
-    here = np.einsum("bill->bil", moved)
-    back = a * (here - np.einsum("bip,bilp->bil", a, moved))
-    both = np.swapaxes(a, -1, -2) @ alike(length, 1.0, common)
-    path = 2 * both @ back
-    own, total = np.einsum("bjj->b", path) / length, path.sum((1, 2)) / length
-    return {
-        name: (float(numbers.mean()), float(numbers.std() / draws**0.5))
-        for name, numbers in (("own", own), ("total", total))
-    }
-
-
-@pytest.mark.parametrize(
-    ("d_head", "r", "common", "causal"),
-    [(8, 0.3, 0.2, False), (32, 0.8, 0.5, False), (16, 0.3, 0.2, True)],
-)
-def test_values_and_normalised_keys(d_head: int, r: float, common: float, causal: bool) -> None:
-    """As drawn, where plain keys would have a positive one of tokens' own and none in sum."""
-    length, width = 16, 512
-    truth = _sampled_cross(length, d_head, r, common, causal, 1500)
-    sizes = (1 / width, 1 / width, 1 / width)
-    leaf = SelfAttention("a", width, 2, d_head, *sizes, 0.0, causal=causal, qk_norm="rmsnorm")
-    by_token = alike(length, 1.0, r), alike(length, 1.0, common)
-    sides = [(resolved(by_token[0], width), Kernel.of_matrix(by_token[1]))]
-    if not causal:
-        sides.append((exchangeable(length, 1.0, r, width), Kernel(1.0, common)))
-    answers = []
-    for signal, gradient in sides:
-        way = attended(leaf, signal, signal)
-        _, _, paths = way._sent(gradient)
-        own, total = paths.cross.mean_diagonal(), paths.cross.total(length) / length
-        answers.append(np.array([own, total]) * width / way.gain)
-        for one, of in zip(answers[-1], ("own", "total"), strict=True):
-            mean, error = truth[of]
-            assert abs(one - mean) < 3 * error + 0.25 * abs(mean), (of, one, mean, error)
-    np.testing.assert_allclose(answers[0], answers[-1], rtol=0.05)
-
-
 @pytest.mark.parametrize("given", ["documents", "text"])
 @pytest.mark.filterwarnings("ignore::moments.errors.ValidityWarning")
 def test_normalised_keys_on_classes_of_documents_and_texts(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What values and keys share is averaged over the rows of one document, on any classes."""
+    """On classes of any documents and texts as by token."""
     if given == "documents":  # of no text, by token as well
         monkeypatch.setattr("moments.prediction.resolution.repeating", lambda *_: False)
     length = 264 if given == "text" else 96

@@ -303,9 +303,7 @@ def test_interpolation_in_the_correlation(theta: float, seq_len: int) -> None:
     apart = 1 - correlation
     exact = alike_rows(apart * scale, correlation, apart, float(seq_len), widths)
     for name, one, other in zip(FiniteRows._fields, near, exact, strict=True):
-        # a shift at FAINT is a difference of tables over its logit variance
-        slack = 5e-5 if name == "joint_shift" else 2e-5
-        assert one == pytest.approx(other, rel=slack, abs=2e-6 * max(theta, 1.0)), name
+        assert one == pytest.approx(other, rel=2e-5, abs=2e-6 * max(theta, 1.0)), name
 
 
 # --- one law in three resolutions -----------------------------------------------------------------

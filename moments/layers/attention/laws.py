@@ -55,7 +55,6 @@ def alike_rows(
         along=rows.along / taken[:, None],
         stiffness=share * rows.stiffness,
         against=share * rows.against,
-        masks=share * rows.masks,
         dropped_key=rows.dropped_key / taken,
         dropped_cross=share * rows.dropped_cross,
         entropy=np.log(keys) + share * (rows.entropy - np.log(keys)),
@@ -99,7 +98,7 @@ def profiled_rows(
     return FiniteRows(*(part.T if len(part) > 1 else part[0] for part in parts))
 
 
-_OF_TWO = ("overlap", "growth", "key", "along", "query", "joint_shift", "query_shift")
+_OF_TWO = ("overlap", "growth", "key", "along", "query")
 _COLUMNS = [2 if name in _OF_TWO else 1 for name in FiniteRows._fields]
 
 
@@ -213,15 +212,15 @@ class AlikeLayer(Layer):
         returned = 2 * self._of(widths.deficit) * shared**2
         # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
         looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
-        self._overlap_path = self._at(rows.query_shift).at_every_pair(looking * self._own[0])
+        self._overlap_path = queries.with_ones().at_every_pair(looking * self._own[0])
         kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
         mixed = overlap.weighted(self._alone(kept[1]), kept[0])
         mixed = mixed + self._at(rows.growth).at_every_pair(returned)
-        pulled = (self._at(rows.joint_shift) * queries).at_every_pair(looking * self._wide)
+        pulled = queries.at_every_pair(looking * self._wide)
         mixed = (mixed + pulled).at_every_pair(self._own[0])
         against = two(values.off_diagonal) * (1 - self._of(rows.against))
-        dropped = two(self._noise * values.diagonal) * (1 + self._of(rows.masks))
-        diagonal = mixed.diagonal + self._alone(against) + self._alone(dropped) * self.sum_square
+        dropped = self._alone(two(self._noise * values.diagonal)) * self.sum_square
+        diagonal = mixed.diagonal + self._alone(against) + dropped
         mixed = Kernel.joined(diagonal, mixed.off_diagonal + against, queries.resolved)
         self._mixed = _plain(mixed)
 

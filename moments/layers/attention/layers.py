@@ -248,23 +248,6 @@ class TokenLayer(Layer):
         result = self._numbers("mean_attention")
         return result.reshape(*self._shape[:-2], *result.shape[-2:])
 
-    def head_weights(self) -> Array:
-        """(heads, n, n) mean attention of every head of one kernel; one, where all are alike."""
-        nodes = [np.asarray(one.mean_attention) for one in self._rows[0]]
-        if not self._leaf.alibi:
-            return np.stack(nodes)
-        # a node stands for several heads where these are many: by what each loses with the distance
-        every = self._leaf.alibi * alibi_slopes(int(self._leaf.heads))
-        few, _ = head_slopes(self._leaf)
-        where = positions(len(nodes[0]), self._leaf)
-        distance = np.abs(np.subtract.outer(where, where))
-        result = []
-        for slope in every:
-            near = int(np.argmin(np.abs(np.log(few / slope))))
-            weights = nodes[near] * np.exp((few[near] - slope) * distance)
-            result.append(weights / weights.sum(-1, keepdims=True))
-        return np.stack(result)
-
     @functools.cached_property
     def sum_square(self) -> Array:
         """E sum_j a_ij^2."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.classes import ClassRows
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import domain_error
 from ...formulas.algebra import is_number
@@ -424,52 +423,6 @@ def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
     if is_number(gradient_scale) and gradient_scale == 1.0:
         return moved
     return moved.scaled(gradient_scale)
-
-
-def normalised_cross(
-    law: LogitLaw, rows: RowMoments, weights: Any, width: Any, grad_out: Array, plain: Paths[Kernel]
-) -> Kernel:
-    """Correlation of the value and key paths of normalised keys.
-
-    Args:
-        rows: of the attention, in the shape of the queries.
-        weights: mean attention, an array or `ClassRows`; None: uniform.
-        width: of the tokens attended to.
-        grad_out: variance of the gradient at every row.
-        plain: the paths of keys that are not normalised.
-    """
-    queries, keys = law.queries.kernel, law.keys.kernel
-    total = queries.scaled(law.scale * keys.mean_diagonal()).diagonal
-    unshared = np.clip(ratio_or_zero(rows.logit_variance, total), 0.0, 1.0)
-    several = np.maximum((1 - rows.squares) * (1 - 2 * rows.squares), 0.0)
-    lost = 2 / width * rows.logit_variance * unshared * several
-    value = plain.value
-    if weights is None:
-        value = value.scaled(queries.average(lost))
-    else:
-        one, two = (_of_keys(weights, grad_out, lost, power, value) for power in (2, 1))
-        first, second = value.over_tokens(two)
-        value = value.weighted(one, (first + second) / 2)
-    return plain.cross.scaled(1 - queries.average(unshared)) - value
-
-
-def _of_keys(attention: Any, grad_out: Array, values: Array, power: int, keys: Kernel) -> Array:
-    """A number per row at every one of `keys`: its average over the rows, by powers of their
-    weights."""
-    sizes, sums = np.asarray(grad_out), np.asarray(grad_out * values)
-    if not isinstance(attention, ClassRows):
-        return _averaged(attention**power, sizes, sums)
-    key_counts, classes = attention.key_counts, keys.classes
-    assert classes is not None
-    counts = key_counts.later_diagonal if power == 2 else key_counts.rows
-    weights = attention.weights**power * np.swapaxes(counts, -1, -2)
-    of_one = (classes.in_one(one + 0.0 * keys.diagonal) for one in (sizes, sums))
-    return classes.repeated(_averaged(weights, *of_one))
-
-
-def _averaged(weights: Array, sizes: Array, sums: Array) -> Array:
-    total, size = ((weights * one[..., None]).sum(-2) for one in (sums, sizes))
-    return ratio_or_zero(total, size)
 
 
 # --- gradients of the projections -----------------------------------------------------------------

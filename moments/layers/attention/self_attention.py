@@ -38,9 +38,7 @@ from .layers import (
 from .projections import (
     LogitLaw,
     logit_law,
-    normalised_cross,
     of_rows,
-    over_all_heads,
     overlap_gradients,
     prefixed,
     projection_gradients,
@@ -259,12 +257,6 @@ class AttentionPullback:
             lost = self.layer.overlap_path(grad_out.scaled(self.gain))
             lost = lost.scaled((self.aligned - 1.0) / self.leaf.memory_width)
             sides = sides._replace(query=sides.query + lost)
-        if self.leaf.qk_norm is not None and not over_all_heads(self.leaf):
-            queries, width = self.law.queries.kernel, self.leaf.memory_width
-            rows = of_rows(self.output, np.shape(queries.diagonal) if queries.resolved else ())
-            attention = self.layer.weights()
-            cross = normalised_cross(self.law, rows, attention, width, grad_out.diagonal, sides)
-            sides = sides._replace(cross=cross)
         key = through(sides.key, self.law.keys, self.law.key_scale)
         return self._at_queries(sides.query), key, sides
 

@@ -172,8 +172,7 @@ class KernelAttention:
         query = query + np.diag(common)
         if self._dropped > 0.0:
             noise = closure.gather_noise(self.logits.within)
-            masks = (1.0 + closure.calibration.masks[group]) * (closure.squares @ variance)
-            output = output + self._dropped * np.diag(masks)
+            output = output + self._dropped * np.diag(closure.squares @ variance)
             query = query + self._dropped * self.logits.scale * np.diag(noise)
         return output, query, overlap_path
 

@@ -264,10 +264,9 @@ def width_terms(
         moved, looked = _unshared(weights, logits.values), _unshared(weights, logits.keys)
         shift = shift * toward_keys(moved, looked, weights @ variance)
     looking = logits.scale * _looking(weights, logits, shift)
-    overlap_path = looking * pairs.query_shift
-    output = looking * pairs.joint_shift * logits.queries / widths.d_model
+    output = looking * logits.queries / widths.d_model
     if widths.deficit <= 0.0:
-        return output, overlap_path
+        return output, looking
     unshared = unshared_part(
         rows.keys[pattern], weights @ variance - np.diagonal(mean), (weights * weights).sum(1)
     )
@@ -278,7 +277,7 @@ def width_terms(
     of_rows = stiff, against, rows.unshared_by_mean[pattern]
     held = rooted @ rooted.T
     output += fixed_norms(widths, *of_pairs, *of_rows, mean, excess, slope, held)
-    return output, overlap_path
+    return output, looking
 
 
 def toward_keys(moved: Array, looked: Array, size: Array) -> Array:

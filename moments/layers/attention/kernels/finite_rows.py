@@ -65,13 +65,10 @@ class FiniteRows(NamedTuple):
         along: (m, s) theta E tr J J' there; what `key` has beyond rho times it comes of products
             that fluctuate together with the Jacobians, whatever the queries' correlation.
         query: (m, s) E tr J J' in the query path.
-        joint_shift, query_shift: (m, s) E of two rows' shifts along the direction that both look
-            in, over their product, in the output and in the query path.
         square, jacobian: (m,) P2 = E sum a^2; T2 = E tr J^2 at the logits that have this P2.
         common: (m,) what the keys' own variance, fluctuating, adds to `query` of a row with itself.
         stiffness: (m,) x, where fixed norms leave the fraction e^{-x (1 + rho)} of C2.
         against: (m,) fraction of what two rows' keys share that fixed norms take away.
-        masks: (m,) relative change of what a dropped value weighs.
         dropped_key, dropped_query, dropped_cross: (m,) response to dropped attention: in the paths
             as `key` and `query`, and theta (2 P2 - 5 P3 + 3 P4).
         entropy: (m,) E[-sum a log a] in nats.
@@ -82,14 +79,11 @@ class FiniteRows(NamedTuple):
     key: Array
     along: Array
     query: Array
-    joint_shift: Array
-    query_shift: Array
     square: Array
     jacobian: Array
     common: Array
     stiffness: Array
     against: Array
-    masks: Array
     dropped_key: Array
     dropped_query: Array
     dropped_cross: Array
@@ -139,7 +133,6 @@ def finite_rows(
     masked = masked * np.exp(-stiff * curvature)
     masked = masked + fluctuating * jacobian * (2.0 * diagonal + curvature)
     masked = masked + 2.0 * shared**2 * deficit * (radial - row["jacobian_square"])
-    joint_shift, query_shift = _joint_shifts(pair, row, theta, rho)
     skewness = np.minimum(theta, CORRECTED_MAX) * (1.0 - 3.0 * p2 + 2.0 * p3)
     driven = theta * row["jacobian_square_"]
     return FiniteRows(
@@ -148,14 +141,11 @@ def finite_rows(
         drive * surviving,
         along * surviving * theta[:, None],
         query,
-        np.where(single[:, None], 1.0, joint_shift),
-        np.where(single[:, None], 1.0, query_shift),
         p2,
         np.where(single, 1.0, exact_rows.jacobian_square(p2, keys)),
         np.where(single, 0.0, common),
         np.where(single, 0.0, stiff * average.dropped / square),
         np.where(single, 0.0, deficit * unshared * (1.0 + unshared) * skewness),
-        np.where(single, 0.0, fluctuating * (row["weighted_logit_square"] / square - 1.0)),
         np.where(single, 0.0, driven * (1.0 + fluctuating * curvature)),
         np.where(single, 0.0, masked),
         np.where(single, 0.0, average.dropped),
@@ -272,22 +262,6 @@ def _rules(variance: Any) -> _Rule:
     return _Rule(*[np.stack(part)[where] for part in rules])
 
 
-def _joint_shifts(
-    pair: dict[str, Array], row: dict[str, Array], theta: Array, rho: Array
-) -> tuple[Array, Array]:
-    """E of two rows' shifts over their product: E tr D tr D' and E (a'.a^2 - a.a' sum a^2)
-    interpolate between independent and equal rows."""
-    square, vacancy = row["sum_square"], row["trace_square"]
-    product = np.maximum((1.0 - square) ** 2, 1e-300)
-    equal, cosine = vacancy / product, rho * rho
-    query = 1.0 + cosine * (equal[:, None] - 1.0)
-    rest = 4.0 * (row["sum_cube"] - (vacancy - 1.0 + 2.0 * square))
-    joint_shift = query + (pair["jacobian_overlap"] - rest[:, None]) / product[:, None]
-    # equal rows: exactly E (a.s)^2 - theta P2, logits averaged with it
-    exact = (row["mean_logit_square"] - square) / (theta * product)
-    return joint_shift + (exact - joint_shift[:, 0])[:, None] * cosine, query
-
-
 # --- what the closure takes from them -------------------------------------------------------------
 
 TOLERANCE = 2e-2
@@ -371,9 +345,8 @@ class Calibration(NamedTuple):
             of fluctuating products; 1 at infinite width.
         query: (classes, r) multiplies dF/drho in the query path; 1 at infinite width.
         growth: (classes, r) dF/dlog theta at fixed rho, over dF/drho.
-        joint_shift, query_shift: (classes, r) as in `FiniteRows`.
         common: (classes,) what is added to `query` for a row with itself.
-        stiffness, against, masks: (classes,) as in `FiniteRows`.
+        stiffness, against: (classes,) as in `FiniteRows`.
         noise_key, noise_query, noise_cross: (classes,) what the widths do to the response to
             dropped attention in the paths and in the correlation of the key and value paths; 1, 1
             and 0 at infinite width.
@@ -384,12 +357,9 @@ class Calibration(NamedTuple):
     along: Array
     query: Array
     growth: Array
-    joint_shift: Array
-    query_shift: Array
     common: Array
     stiffness: Array
     against: Array
-    masks: Array
     noise_key: Array
     noise_query: Array
     noise_cross: Array
@@ -434,12 +404,9 @@ def calibrate(
         np.where(still, 1.0, result.along / closure),
         np.where(still, 1.0, column * result.query / closure),
         np.where(still, 0.0, result.growth / closure),
-        result.joint_shift,
-        result.query_shift,
         np.where(still[:, 0], 0.0, theta * result.common / closure[:, 0]),
         lift * result.stiffness,
         lift * result.against,
-        result.masks,
         np.where(alone, 1.0, result.dropped_key / (theta * noise)),
         np.where(alone, 1.0, result.dropped_query / noise),
         cross,

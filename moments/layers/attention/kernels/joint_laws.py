@@ -239,7 +239,6 @@ class PairWeights:
         key, query: width factors of the key and query paths; the first includes the correlation.
         cross: that of the correlation of the key and value paths.
         growth: of the joint law in the logits' variance, over that in the correlation.
-        joint_shift, query_shift: as in `finite_rows.Calibration`.
         correlation: at which the joint law is read.
         turn: the correlation at which the joint law is read, over that of the queries.
         bare: correlation of the queries.
@@ -253,8 +252,6 @@ class PairWeights:
     query: Array
     cross: Array
     growth: Array
-    joint_shift: Array
-    query_shift: Array
     correlation: Array
     turn: Array | float
     bare: Array
@@ -297,14 +294,12 @@ class PairWeights:
             return np.asarray(0.5 * (factor + factor.T))
 
         query, growth = between(calibration.query) * sharpened, between(calibration.growth)
-        joint_shifts = between(calibration.joint_shift), between(calibration.query_shift)
         scales = scale[:, :, None] * scale[:, None, :]
         read, read_slope = ((scales * one).astype(np.float32) for one in (value, slope))
         shared = 2.0 / widths.d_model  # of the overlap that values and keys of one token have
         if rotation is None:
             key, cross = between(calibration.key) * sharpened, shared * growth * sharpened
-            rest = growth, *joint_shifts, correlation, turn, bare, None
-            return cls(read, read_slope, key, query, cross, *rest)
+            return cls(read, read_slope, key, query, cross, growth, correlation, turn, bare, None)
         # Products fluctuate together where keys are turned alike, however far apart their rows are.
         beside = calibration.key - nodes.rho * calibration.along
         key = bare * rotation.queries * between(calibration.along) + between(beside)
@@ -312,8 +307,7 @@ class PairWeights:
         amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
         left_out = np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
         terms = np.outer(amplitude, amplitude) * left_out
-        rest = growth, *joint_shifts, correlation, turn, bare, terms
-        return cls(read, read_slope, key, query, cross, *rest)
+        return cls(read, read_slope, key, query, cross, growth, correlation, turn, bare, terms)
 
 
 def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array:

@@ -886,11 +886,7 @@ class PositionAttention:
         if itself:
             self._shift = self._shifted(whole[0] + excess[alone])
         looking = logits.scale * self._looking
-        temperature, of_queries = logits.queries[0], pairs.joined(*coincidence.queries)
-        of_joint, of_query = (
-            self._over_pairs(one) for one in (calibration.joint_shift, calibration.query_shift)
-        )
-        output = mean + excess + looking * of_joint * of_queries / width
+        output = mean + excess + looking * pairs.joined(*coincidence.queries) / width
         if self._widths.deficit > 0.0:
             held = np.zeros(len(long))  # of the same tokens, which two documents do not have
             if coincidence.values is logits.values:
@@ -902,24 +898,18 @@ class PositionAttention:
             of_pairs = (long, short), self._correlation, self._growth
             of_rows = calibration.stiffness, calibration.against, rows.unshared_by_mean
             output += fixed_norms(self._widths, *of_pairs, *of_rows, mean, excess, slope, held)
-        path = looking * of_query
+        temperature = logits.queries[0]
         norm = np.sqrt(temperature)
-
-        def grad_in(slope: Array) -> Array:
-            result = self._query * slope / (norm[long] * norm[short])
-            if itself:
-                result[alone] += calibration.common * slope[alone] / temperature
-            return np.asarray(result)
-
-        moved, query = grad_in(slope), path / width
+        moved = self._query * slope / (norm[long] * norm[short])
+        if itself:
+            moved[alone] += calibration.common * slope[alone] / temperature
         if self._dropped > 0.0:
-            masks = (1.0 + calibration.masks) * ((key_counts.keys * self._squares) @ diagonal)
-            output[alone] += self._dropped * masks
+            output[alone] += self._dropped * ((key_counts.keys * self._squares) @ diagonal)
             within = logits.mixture().mean(logits.within)
             noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
             moved[alone] += self._dropped * logits.scale * noise
-        self.output, self.response = pairs.split(output), pairs.split(moved + query)
-        self.overlap_path = pairs.split(path)
+        self.output, self.response = pairs.split(output), pairs.split(moved + looking / width)
+        self.overlap_path = pairs.split(looking)
 
     def _shifted(self, output: Array) -> Array:
         """What a row's direction adds to the tokens that it attends to, whose average has that
