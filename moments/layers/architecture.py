@@ -475,9 +475,9 @@ class Blocks:
                 heads, qk_norm=kind, norm_epsilon=model.norm_epsilon, norm_affine=False
             )
             return self._projected("attention", "output", NormalizedAttention(normalised))
-        values, keeps = model.value_sources[self.number - 1], self.number == 1 and model.reads_first
-        if values is not None or keeps:
-            own = Values() if values is None else values
+        mixing, keeps = model.value_sources[self.number - 1], self.number == 1 and model.reads_first
+        if mixing is not None or keeps:
+            own = Values() if mixing is None else mixing
             mixed = _loaded("attention.values").MixedValues
             given = own, self.number == 1, keeps, int(model.kv_heads or model.heads)
             return self._projected("attention", "output", self._gated(mixed(heads, *given)))

@@ -64,7 +64,8 @@ class InputMix(Component):
     def _sum(self, kernel: Kernel, points: list[Any], power: int = 2) -> Kernel:
         shares = self.shares if power == 2 else self.fourth
         scaled = [one.scaled(share) for one, share in zip(points, shares, strict=True)]
-        return sum_of([kernel.scaled(self.keep**power), *scaled])
+        summed: Kernel = sum_of([kernel.scaled(self.keep**power), *scaled])
+        return summed
 
     def _fluctuation(
         self, signal: Signal, points: list[Signal], kernel: Kernel
@@ -140,8 +141,9 @@ def mixes(model: Transformer) -> tuple[InputMix, ...]:
         )
         used = np.flatnonzero(np.any(np.abs(several) > LEAST, axis=0))
         points = tuple(list(rows)[place] for place in used)
-        numbers = (tuple(one[used].tolist()) for one in several)
-        result.append(InputMix("input.mix", keep, points, *numbers, after[0] / held[0]))
+        shares, fourth, crosses = (tuple(one[used].tolist()) for one in several)
+        mixed = keep, points, shares, fourth, crosses, after[0] / held[0]
+        result.append(InputMix("input.mix", *mixed))
         held = after
         if number in kept:
             held = rows[number] = np.append(after, 1.0)

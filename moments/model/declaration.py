@@ -189,7 +189,7 @@ def _check_sink(name: str, value: Any) -> float:
     return check_number(name, value, NONNEGATIVE, "pass a variance, or None for no sinks")
 
 
-def _each_layer(model: Transformer, name: str, kind: type[Stored]) -> Any:
+def _each_layer(model: Transformer, name: str, kind: type) -> Any:
     """One per layer; alone where all layers have the same."""
     given = tuple(getattr(model, name))
     if not all(one is None or isinstance(one, kind) for one in given):

@@ -459,8 +459,8 @@ class LayerAttention(Block):
 
     def _check_source(self, model: Transformer) -> None:
         """Raise where the layer that these heads read has other heads, or is none before."""
-        first = model.mixers.index(self) + 1
-        like = model.mixers[self.keys_of - 1] if 0 < (self.keys_of or 0) < first else None
+        first, source = model.mixers.index(self) + 1, self.keys_of or 0
+        like = model.mixers[source - 1] if 0 < source < first else None
         if like != dataclasses.replace(self, keys_of=None):
             allowed = "a layer before, whose block is the same but for keys_of=None"
             raise domain_error("keys_of", self.keys_of, allowed)

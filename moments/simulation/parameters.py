@@ -81,11 +81,11 @@ def draw_weights(
     if values is not None and values.table:
         shape = model.embedding.vocab_size, shapes["value"][1]
         drawn["value_table"] = draw(shape, values.table_variance, generator, dtype)
-    of = model.per_layer_embedding
-    if of is not None:
-        shape = model.embedding.vocab_size, of.width
-        drawn["per_layer_table"] = draw(shape, of.table_variance, generator, dtype)
-        drawn |= affine(model, "per_layer.context", 1.0, generator.device, dtype, of.width)
+    each = model.per_layer_embedding
+    if each is not None:
+        shape = model.embedding.vocab_size, each.width
+        drawn["per_layer_table"] = draw(shape, each.table_variance, generator, dtype)
+        drawn |= affine(model, "per_layer.context", 1.0, generator.device, dtype, each.width)
         drawn |= affine(model, "per_layer.post_norm", 1.0, generator.device, dtype)
     sink = model.attention_sinks[number - 1]
     if sink is not None:

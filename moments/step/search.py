@@ -140,7 +140,7 @@ class LearningRate:
 
     def table(self) -> str:
         """Three lines: where to search, where training becomes unstable, how far a step goes."""
-        lines = []
+        lines: list[tuple[str, str, str]] = []
         if self.range is not None:
             low, high = self.range
             lines.append(("search", f"{low:.2g} to {high:.2g}", "constant rates"))
@@ -149,14 +149,9 @@ class LearningRate:
         if self.first_instability is not None:
             steps = f"{self.warmup} step{'s' * (self.warmup != 1)}"
             warm = f"from {self.first_instability_with_warmup:.2g} after {steps}"
-            lines.append(
-                (
-                    "unstable",
-                    f"from {self.first_instability:.2g}",
-                    f"within a factor 2 mostly; {warm} of warm-up (a rule of thumb); the loss on one "
-                    f"batch rises from {self.onset:.2g}; {limited}",
-                )
-            )
+            said = f"within a factor 2 mostly; {warm} of warm-up (a rule of thumb); "
+            said += f"the loss on one batch rises from {self.onset:.2g}; {limited}"
+            lines.append(("unstable", f"from {self.first_instability:.2g}", said))
         elif self.edge is not None:
             lines.append(("edge", f"{self.edge:.2g}", f"leaves the first quadratic; {limited}"))
         lines.append(
@@ -164,7 +159,7 @@ class LearningRate:
         )
         lines += [("", f"{rate:.2g}", f"{group} alone") for group, rate in self.by_group.items()]
         first, second = (max(len(line[k]) for line in lines) for k in (0, 1))
-        words = [f"{name:{first}}  {value:{second}}  {said}" for name, value, said in lines]
+        words = [f"{name:{first}}  {value:{second}}  {comment}" for name, value, comment in lines]
         return "\n".join([f"learning rates of {self.optimizer}", *words, *self.warnings])
 
     def plot(self, name: str | None = None) -> Figure:
@@ -175,8 +170,8 @@ class LearningRate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, with a format version."""
-        names = ("optimizer", "edge", "onset")
-        names += ("first_instability", "first_instability_with_warmup")
+        names = ["optimizer", "edge", "onset"]
+        names += ["first_instability", "first_instability_with_warmup"]
         more = ("step_size", "quantity", "bound")
         return {
             "format": 3,

@@ -215,8 +215,8 @@ def _operations(layers: Sequence[Layer]) -> Iterator[Finding]:
                 words += " than the other layers"
             why = f"{layer.path} has {words}"
             mend = "let every layer normalise what its blocks read: x = x + block(norm(x))"
-            of = "warning", "norm placement", (layer.path,), (layer.number,), len(norms)
-            yield Finding(*of, len(wanted), why, mend)
+            at = "warning", "norm placement", (layer.path,), (layer.number,)
+            yield Finding(*at, len(norms), len(wanted), why, mend)
         elif [name for name, _ in own] == [name for name, _ in usual]:
             name, here, rest = next(
                 (a, m, n) for (a, m), (_, n) in zip(own, usual, strict=True) if m != n
@@ -228,14 +228,14 @@ def _operations(layers: Sequence[Layer]) -> Iterator[Finding]:
                 why += (
                     f"where the other layers have {rest[0] if name == 'mul' else 1 / rest[0]:.4g}"
                 )
-                of = "warning", "odd multiplier", (layer.path,), (layer.number,), here[0]
-                yield Finding(*of, rest[0], why, "multiply in every layer alike")
+                at = "warning", "odd multiplier", (layer.path,), (layer.number,)
+                yield Finding(*at, here[0], rest[0], why, "multiply in every layer alike")
         elif 0 < place < len(layers) - 1:
             more, less = (Counter(n for n, _ in rows) for rows in (own, usual))
-            words = [f"{', '.join(sorted(more - less))} more"] if more - less else []
-            words += [f"{', '.join(sorted(less - more))} less"] if less - more else []
+            parts = [f"{', '.join(sorted(more - less))} more"] if more - less else []
+            parts += [f"{', '.join(sorted(less - more))} less"] if less - more else []
             why = f"{layer.path} runs other operations than the other layers of its class"
-            why += f": {' and '.join(words)}" if words else ", in another order"
+            why += f": {' and '.join(parts)}" if parts else ", in another order"
             yield Finding("note", "odd operations", (layer.path,), (layer.number,), reason=why)
 
 
@@ -316,8 +316,8 @@ def _over_queries(graph: Graph) -> Iterator[Finding]:
             continue
         value, users = node.outputs[0], [node]
         while len(users) == 1:
-            (index,) = graph.values[value].consumers or [None]
-            user = None if index is None else graph.nodes[index]
+            consumers = graph.values[value].consumers
+            user = graph.nodes[consumers[0]] if consumers else None
             users = [user] if user is not None and user.name in VIEWS else []
             value = users[0].outputs[0] if users else value
         if user is None or user.name not in PRODUCTS or user.inputs[0] != value:

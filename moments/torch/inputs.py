@@ -173,7 +173,7 @@ class _Configured:
         asked = {n: v for n, v in batch.items() if n in ("pixel_values", "image_grid_thw")}
         try:
             with torch.no_grad():
-                given: Any = self.module.get_image_features(**asked)  # type: ignore[operator]
+                given: Any = self.module.get_image_features(**asked)
             features = getattr(given, "pooler_output", given)
             rows = sum(f.numel() // f.shape[-1] for f in features)
         except Exception:  # the module's own code, or none such

@@ -194,12 +194,14 @@ class _Sized:
     def prediction(self) -> Prediction:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
-            return predict(self.model, tokens=True, **zipf_batch(self.model))
+            given: Prediction = predict(self.model, tokens=True, **zipf_batch(self.model))
+        return given
 
     @property
     def scale(self) -> float:
         """Of a head's logits."""
-        return float(self.model.d_head or math.nan) ** -0.5 / float(self.model.temperatures.mean())
+        scale = (self.model.d_head or math.nan) ** -0.5
+        return float(scale / self.model.temperatures.mean())
 
     @property
     def growth(self) -> float:

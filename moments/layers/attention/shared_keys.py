@@ -46,7 +46,7 @@ class SharedKeys(Component):
         return label
 
     @property
-    def normalises(self) -> bool:  # type: ignore[override]
+    def normalises(self) -> bool:
         return bool(self.heads.normalises)
 
     @property

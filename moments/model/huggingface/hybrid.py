@@ -259,7 +259,7 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         if of("rope_type", "default") not in ("default", "proportional") or of.has("factor"):
             said = read("rope_parameters")
             read.leave_out("rope_parameters", said, "unscaled rotary frequencies are assumed")
-    ffns = _beside_experts(read) if read.flag("enable_moe_block") else None
+    ffns: Any = _beside_experts(read) if read.flag("enable_moe_block") else None
     if read.flag("use_double_wide_mlp") and own_keys < len(kinds):
         read.refuse("enable_moe_block", False, "wider dense blocks beside experts")
         wide_block = FeedForward(2 * read.count("intermediate_size"))

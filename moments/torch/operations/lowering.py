@@ -761,8 +761,14 @@ class Lowering:
         if base is None:
             if name == "square" or (name == "pow" and node.args[1] == 2):
                 v = x.variable
-                of = {"sites": v.sites, "features": v.features, "roots": v.roots, "inner": v}
-                square = Square(alike=False, value=node.outputs[0], **of)
+                square = Square(
+                    sites=v.sites,
+                    features=v.features,
+                    alike=False,
+                    roots=v.roots,
+                    value=node.outputs[0],
+                    inner=v,
+                )
                 return Field(square, x.site, x.feature)
             return None
         graph, states, (gaussian, inner) = self.graph, self.states, base
