@@ -2,22 +2,21 @@
 
     s = k x + A(x),    y = s/|s|,    u = k' y + F(y),    out = u + x
 
-Of u, k' y is x with amplitude a = k k'/deviation of s, and what attention added. Derived to order
-1/width, for an x that a normalisation left (every layer's but the first): what the gradient at
-`out` has along any two of its parts. See docs/theory/gradients.md, A second connection (B2T).
+Of u, k' y is x with amplitude a = k k'/deviation of s, and what attention added. Of what the
+gradient at `out` lacks along `out`, u and x have the squares of their cosines with it. See
+docs/theory/gradients.md, A second connection (B2T).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .classes import diagonal_of
-from .composition import Carry, Component, Residual, Solve, square
-from .directions import isotropic, orthogonal_parts
+from .composition import Carry, Component, Residual, Solve
 from .fluctuation import followed
 from .response import (
     SINGLE,
@@ -68,19 +67,82 @@ class BottomToTop(Component):
         norm = self.norm.propagate(attention.output, run)
         ffn = self.ffn.propagate(norm.output, run)
         children = attention, norm, ffn
-        output = DoubleSum.of(self, signal, children).output()
+        output = self._sum(signal, ffn.output, self._carried(children))
         return run.passed(Record(self, run.layer, signal, output, children))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.returning(record, gradient)
         attention, norm, ffn = record.children
-        total = DoubleSum.of(self, record.input, record.children)
-        run.returning(ffn, gradient)
-        ffn = total.ffn_completed(record.output, gradient, ffn, run)
+        signal, carried = record.input, self._carried(record.children)
+        shared = signal.kernel.weighted(carried, 1.0).mean_diagonal()
+        size = record.output.kernel.mean_diagonal()
+
+        def along(part: Signal) -> Array:
+            """Squared cosine between a part and the sum, of which that part has `shared`."""
+            own = part.kernel.mean_diagonal()
+            return ratio_or_zero((own + shared) ** 2, own * size)
+
+        share = along(ffn.output)
+        at_sum = dataclasses.replace(
+            gradient,
+            radial=1.0 - share * (1.0 - gradient.radial),
+            norm_response=share * gradient.norm_response,
+        )
+        ffn = self.ffn.backpropagate(ffn, at_sum, run)
         norm = self.norm.backpropagate(norm, ffn.grad_in, run)
         attention = self.attention.backpropagate(attention, norm.grad_in, run)
-        grad_in = total.returned(record.output, gradient, attention.grad_in)
+        above = gradient.kernel
+        kept = above + _crossed(above, carried)
+        total = kept + attention.grad_in.kernel
+        mean = kept.mean_diagonal() * gradient.centred_share
+        mean = mean + attention.grad_in.kernel.mean_diagonal() * attention.grad_in.centred_share
+        radial = 1.0 - along(signal) * (1.0 - gradient.averaged().radial)
+        grad_in = Gradient(
+            total,
+            gradient.seq_len,
+            ratio_or_zero(radial * above.mean_diagonal(), total.mean_diagonal()),
+            ratio_or_zero(mean, total.mean_diagonal()),
+        )
         return record.completed(gradient, grad_in, (attention, norm, ffn))
+
+    def _carried(self, children: tuple[Record, ...]) -> Array:
+        """Amplitude of the input in the sum behind the feed-forward block, per token."""
+        amplitude: Array = 1.0
+        for child in children:
+            amplitude = child.component.carried(child, amplitude)
+        return amplitude
+
+    def _sum(self, signal: Signal, inner: Signal, carried: Array) -> Signal:
+        """(1 + a) x and the rest, independent in direction, of which `inner` has a x and the
+        rest."""
+        tokens, cross = signal.kernel, _crossed(signal.kernel, carried)
+        held = _at_both(tokens, carried)
+        mixed = ((_at_both(tokens, 1 + carried) - held) * (inner.kernel - held)).scaled(
+            4 / signal.width
+        )
+
+        def varies(before: Kernel, behind: Kernel) -> Kernel:
+            grown = _at_both(before, (1 + carried) ** 2) - _at_both(before, carried**2)
+            return behind + grown + mixed
+
+        assert signal.fluctuation is not None
+        assert inner.fluctuation is not None
+        overlaps, behind = followed(signal), followed(inner)
+        if overlaps is not None and behind is not None:
+            overlaps = varies(overlaps, behind)
+        centred = None
+        if inner.centred is not None:
+            centred = inner.centred + cross
+            centred = centred if signal.centred is None else centred + signal.centred
+        return Signal(
+            inner.kernel + tokens + cross,
+            signal.seq_len,
+            width=signal.width,
+            fluctuation=Fluctuation(
+                varies(signal.fluctuation.norms, inner.fluctuation.norms), overlaps
+            ),
+            centred=centred,
+        )
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         between = self.attention.two_sequences(signal, memory)
@@ -92,9 +154,9 @@ class BottomToTop(Component):
 
     def sublayer(self, record: Record, around: Around) -> Sublayer:
         sublayers = [one.component.sublayer(one, around) for one in record.children]
-        carried = DoubleSum.of(self, record.input, record.children).carried
-        carried = around.by_token(carried, record.input.kernel).astype(SINGLE)
-        return bypassed((sublayers[0], sublayers[1], sublayers[2]), carried, around.kernels(record))
+        carried = around.by_token(self._carried(record.children), record.input.kernel)
+        three = sublayers[0], sublayers[1], sublayers[2]
+        return bypassed(three, carried.astype(SINGLE), around.kernels(record))
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         inner = amplitude
@@ -103,185 +165,16 @@ class BottomToTop(Component):
         return amplitude + inner
 
 
-class DoubleSum(NamedTuple):
-    """A layer with a second connection, on its way up.
+def _crossed(kernel: Kernel, carried: Array) -> Kernel:
+    """What moments gain from a tensor that is there a second time by these amplitudes."""
+    first, second = kernel.over_tokens(carried)
+    return kernel.weighted(2 * carried, first + second)
 
-    Attributes:
-        inner: the feed-forward block's residual sum.
-        carried: amplitude of the input in `inner`, per token.
-    """
 
-    node: BottomToTop
-    signal: Signal
-    between: Signal
-    entering: Signal
-    inner: Signal
-    carried: Array
-
-    @classmethod
-    def of(cls, node: BottomToTop, signal: Signal, children: tuple[Record, ...]) -> DoubleSum:
-        """From the records of a layer's three parts."""
-        between, entering, inner = (one.output for one in children)
-        carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
-        carried = carried * node.attention.skip_scale * node.ffn.skip_scale
-        return cls(node, signal, between, entering, inner, carried)
-
-    def crossed(self, kernel: Kernel, factor: Array = 1.0) -> Kernel:
-        """What the sum's moments gain because u holds the input by the carried amplitude."""
-        factor_kept = self.carried * factor
-        first, second = kernel.over_tokens(factor_kept)
-        return kernel.weighted(2 * factor_kept, first + second)
-
-    def output(self) -> Signal:
-        """The sum."""
-        signal, inner = self.signal, self.inner
-        cross = self.crossed(signal.kernel, self._norm_mean() - self._turned())
-        centred = None
-        if inner.centred is not None:
-            centred = inner.centred + cross
-            centred = centred if signal.centred is None else centred + signal.centred
-        return Signal(
-            inner.kernel + signal.kernel + cross,
-            signal.seq_len,
-            width=signal.width,
-            fluctuation=Fluctuation(self._norms(), self._overlaps()),
-            centred=centred,
-        )
-
-    def _norm_mean(self) -> Array:
-        """E 1/|s| over 1/sqrt(E |s|^2)."""
-        assert self.between.fluctuation is not None
-        size = self.between.kernel.diagonal
-        return 1 + 0.375 * ratio_or_zero(self.between.fluctuation.norms.diagonal, size * size)
-
-    def _turned(self) -> Array:
-        """Half the relative covariance of x.s and |s|^2, which share x.A."""
-        skip = self.node.attention.skip_scale
-        total = self.between.kernel.diagonal
-        added = total - skip * skip * self.signal.kernel.diagonal
-        return ratio_or_zero(added, total) / self.signal.width
-
-    def _norms(self) -> Kernel:
-        """|out|^2 = |u|^2 + |x|^2 + 2 x.F + 2 k' x.y, where x.y = x.s/|s|.
-
-        With e, f the relative deviations of x.s and of |A|^2 over |s|^2, and w the share of x in
-        |s|^2, that of x.y is (1 - w) e - f/2.
-        """
-        signal, between, inner = self.signal, self.between, self.inner
-        assert signal.fluctuation is not None
-        assert between.fluctuation is not None
-        assert inner.fluctuation is not None
-        before, behind = signal.fluctuation.norms, between.fluctuation.norms
-        width, tokens = signal.width, signal.kernel
-        skip = square(self.node.attention.skip_scale)
-        added = between.kernel - tokens.scaled(skip)
-        fresh = inner.kernel - self.entering.kernel.scaled(square(self.node.ffn.skip_scale))
-        crossing = tokens * added
-        sizes = behind - before.scaled(skip * skip) - crossing.scaled(4 * skip / width)
-        total = between.kernel.diagonal
-        share = skip * tokens.diagonal / total
-        turned = self._by_token(crossing, self.carried * (1 - share)).scaled(1 / (skip * width))
-        sized = self._by_token(sizes, 0.5 * self.carried * tokens.diagonal / total)
-        both = ((tokens + self.crossed(tokens)) * fresh).scaled(4 / width)
-        return inner.fluctuation.norms + before + both + (turned + sized).scaled(4.0)
-
-    def _by_token(self, kernel: Kernel, factor: Array) -> Kernel:
-        first, second = kernel.over_tokens(factor)
-        return kernel.weighted(factor * factor, first * second)
-
-    def _overlaps(self) -> Kernel | None:
-        """Overlaps of (1 + a) x and the rest, of which `inner` holds those of a x and the rest."""
-        signal, inner = self.signal, self.inner
-        before, behind = followed(signal), followed(inner)
-        if before is None or behind is None:
-            return None
-        tokens = signal.kernel
-        carried_kernel = self._by_token(tokens, self.carried)
-        more = self._by_token(tokens, 1 + self.carried)
-        rest = inner.kernel - carried_kernel
-        squares = self._by_token(before, (1 + self.carried) ** 2)
-        squares = squares - self._by_token(before, self.carried**2)
-        crossed = ((more - carried_kernel) * rest).scaled(4 / signal.width)
-        return behind + squares + crossed
-
-    # --- the way back -----------------------------------------------------------------------------
-
-    def ffn_completed(self, output: Signal, gradient: Gradient, ffn: Record, run: Run) -> Record:
-        """The record of the feed-forward block with the gradient carried back to its input y.
-
-        As `directions.orthogonal_parts`, with `output` in place of u: that g lacks E (u.g)^2 of
-        y.g_y = u.g, and 2 E (k' y.g)(F.g) + E (F.g)^2 of |g_y|^2.
-        """
-        (branch,), above = ffn.children, gradient
-        gradient = gradient.averaged()
-        node = self.node.ffn
-        kept = gradient.kernel.scaled(square(node.skip_scale))
-        handed = gradient.kernel.scaled(square(node.branch_scale))
-        total, entering = output.kernel.mean_diagonal(), self.entering.kernel.mean_diagonal()
-        carried_kernel, whole = (
-            square(node.skip_scale) * entering,
-            self.inner.kernel.mean_diagonal(),
-        )
-        added, shared = whole - carried_kernel, self._overlap()
-        done = branch.backward(gradient.at_addend(handed, added / total), run)
-        grad_in = done.grad_in
-        lacking = (2 * (carried_kernel + shared) + added) / total - 1.0
-        share = ratio_or_zero(added * lacking, carried_kernel)
-        kept, returned = orthogonal_parts(
-            self.entering, share, gradient, kept, grad_in, mixing=False
-        )
-        merged = kept + returned
-        radial: Array = 1.0
-        if not isotropic(gradient.radial):
-            along = whole - (1.0 - gradient.radial) * (whole + shared) ** 2 / total
-            grad_out = gradient.kernel.mean_diagonal()
-            radial = ratio_or_zero(along * grad_out, entering * merged.mean_diagonal())
-        kept_share = ratio_or_zero(kept.mean_diagonal(), merged.mean_diagonal())
-        centred = gradient.centred_share * kept_share
-        result = Gradient(merged, gradient.seq_len, radial, centred)
-        return ffn.completed(above, result, (done,))
-
-    def returned(self, output: Signal, gradient: Gradient, grad_in: Gradient) -> Gradient:
-        """The gradient at the input, of what the sum received and what attention's side sends."""
-        gradient = gradient.averaged()
-        above = gradient.kernel
-        carried, total = self.signal.kernel.mean_diagonal(), output.kernel.mean_diagonal()
-        skip = square(self.node.ffn.skip_scale)
-        carried_kernel, shared = skip * self.entering.kernel.mean_diagonal(), self._overlap()
-        lacks = (1.0 - gradient.radial) / total
-        # E (x.g)^2, E (x.g)(y.g), E (y.g)^2, y what the skip connection of u holds
-        alone = carried - lacks * (carried + shared) ** 2
-        mutual = shared - lacks * (carried + shared) * (carried_kernel + shared)
-        remainder = carried_kernel - lacks * (carried_kernel + shared) ** 2
-        # Through s the input receives P g/|s| with P orthogonal to y; and attention, along x, what
-        # cancels that, averaged over the tokens' gradients.
-        common = ratio_or_zero(above.mean_off_diagonal(), above.mean_diagonal())
-        turned = (alone - shared * mutual / carried_kernel) / carried
-        lost = remainder / carried_kernel
-        if self.entering.centred is not None:  # the mean over features
-            lost = lost + 1.0 - gradient.centred_share
-        width, norms = self.signal.width, self._norm_mean()
-        one, _ = above.lift(1.0 - (lost + common * turned) / width)
-        _, two = above.lift(1.0 - (lost + turned) / width)
-        first, second = above.over_tokens(self.carried * norms)
-        cross = above.weighted(2 * self.carried * norms * one, (first + second) * two)
-        kernel = grad_in.kernel + above + cross
-        grad_out, kept = above.mean_diagonal(), (above + cross).mean_diagonal()
-        size = kernel.mean_diagonal()
-        centred = (
-            kept * gradient.centred_share + grad_in.kernel.mean_diagonal() * grad_in.centred_share
-        )
-        return Gradient(
-            kernel,
-            gradient.seq_len,
-            ratio_or_zero(alone * grad_out, carried * size),
-            ratio_or_zero(centred, size),
-        )
-
-    def _overlap(self) -> Array:
-        """Of the input and u."""
-        kernel = self.signal.kernel
-        return kernel.weighted(self.carried, 1.0).mean_diagonal()
+def _at_both(kernel: Kernel, factor: Array) -> Kernel:
+    """Every entry times a factor of either token."""
+    first, second = kernel.over_tokens(factor)
+    return kernel.weighted(factor * factor, first * second)
 
 
 # --- one draw, by token ---------------------------------------------------------------------------
