@@ -11,29 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from .classes import diagonal_of
 from .composition import Carry, Component, Residual, Solve
 from .fluctuation import followed
-from .response import (
-    SINGLE,
-    Around,
-    GradientAdjoint,
-    SignalAdjoint,
-    Sublayer,
-    count_of,
-    diagonal_matrix,
-    over_tokens,
-    paired,
-    per_pair,
-    ratio,
-    row_sums,
-    total,
-    trace_of,
-)
+from .response import SINGLE, Around, Sequence, Sublayer, heads_width
 from .state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
@@ -153,10 +136,15 @@ class BottomToTop(Component):
         return Signal(inner.kernel + signal.kernel.scaled(both), 2, width=signal.width)
 
     def sublayer(self, record: Record, around: Around) -> Sublayer:
-        sublayers = [one.component.sublayer(one, around) for one in record.children]
+        # Residual sums in a residual sum, which adds the cross term of its own.
+        parts = Sequence(tuple(one.component.sublayer(one, around) for one in record.children))
         carried = around.by_token(self._carried(record.children), record.input.kernel)
-        three = sublayers[0], sublayers[1], sublayers[2]
-        return bypassed(three, carried.astype(SINGLE), around.kernels(record))
+        inside, skip = (
+            (one[..., :, None] * one[..., None, :]).astype(SINGLE) for one in (carried, 1 + carried)
+        )
+        kernels, width = around.kernels(record), float(record.output.width)
+        fixed = 0.0, 0.0, width, heads_width(record)
+        return Sublayer(parts, True, skip, 1.0, *kernels, *fixed, inside=inside)
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         inner = amplitude
@@ -175,118 +163,3 @@ def _at_both(kernel: Kernel, factor: Array) -> Kernel:
     """Every entry times a factor of either token."""
     first, second = kernel.over_tokens(factor)
     return kernel.weighted(factor * factor, first * second)
-
-
-# --- one draw, by token ---------------------------------------------------------------------------
-#
-# With u = s x + b the sum behind attention, n = u/|u| and f the feed-forward block's output, the
-# layer ends in y = x + s' n + f, which holds x with amplitude 1 + a, a = s s'/|u|. The cross term
-# x.b of attention is in the kernel of u with the factor 2 s and in that of y with 2 s'/|u|,
-# and on the way back the feed-forward block's likewise.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bypass(Sublayer):
-    """What the three parts of such a layer do to sensitivities, their noise included.
-
-    Attributes:
-        attention, norm, ffn: residual connection, normalisation, residual connection.
-        carried: (..., L) a.
-    """
-
-    attention: Sublayer
-    norm: Sublayer
-    ffn: Sublayer
-    carried: Array
-
-    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        inner = self.attention.gradient_adjoint(sensitivity)
-        between = self.norm.gradient_adjoint(inner.sensitivity)
-        top = self.ffn.gradient_adjoint(between.sensitivity)
-        both, skip = self._both, per_pair(self.ffn.skip)
-        # The feed-forward block's branch, then attention's and all the rest.
-        first = skip * self.grad_out
-        deep = self.ffn.grad_in - first
-        crossed = between.sensitivity + ratio(0.5 * (both - 1), skip) * sensitivity
-        noise = self._added(crossed, between.sensitivity, first, deep, self.ffn.back_kappa)
-        attended = self.grad_in - both * self.grad_out
-        attended = attended - per_pair(self.attention.skip) * self.norm.grad_in
-        noise += self._added(
-            sensitivity, sensitivity, self.grad_in - attended, attended, self.attention.back_kappa
-        )
-        sizes = total(sensitivity * attended), total(between.sensitivity * deep)
-        crossing = sizes[0] * inner.coherence + sizes[1] * top.coherence
-        exposure = (inner.exposure, between.exposure, top.exposure, sensitivity)
-        return GradientAdjoint(
-            top.sensitivity + both * sensitivity,
-            exposure,
-            noise + inner.noise + between.noise + top.noise,
-            between.coherence * ratio(crossing, sizes[0] + sizes[1]),
-        )
-
-    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        of_attention, of_norm, of_ffn, given = exposure
-        top = self.ffn.signal_adjoint(sensitivity, of_ffn)
-        between = self.norm.signal_adjoint(top.sensitivity, of_norm)
-        kernel, around = self.attention.entering, self.attention.leaving
-        # a falls as |u| grows
-        moved = row_sums(sensitivity * kernel)
-        moved[: len(given)] += row_sums(given * self.grad_out)
-        share = self.carried / diagonal_of(around)
-        middle = between.sensitivity - diagonal_matrix((share * moved).astype(SINGLE), around)
-        inner = self.attention.signal_adjoint(middle, of_attention)
-        both, skip = self._both, per_pair(self.attention.skip)
-        first = skip * kernel
-        crossed = middle + ratio(0.5 * (both - 1), skip) * sensitivity
-        noise = self._added(crossed, middle, first, around - first, self.attention.kappa)
-        deep = self.ffn.leaving - per_pair(self.ffn.skip) * self.ffn.entering
-        noise += self._added(sensitivity, sensitivity, self.leaving - deep, deep, self.ffn.kappa)
-        return SignalAdjoint(
-            inner.sensitivity + both * sensitivity,
-            noise + inner.noise + between.noise + top.noise,
-            inner.common + between.common + top.common,
-        )
-
-    def gradient_noise(self, sensitivity: Array) -> Array:
-        return np.zeros(sensitivity.shape[:-2])
-
-    signal_noise = gradient_noise
-
-    @property
-    def _both(self) -> Array:
-        return 1 + self.carried[..., :, None] + self.carried[..., None, :]
-
-    def _added(
-        self, crossed: Array, sensitivity: Array, carried: Array, added: Array, kappa: Array
-    ) -> Array:
-        """Variance of an addition whose cross term has another sensitivity than its square."""
-        cross = 4 * paired(crossed, carried.astype(SINGLE), added.astype(SINGLE))
-        square = paired(sensitivity, added.astype(SINGLE), added.astype(SINGLE))
-        return (cross + kappa * square) / self.attention.width
-
-
-def bypassed(
-    sublayers: tuple[Sublayer, Sublayer, Sublayer],
-    carried: Array,
-    kernels: tuple[Array, Array, Array, Array],
-) -> Sublayer:
-    """The whole layer but its last normalisation as one part.
-
-    Args:
-        sublayers: residual connection, normalisation, residual connection.
-        carried: (..., L) a.
-        kernels: of the signal that enters and leaves, of the gradient sent and received.
-    """
-    attention, norm, ffn = sublayers
-    entering = kernels[0]
-    # What different directions share passes the connections on average over tokens.
-    each = over_tokens((1 + carried) ** 2, entering) / count_of(entering)
-    added = [one.leaving - per_pair(one.skip) * one.entering for one in (attention, ffn)]
-    sizes = [trace_of(one) for one in added]
-    mean = over_tokens(carried, entering) / count_of(entering)
-    sizes[0] = sizes[0] * ratio(mean**2, np.asarray(attention.skip) ** 2)
-    share = ratio(sizes[0], sizes[0] + sizes[1])
-    kappa = 2 + (attention.kappa - 2) * share**2 + (ffn.kappa - 2) * (1 - share) ** 2
-    moments = *kernels, kappa, kappa, attention.width, attention.inner, share
-    whole = attention.response, True, each, 1.0, *moments  # of which it makes nothing
-    return Bypass(*whole, attention=attention, norm=norm, ffn=ffn, carried=carried)
