@@ -7,8 +7,8 @@ import functools
 import importlib
 import json
 import math
-import types
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
