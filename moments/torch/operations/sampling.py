@@ -103,7 +103,7 @@ class _Shared(torch.autograd.Function):
         kernel = kernel * (there[:, None] & there[None])
         queries = sampler.laws.covariance(shared.queries, shared.queries)
         square = float((kernel * queries).sum()) / shared.key_variance
-        sampler.add_square(shared.key_root, square)
+        sampler.add_square(shared.key_root, square * sampler.slope(shared.key_root))
         return received[0], kernel, None, None
 
 
@@ -144,7 +144,7 @@ class Sampler:
 
     Attributes:
         squares: squared gradients of parameters inside what is drawn.
-        slopes: mean squared derivatives of tensors that are made of one parameter, by root.
+        slopes: squared derivatives of tensors that are made of one parameter, entry by entry.
     """
 
     laws: Laws
@@ -152,7 +152,7 @@ class Sampler:
     def __init__(self, graph: Graph, states: dict[int, State], draws: int, seed: int) -> None:
         self.graph, self.states, self.draws, self.seed = graph, states, draws, seed
         self.squares: dict[str, float] = {}
-        self.slopes: dict[str, float] = {}
+        self.slopes: dict[str, Tensor] = {}
         self._plans: dict[int, _Plan] = {}
         self._laws: dict[int, tuple[Tensor, Tensor]] = {}
         self._choices: dict[int, Tensor] = {}
@@ -161,7 +161,11 @@ class Sampler:
     def add_square(self, root: str, square: float) -> None:
         """Count a part of a parameter's squared gradient."""
         name = root.partition("#")[0]
-        self.squares[name] = self.squares.get(name, 0.0) + square * self.slopes.get(root, 1.0)
+        self.squares[name] = self.squares.get(name, 0.0) + square
+
+    def slope(self, root: str) -> float:
+        """Mean squared derivative of a tensor in the parameter that it is made of."""
+        return float(self.slopes[root].mean()) if root in self.slopes else 1.0
 
     # --- draws ------------------------------------------------------------------------------------
 
@@ -240,10 +244,15 @@ class Sampler:
         with torch.set_grad_enabled(weights is not None):
             for value, at in plan.cuts.items():
                 x = fields[at.variable.number][at.site, at.feature]
-                values[value] = x.to(self.graph.tensor(value).dtype)
+                values[value] = self._spelled(value, x)
             for index in plan.nodes:
                 again(self.graph, self.graph.nodes[index], values, self.states)
         return values[v.value], fields
+
+    def _spelled(self, value: int, x: Tensor) -> Tensor:
+        """Entries as of the recorded tensor's kind."""
+        recorded = self.graph.tensor(value)
+        return (torch.view_as_complex(x) if recorded.is_complex() else x).to(recorded.dtype)
 
     def field(self, v: Sampled, drawn: Tensor) -> Tensor:
         """A draw of the recorded tensor by site and feature."""
@@ -345,7 +354,9 @@ class Sampler:
                 continue
             total = torch.zeros(int(state.index.max()) + 1, dtype=F64)
             total = total.index_add(0, state.index.reshape(-1), x.reshape(-1).to(F64))
-            self.add_square(state.root, float((total**2).sum()) / self.draws)
+            slope = self.slopes.get(state.root, torch.ones(()))
+            square = total**2 * (slope[: len(total)] if slope.ndim else slope)
+            self.add_square(state.root, float(square.sum()) / self.draws)
 
     # --- keys and values of one tensor ------------------------------------------------------------
 
@@ -389,9 +400,10 @@ class Sampler:
             values: dict[int, Tensor] = {}
             for value, cut in plan.cuts.items():
                 origin = origins[cut.variable.number]
-                x = None if origin is None else self._expressed(cut.variable, origin, fields)
-                if x is not None:
-                    values[value] = x[cut.site, cut.feature].to(self.graph.tensor(value).dtype)
+                v = cut.variable
+                x = None if origin is None else self._expressed(v, origin, fields)
+                x = torch.zeros(v.sites, v.features, dtype=F64) if x is None else x
+                values[value] = self._spelled(value, x[cut.site, cut.feature])
             for node in inside:
                 if before in values:
                     break
@@ -416,24 +428,26 @@ class Sampler:
             for n, o in ends.items()
         }
 
-        def marked(row: int, at: list[int]) -> list[Tensor]:
+        def marked(row: int, at: list[int], fields: Mapping[int, Tensor]) -> list[Tensor]:
             mark = torch.zeros(soft.sites, dtype=F64)
             mark[mix.weights_at[row]] = 1.0
-            return [g != 0 for g in pull(mark[state.site], ones, at)]
+            return [g != 0 for g in pull(mark[state.site], fields, at)]
 
         # Features of queries are those of which a row's scores read one site.
-        reached = dict(zip(ends, (hit.sum(0) for hit in marked(-1, list(ends))), strict=True))
+        hits = (hit.sum(0) for hit in marked(-1, list(ends), ones))
+        reached = dict(zip(ends, hits, strict=True))
         queries = [n for n, sites in reached.items() if bool((sites == 1).any())]
-        keys = [n for n, sites in reached.items() if bool((sites > 1).any())]
-        if len(queries) != 1 or len(keys) != 1:
+        readings = {n: self._reading(ends[n]) for n, hit in reached.items() if bool((hit > 1).any())}
+        same = {n: r for n, r in readings.items() if r and r.source is of_values.source}
+        if len(queries) != 1 or len(same) != 1:
             return None
-        (query,), (key,) = queries, keys
-        chosen, of_keys = reached[query] == 1, self._reading(ends[key])
-        if of_keys is None or of_keys.source is not of_values.source:
-            return None
+        (query,), ((key, of_keys),) = queries, same.items()
+        ones = {n: ones[n] for n in (query, key)}
+        (hit,) = marked(-1, [query], ones)  # of which other keys do not count
+        chosen = hit.sum(0) == 1
         row = torch.full((ends[query].sites,), -1, dtype=torch.long)
         for i in range(mix.sites):
-            (hit,) = marked(i, [query])
+            (hit,) = marked(i, [query], ones)
             row[hit[:, chosen].any(1)] = i
         kernel = self._keys_by_values(mix, of_keys, of_values)
         width_of = int(chosen.sum())
@@ -540,7 +554,7 @@ def _origin(v: Variable) -> Product | None:
 
 def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int) -> Tensor:
     """Entries of a recorded tensor as (sites, features); where none is, 0."""
-    x = x.real if x.is_complex() else x
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     flat = torch.zeros(sites * features, dtype=F64)
     at = (site * features + feature).reshape(-1)
     return flat.index_put((at,), x.reshape(-1).to(F64)).reshape(sites, features)

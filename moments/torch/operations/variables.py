@@ -253,7 +253,8 @@ class Weights:
 
 @dataclass
 class Field:
-    """Entries of a variable: `site` and `feature` of each, in the recorded tensor's shape."""
+    """Entries of a variable: `site` and `feature` of each, in the recorded tensor's shape; of a
+    complex tensor with a last axis of two, its real and imaginary part."""
 
     variable: Variable
     site: Tensor
