@@ -232,7 +232,10 @@ class Laws:
         mean, moment = torch.zeros(v.sites, dtype=F64), torch.zeros(v.sites, v.sites, dtype=F64)
         for piece, first in v.pieces:
             share = counts[first : first + piece.features].sum() / counts.sum()
-            mean, moment = mean + share * self.mean(piece), moment + share * self.moment(piece, piece)
+            mean, moment = (
+                mean + share * self.mean(piece),
+                moment + share * self.moment(piece, piece),
+            )
         return mean, moment - mean[:, None] * mean[None]
 
     # --- covariances ------------------------------------------------------------------------------
@@ -264,6 +267,8 @@ class Laws:
 
     def _covariance(self, u: Variable, v: Variable, where: Replicas) -> Tensor:
         match u, v:
+            case Combination(through=(a, i)), Combination(through=(b, j)) if torch.equal(i, j):
+                return self.covariance(a, b, where) * 1.0  # of which the gradient is whole then
             case Combination(), Combination() if u is v or (u.by_feature and v.by_feature):
                 return self._of_combinations(u, v, where)
         # Only the later one is taken apart, so that derivatives in the covariance of an earlier

@@ -156,7 +156,7 @@ class Sampler:
         self._plans: dict[int, _Plan] = {}
         self._laws: dict[int, tuple[Tensor, Tensor]] = {}
         self._choices: dict[int, Tensor] = {}
-        self._shared: dict[int, _SharedSource | None] = {}
+        self._shared: dict[int, list[_SharedSource]] = {}
 
     def add_square(self, root: str, square: float) -> None:
         """Count a part of a parameter's squared gradient."""
@@ -363,35 +363,30 @@ class Sampler:
     def shared_source(self, mix: Mix, total: Tensor, replicas: Replicas) -> Tensor:
         """The covariance of a mix with itself, whose way back also counts what keys and values
         share where they read one tensor: E[Gram x Gram] = Gram x Gram + (tr J K)^2 / width."""
-        shared = self._shared_source(mix)
-        if shared is None:
-            return total
-        queries = self.laws.covariance(shared.queries, shared.queries, replicas)
-        made: Tensor = _Shared.apply(total, queries, self, shared)
-        return made
-
-    def _shared_source(self, mix: Mix) -> _SharedSource | None:
         if mix.number not in self._shared:
             self._shared[mix.number] = self._find_shared(mix)
-        return self._shared[mix.number]
+        for shared in self._shared[mix.number]:
+            queries = self.laws.covariance(shared.queries, shared.queries, replicas)
+            total = _Shared.apply(total, queries, self, shared)
+        return total
 
-    def _find_shared(self, mix: Mix) -> _SharedSource | None:
+    def _find_shared(self, mix: Mix) -> list[_SharedSource]:
         """With keys and values of one x, a query's gradient holds one matrix times the row's
         gradient g_t: s sum_s D_ts R_(s-t) W_k W_v' g_t, D_ts = (J_t K)_ss, J_t = diag(A_t) - A_t
         A_t', K the covariance of x and R rotary positions; its Gram matrix for unit W_k W_v' g."""
         soft, of_values = mix.weights, self._reading(mix.values)
         if not isinstance(soft, Sampled) or of_values is None:
-            return None
+            return []
         plan = self.plan(soft)
         inside = [self.graph.nodes[i] for i in plan.nodes]
         softmaxes = [node for node in inside if "softmax" in node.name]
         if len(softmaxes) != 1:
-            return None
+            return []
         before = softmaxes[0].inputs[0]
         origins = {f.variable.number: _origin(f.variable) for f in plan.cuts.values()}
         ends = {o.number: o for o in origins.values() if o is not None and self._reading(o)}
         if not ends:
-            return None
+            return []
         state = self.states[soft.value]
         assert isinstance(state, Field)
         width = self.graph.tensor(before).shape[-1]
@@ -437,10 +432,12 @@ class Sampler:
         hits = (hit.sum(0) for hit in marked(-1, list(ends), ones))
         reached = dict(zip(ends, hits, strict=True))
         queries = [n for n, sites in reached.items() if bool((sites == 1).any())]
-        readings = {n: self._reading(ends[n]) for n, hit in reached.items() if bool((hit > 1).any())}
+        readings = {
+            n: self._reading(ends[n]) for n, hit in reached.items() if bool((hit > 1).any())
+        }
         same = {n: r for n, r in readings.items() if r and r.source is of_values.source}
         if len(queries) != 1 or len(same) != 1:
-            return None
+            return []
         (query,), ((key, of_keys),) = queries, same.items()
         ones = {n: ones[n] for n in (query, key)}
         (hit,) = marked(-1, [query], ones)  # of which other keys do not count
@@ -449,9 +446,10 @@ class Sampler:
         for i in range(mix.sites):
             (hit,) = marked(i, [query], ones)
             row[hit[:, chosen].any(1)] = i
-        kernel = self._keys_by_values(mix, of_keys, of_values)
-        width_of = int(chosen.sum())
-        gram = torch.zeros(ends[query].sites, ends[query].sites, dtype=F64)
+        kernel, variance = self._keys_by_values(mix, of_keys, of_values), of_keys.variance
+        groups = self._groups(ends[query], chosen, [f.variable for f in plan.cuts.values()])
+        sites = ends[query].sites
+        grams = torch.zeros(len(groups), sites, sites, dtype=F64)
         random, draws = self._random(soft), 4 * self.draws
         sent = torch.zeros(soft.sites, soft.features, dtype=F64)
         for n in range(draws):
@@ -467,10 +465,30 @@ class Sampler:
             zeros = torch.zeros(ends[query].sites, ends[query].features, dtype=F64)
             fields[query] = zeros.requires_grad_(True) + fields.get(query, 0.0)
             (g,) = pull(sent[state.site, state.feature], fields, [query])
-            gram = gram + g[:, chosen] @ g[:, chosen].T / width_of / draws
-        gram = gram * (width_of / soft.features / of_values.count)
-        of_queries = self.laws.parts.of(ends[query], chosen.nonzero()[:, 0])
-        return _SharedSource(of_queries, row, gram, of_keys.root, of_keys.variance)
+            for gram, (_, group, _) in zip(grams, groups, strict=True):
+                gram += g[:, group] @ g[:, group].T / draws
+        count = soft.features * of_values.count
+        return [
+            _SharedSource(read, row, gram / (count * factor**2), of_keys.root, variance)
+            for gram, (read, _, factor) in zip(grams, groups, strict=True)
+        ]
+
+    def _groups(
+        self, origin: Variable, chosen: Tensor, read: list[Variable]
+    ) -> list[tuple[Variable, Tensor, float]]:
+        """Some features of a matrix's result by the largest parts of it that are read, each as the
+        variable that it is there, by its features in the result, and how many times that."""
+        left, groups = chosen.clone(), []
+        for v in sorted(read, key=lambda v: len(_taken(v, origin)), reverse=True):
+            taken = _taken(v, origin)
+            fresh = left[taken].nonzero()[:, 0]
+            if len(fresh):
+                group = taken[fresh]
+                factor = _factor(v, origin) if len(taken) == v.features else None
+                whole, at = (origin, group) if factor is None else (v, fresh)
+                groups.append((self.laws.parts.of(whole, at), group, factor or 1.0))
+                left[group] = False
+        return groups
 
     def _keys_by_values(self, mix: Mix, keys: _Reading, values: _Reading) -> Tensor:
         """(rows, keys, keys) of every row, width times the covariance of what keys and values
@@ -550,6 +568,27 @@ def _origin(v: Variable) -> Product | None:
     if isinstance(v, Part | Combination | Blend | Times):
         return next((o for o in map(_origin, v.parents) if o is not None), None)
     return None
+
+
+def _taken(v: Variable, origin: Variable) -> Tensor:
+    """Features of a matrix's result that a variable behind it has."""
+    if v is origin:
+        return torch.arange(origin.features)
+    if isinstance(v, Part) and v.whole is origin:
+        return v.chosen
+    return next((_taken(p, origin) for p in v.parents if _origin(p) is origin), torch.arange(0))
+
+
+def _factor(v: Variable, origin: Variable) -> float | None:
+    """Of a matrix's result, or a part of it, times a number, with a bias or without, that number."""
+    if not isinstance(v, Combination):
+        same = v is origin or (isinstance(v, Part) and v.whole is origin)
+        return 1.0 if same else None
+    terms = [t for t in v.terms if _origin(t.variable) is origin]
+    if len(terms) != 1 or terms[0].at is not None or terms[0].coefficient.numel() != 1:
+        return None
+    inner = _factor(terms[0].variable, origin)
+    return None if inner is None else inner * float(terms[0].coefficient)
 
 
 def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int) -> Tensor:
