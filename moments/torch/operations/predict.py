@@ -264,7 +264,7 @@ class Lowered:
         for root, leaf in self.replicas.weights.items():
             name = root.partition("#")[0]
             if leaf.grad is not None and name in total:
-                total[name] += float(leaf.grad) * self.lowering.sampler.slopes.get(root, 1.0)
+                total[name] += float(leaf.grad) * self.lowering.sampler.slope(root)
         return total
 
 
@@ -451,8 +451,8 @@ def _row(
     sites = torch.unique(state.site)
     if isinstance(variable, Square):  # which has a mean alone
         return None
-    covariance = laws.covariance(variable, variable)[sites][:, sites]
-    mean = float(laws.mean(variable)[sites].mean())
+    means, covariance = laws.shown(state)
+    mean, covariance = float(means[sites].mean()), covariance[sites][:, sites]
     node = graph.producer(value)
     own, pairs = _own_and_pairs(covariance)
     crossed = replicas.known.get((variable.number, variable.number))
