@@ -176,34 +176,6 @@ def replacing(path: StrPath, name: str = "") -> Iterator[Path]:
                 os.unlink(partial)
 
 
-@contextmanager
-def locked(path: StrPath) -> Iterator[None]:
-    """Alone, among processes that lock files of the same folder, until the block ends.
-
-    The lock is on the folder, so that none is left behind and a process that dies gives it back.
-    Where the system knows no such locks (Windows) there is none.
-
-    Raises:
-        DomainError: there is no such folder.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    folder = Path(path).absolute().parent
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise DomainError(f"cannot write {path}: {reason}") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def as_frame(rows: Iterable[Any], columns: Iterable[str] | None = None) -> pd.DataFrame:
     """A table of rows; pandas, which takes a while to load, is loaded when one is asked for."""
     import pandas as pd

@@ -126,7 +126,7 @@ def predict(
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     return Answer(
         said=lambda: (
-            (prediction_table(prediction),)
+            prediction_table(prediction)
             if whole
             else prediction_screen(prediction, named(model) or "model")
         ),
@@ -258,7 +258,7 @@ def explain(
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
     explanation = run(described, layer, theory=theory.value, **inputs)
     return Answer(
-        said=lambda: print(explanation.latex()) if latex else str(explanation),
+        said=lambda: explanation.latex() if latex else str(explanation),
         data=explanation.to_frame,
         frame=explanation.to_frame,
     )
@@ -331,7 +331,9 @@ def first_step(
         step = prediction.after(optimizer, learning_rate, **options)
     known_rates = {} if rates is None else {"rates": rates.to_dict()}
     return Answer(
-        said=lambda: (*(() if rates is None else (rates.table(), "")), first_step_table(step)),
+        said=lambda: "\n\n".join(
+            [*([] if rates is None else [rates.table()]), first_step_table(step)]
+        ),
         data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
         figure=lambda: (step if rates is None else rates).plot(named(model)),

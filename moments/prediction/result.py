@@ -564,9 +564,9 @@ class Prediction:
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
-        from ..show.report import prediction_table, render
+        from ..show.report import prediction_table
 
-        return render(prediction_table(self))
+        return prediction_table(self)
 
     def plot(self, name: str | None = None) -> Figure:
         """Variance and correlation of signal and gradient along the depth, `name` in the title."""

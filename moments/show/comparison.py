@@ -20,7 +20,7 @@ from ..prediction.result import Prediction
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
 from .expected import TOLERANCE, Expected, expected
-from .report import comparison_tables, render, summary_table
+from .report import comparison_tables, summary_table
 from .step import StepComparison, compare_steps
 from .verdict import verdict
 
@@ -204,7 +204,7 @@ class Comparison:
     def table(self) -> str:
         """The verdict, stream points side by side, the loss, then the errors, as text."""
         tables = (*comparison_tables(self), summary_table(self))
-        return "\n\n".join([self.verdict(), *map(render, tables)])
+        return "\n\n".join([self.verdict(), *tables])
 
     def plot(self, name: str | None = None) -> Figure:
         """The prediction as lines, the measurement as points; `name`, the model's, in the title."""

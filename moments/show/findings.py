@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-
 from ..errors import MomentsError
 from ..files import as_frame, plain
 from ..model.summary import in_short
 from ..model.transformer import Transformer
 from .html import document, fragment, picture, table
 from .precision import precision
-from .report import in_a_line, number, render, tabled, wrapped
+from .report import in_a_line, number, tabled, wrapped
 from .verdict import NAMES, choices, growths, judge
 
 if TYPE_CHECKING:
@@ -394,11 +392,11 @@ class Report:
     def table(self) -> str:
         """The numbers as text."""
         states = {True: "ok", False: "out", None: ""}
-        rows = [(states[row.passed], *map(escape, row.cells())) for row in self.rows]
+        rows = [(states[row.passed], *row.cells()) for row in self.rows]
         noted = any(row.note for row in self.rows)
         rows = rows if noted else [row[:-1] for row in rows]
         heads = ("", *NUMBER_HEADS, *(("note",) if noted else ()))
-        return render(tabled(None, heads, rows, text=3), TABLE_WIDTH)
+        return tabled("", heads, rows, text=3)
 
     def to_html(self) -> str:
         """The whole report as one HTML file, its pictures inside it."""
@@ -453,7 +451,6 @@ LINES = 8
 NOTES = 3
 """Of a report, shown by their beginnings."""
 
-TABLE_WIDTH = 240  # parameter names stay whole
 ALL = "everything: print(report.text(whole=True)), or --all on the command line"
 NUMBER_HEADS = ("number", "parameter", "measured", "expected", "95 % of draws")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..model.summary import in_short
-from .report import number, wrapped
+from .report import number, tabled, wrapped
 from .verdict import choices, growth
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def prediction_screen(prediction: Prediction, name: str) -> str:
     names = ("variance", "correlation", "grad_variance")
     rows = [[str(n), *(number(float(getattr(prediction, q)[n])) for q in names)] for n in few]
     heads = ("layer", "variance", "token correlation", "gradient variance")
-    lines = [*_table(heads, rows), *_loss(prediction)]
+    lines = [*tabled("", heads, rows).splitlines(), *_loss(prediction)]
     return _screen(f"{name}: {growth(prediction)}", prediction, lines)
 
 
@@ -50,7 +50,7 @@ def comparison_screen(comparison: Comparison, name: str) -> str:
             cells += [predicted, measured + mark]
         rows.append([*cells, f"{p.correlation[n]:z.3f}", f"{m.correlation[n]:z.3f}"])
     heads = ("layer", "variance", "measured", "gradient variance", "measured")
-    lines = _table((*heads, "correlation", "measured"), rows)
+    lines = tabled("", (*heads, "correlation", "measured"), rows).splitlines()
     lines += _loss(p, None if m.loss is None else float(m.loss))
     if not all(inside.values()):
         lines.append("* outside its 95 % band")
@@ -65,14 +65,6 @@ def _screen(verdict: str, p: Prediction, lines: Sequence[str]) -> str:
 
 def _few(layers: int) -> list[int]:
     return sorted({round(float(n)) for n in np.linspace(0, layers, ROWS)})
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (heads, *rows)
-    ]
 
 
 def _loss(p: Prediction, measured: float | None = None) -> list[str]:

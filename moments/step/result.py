@@ -161,9 +161,9 @@ class FirstStep:
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
-        from ..show.step import first_step_text
+        from ..show.step import first_step_table
 
-        return first_step_text(self)
+        return first_step_table(self)
 
     def plot(self, name: str | None = None) -> Figure:
         """A coordinate check: relative change of every site along the depth; sizes of steps and
