@@ -184,7 +184,23 @@ def as_frame(rows: Iterable[Any], columns: Iterable[str] | None = None) -> pd.Da
 
 
 class Shown:
-    """What a notebook shows as the text that it prints."""
+    """What prints as its `table()`, where it has one, and shows in a notebook as it prints."""
+
+    def __str__(self) -> str:
+        table = getattr(self, "table", None)
+        return repr(self) if table is None else str(table())
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+class Serialised(Shown):
+    """The same with a `to_dict` that JSON can hold."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, with a format version."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """`to_dict` as one JSON object."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)

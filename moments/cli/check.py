@@ -400,7 +400,7 @@ def compare(
         if whole:
             tables = (summary_table(comparison), *comparison_tables(comparison))
             return "\n\n".join([comparison.verdict(), *tables, *drawn])
-        return "\n".join([comparison_screen(comparison, named(model) or "model"), *drawn])
+        return "\n".join([comparison_screen(comparison, named(model)), *drawn])
 
     def data() -> dict[str, Any]:
         return {

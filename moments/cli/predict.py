@@ -126,9 +126,7 @@ def predict(
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     return Answer(
         said=lambda: (
-            prediction_table(prediction)
-            if whole
-            else prediction_screen(prediction, named(model) or "model")
+            prediction_table(prediction) if whole else prediction_screen(prediction, named(model))
         ),
         data=prediction.to_json,
         frame=prediction.to_frame,

@@ -15,7 +15,7 @@ from ..engine.layout import SequenceLayout
 from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
-from ..files import as_frame
+from ..files import Shown, as_frame
 from ..formulas.law import Theory
 from ..layers.architecture import declare
 from ..layers.experts.mixture import rows as expert_rows
@@ -44,7 +44,7 @@ POINT_COLUMNS = ("mean", *QUANTITIES)
 
 
 @dataclass(frozen=True, eq=False)
-class Prediction:
+class Prediction(Shown):
     """Moments of the residual stream and of every site inside the network.
 
     docs/theory/state.md has the state, docs/theory/index.md what every formula is from.
@@ -607,7 +607,7 @@ class Prediction:
             f"gradient variance {growth})"
         )
 
-    def _repr_html_(self) -> str:
-        from html import escape
+    def __str__(self) -> str:
+        from ..show.screen import prediction_screen
 
-        return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
+        return prediction_screen(self)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from ..errors import DomainError
-from ..files import as_frame
+from ..files import Shown, as_frame
 from ..formulas.checks import NONNEGATIVE, check_in
 from ..noise.band import NORMAL_95
 from ..prediction.draws import QUANTITIES
@@ -32,7 +32,7 @@ __all__ = ["QUANTITIES", "Comparison", "compare"]
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Shown):
     """What was predicted against what was measured, at every site both know.
 
     Attributes:
@@ -212,15 +212,15 @@ class Comparison:
 
         return plot_comparison(self, name)
 
+    def __str__(self) -> str:
+        from .screen import comparison_screen
+
+        return comparison_screen(self)
+
     def __repr__(self) -> str:
         stream = self.summary().query("points == 'stream'").set_index("quantity")["mean"]
         parts = ", ".join(f"{name} {value:.3g}" for name, value in stream.items())
         return f"Comparison(mean error along the stream: {parts})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self.table())}</pre>"
 
 
 def _r_squared(predicted: pd.Series, measured: pd.Series, stderr: pd.Series) -> float:

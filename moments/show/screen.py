@@ -20,7 +20,7 @@ ROWS = 5
 """Layers that are shown, from the first to the last."""
 
 
-def prediction_screen(prediction: Prediction, name: str) -> str:
+def prediction_screen(prediction: Prediction, name: str | None = None) -> str:
     """What the depth does, and a few layers; of several configurations the table."""
     if prediction.variance.ndim > 1:
         return prediction.table()
@@ -29,10 +29,10 @@ def prediction_screen(prediction: Prediction, name: str) -> str:
     rows = [[str(n), *(number(float(getattr(prediction, q)[n])) for q in names)] for n in few]
     heads = ("layer", "variance", "token correlation", "gradient variance")
     lines = [*tabled("", heads, rows).splitlines(), *_loss(prediction)]
-    return _screen(f"{name}: {growth(prediction)}", prediction, lines)
+    return _screen(growth(prediction), prediction, lines, name)
 
 
-def comparison_screen(comparison: Comparison, name: str) -> str:
+def comparison_screen(comparison: Comparison, name: str | None = None) -> str:
     """Whether what was measured is expected, and a few layers of both."""
     p, m = comparison.prediction, comparison.measurement
     points = comparison.points()
@@ -54,11 +54,12 @@ def comparison_screen(comparison: Comparison, name: str) -> str:
     lines += _loss(p, None if m.loss is None else float(m.loss))
     if not all(inside.values()):
         lines.append("* outside its 95 % band")
-    return _screen(f"{name}: {comparison.verdict()}", p, lines)
+    return _screen(comparison.verdict(), p, lines, name)
 
 
-def _screen(verdict: str, p: Prediction, lines: Sequence[str]) -> str:
+def _screen(verdict: str, p: Prediction, lines: Sequence[str], name: str | None) -> str:
     """Without the prediction's warnings, which standard error has."""
+    verdict = f"{name or p.model.name or 'model'}: {verdict}"
     body = [*wrapped(in_short(p.model), "  ", "  "), *(f"  {line}" for line in lines)]
     return "\n".join([*wrapped(verdict, "", "  "), *body, "every layer: --all, or .table()"])
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import DomainError
-from ..files import as_frame
+from ..files import Shown, as_frame
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
 from .report import number, tabled
@@ -33,7 +33,7 @@ def first_step_table(step: FirstStep) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class StepComparison:
+class StepComparison(Shown):
     """A predicted first step against a measured one.
 
     Attributes:
