@@ -407,7 +407,7 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     from ..model.presets import preset
     from ..model.transformer import Transformer
 
-    given = told(**changes)
+    given = given_only(**changes)
     if name is None:
         required = ("layers", "d_model", "heads", "seq_len")
         missing = [key for key in required if key not in given]
@@ -429,7 +429,7 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     return model.replace(**given) if given else model, inputs
 
 
-def told(**options: Any) -> dict[str, Any]:
+def given_only(**options: Any) -> dict[str, Any]:
     """Those options that were given."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -586,7 +586,7 @@ def with_input(
     user says, else what a plan knows; of a vision model without either, a photograph's moments."""
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    found = known | noise(described) | told(variance=variance, correlation=correlation)
+    found = known | noise(described) | given_only(variance=variance, correlation=correlation)
     pixels = None if known else pictures(described, variance, correlation)
     if pixels is None:
         return described, found

@@ -455,7 +455,7 @@ def _given(
     theory: str,
     measured: bool,
 ) -> dict[str, Any]:
-    """What `predict` is told of the input and of the gradient."""
+    """What `predict` is given of the input and of the gradient."""
     from ..torch.batches import inputs_of, measured_gradient
 
     given = inputs_of(declared, data)

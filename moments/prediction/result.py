@@ -127,7 +127,7 @@ class Prediction(Shown):
         """Where one draw of the weights falls 95 % of the time, (2, ..., N + 1).
 
         It is that of `batch` sequences which share the weights. Resolved by token it follows the
-        token kernels themselves, but for a decoder as its encoder meets it, whose tokens are taken
+        token kernels themselves, but the decoder that reads an encoder has its tokens taken
         alike. What one draw makes of a head's loss is in it, and of what a decoder sends to its
         encoder; docs/theory/band.md has what it covers of simulated draws.
 
@@ -404,8 +404,8 @@ class Prediction(Shown):
                 "muon" (every hidden matrix by itself; all else by Adam at the same rate).
             learning_rate: positive.
             options: betas (of Adam and Lion; a first step does not depend on them), eps,
-                weight_decay (of every parameter, besides the step), clip (most that the norm of all
-                gradients together may be, as `clip_grad_norm_` cuts it), momentum and nesterov
+                weight_decay (of every parameter, added to the step), clip (most that the norm of
+                all gradients together may be, as `clip_grad_norm_` cuts it), momentum and nesterov
                 (SGD, and Muon, whose author's are .95 and True), adjust (of Muon: "original",
                 "match_rms_adamw" or "spectral"), steps (that many steps, each on as many of the
                 prediction's sequences, in order; the loss and its slope are then the last one's,

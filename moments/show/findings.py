@@ -439,7 +439,7 @@ class Report:
         return json.dumps(data, indent=2, allow_nan=False)
 
     def _repr_html_(self) -> str:
-        return fragment(_body(self, whole=False))  # a notebook has the picture beside it
+        return fragment(_body(self, whole=False))  # a notebook draws the picture on its own
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_why": None}  # which runs the module, that does not travel

@@ -1,4 +1,4 @@
-"""HTML of pages that need no other file, from the templates beside this: their style by day, by
+"""HTML of pages that need no other file, from the templates of this folder: their style by day, by
 night and on paper, tables, and pictures as matplotlib draws them.
 
 A page is a `fragment`, which a notebook shows as it is, or a `document` around one.
@@ -43,7 +43,7 @@ _COLOURS = {
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A template of the folder beside this; strings are escaped unless they are Markup."""
+    """A template; strings are escaped unless they are Markup."""
     return Markup(TEMPLATES.get_template(template).render(**values))
 
 
