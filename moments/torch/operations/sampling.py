@@ -580,7 +580,7 @@ def _taken(v: Variable, origin: Variable) -> Tensor:
 
 
 def _factor(v: Variable, origin: Variable) -> float | None:
-    """Of a matrix's result, or a part of it, times a number, with a bias or without, that number."""
+    """The number that multiplies a matrix's result or a part of it, with a bias or without."""
     if not isinstance(v, Combination):
         same = v is origin or (isinstance(v, Part) and v.whole is origin)
         return 1.0 if same else None

@@ -108,7 +108,7 @@ class Term:
 
 @dataclass(eq=False, kw_only=True)
 class Combination(Variable):
-    """A sum of terms, and a shift (sites, 1); `through` a larger one of which these features are."""
+    """A sum of terms and a shift (sites, 1); `through` a larger sum that has these features."""
 
     terms: list[Term]
     shift: Tensor | None = None
