@@ -21,6 +21,7 @@ from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
 from .expected import TOLERANCE, Expected, expected
 from .report import comparison_tables, summary_table
+from .screen import comparison_screen
 from .step import StepComparison, compare_steps
 from .verdict import verdict
 
@@ -213,8 +214,6 @@ class Comparison(Shown):
         return plot_comparison(self, name)
 
     def __str__(self) -> str:
-        from .screen import comparison_screen
-
         return comparison_screen(self)
 
     def __repr__(self) -> str:
