@@ -198,10 +198,8 @@ class AttentionResponse:
 
     def signal_adjoint(
         self, sensitivity: Array, adjoint: AttentionAdjoint | None, gradient: Array
-    ) -> tuple[Array, Array]:
+    ) -> Array:
         """Sensitivity to the signal's kernel at the input, of one to that at the output.
-
-        Returns it, and its part through the correlation of two queries, C_ii' of logits.
 
         Args:
             sensitivity: Gamma, to the kernel at the output.
@@ -247,7 +245,7 @@ class AttentionResponse:
         result = wt @ middle @ w + self._rows.spread(off_diagonal)
         if adjoint is not None:
             result = result + adjoint.given.spread(keys)
-        return symmetric(result + direct + diagonal_matrix(dropped, result)), direct
+        return symmetric(result + direct + diagonal_matrix(dropped, result))
 
     def sent_by_head(self, gradient: Array) -> Array:
         """The part of the gradient at the input that is one vector over tokens in each head."""
@@ -521,18 +519,14 @@ class AttentionSublayer:
         return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
+        """What one draw of a head's |W_k^T W_q x|^2 does to logits is left out."""
         gain, grad_out = per_pair(self.gain), per_pair(self.back_gain) * self.grad_out
         count = len(exposure.given.kernel)
-        onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, grad_out)
+        onward = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, grad_out)
         if count < len(sensitivity):
             rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, grad_out)
-            onward, queries = (stacked(pair) for pair in zip((onward, queries), rest, strict=True))
-        relative = 2 * (1 / self.d_head + 1 / self.d_model) / self.heads
-        kernel = self.maps.kernel
-        noise = relative * paired(queries, kernel, kernel)
-        size = trace_of(kernel) / count_of(kernel)
-        return SignalAdjoint(onward, noise, relative * (total(queries) * size) ** 2)
+            onward = stacked((onward, rest))
+        return SignalAdjoint(onward)
 
 
 # --- overlaps of two tokens -----------------------------------------------------------------------
