@@ -426,7 +426,7 @@ def test_exposure_of_attention(causal: bool) -> None:
     fast, _, gradient = one_layer(causal)
     sensitivity = np.eye(len(gradient))
     adjoint = fast.gradient_adjoint(sensitivity)
-    exposure = fast.signal_adjoint(np.zeros_like(gradient), adjoint, gradient)[0]
+    exposure = fast.signal_adjoint(np.zeros_like(gradient), adjoint, gradient)
     kernel = np.asarray(fast.kernel, float)
     direction = kernel - 0.3
     attention = SelfAttention("attention", 256, 4, 64, 1.2 / 256, 1.2 / 256, 1 / 256, 0.1)
@@ -466,8 +466,8 @@ def test_attention_of_tokens_alike_answers_as_the_full_maps_do(
         adjoint = fast.gradient_adjoint(sensitivity)
         sent = (adjoint.onward * gradient).sum()
         assert sent == pytest.approx((sensitivity * full(kernel)[1]).sum(), rel=0.03)
-        onward = fast.signal_adjoint(sensitivity, None, gradient)[0]
-        exposure = fast.signal_adjoint(0 * gradient, adjoint, gradient)[0]
+        onward = fast.signal_adjoint(sensitivity, None, gradient)
+        exposure = fast.signal_adjoint(0 * gradient, adjoint, gradient)
         for direction in (mean * length, identity - mean):
             above, below = full(kernel + step * direction), full(kernel - step * direction)
             for found, up, down in zip((onward, exposure), above, below, strict=True):

@@ -135,9 +135,9 @@ class BottomToTop(Component):
         both = 1 + 2 * np.asarray(carried * self.attention.skip_scale * self.ffn.skip_scale)
         return Signal(inner.kernel + signal.kernel.scaled(both), 2, width=signal.width)
 
-    def sublayer(self, record: Record, around: Around) -> Sublayer:
+    def response(self, record: Record, around: Around) -> Sublayer:
         # Residual sums in a residual sum, which adds the cross term of its own.
-        parts = Sequence(tuple(one.component.sublayer(one, around) for one in record.children))
+        parts = Sequence(tuple(one.component.response(one, around) for one in record.children))
         carried = around.by_token(self._carried(record.children), record.input.kernel)
         inside, skip = (
             (one[..., :, None] * one[..., None, :]).astype(SINGLE) for one in (carried, 1 + carried)

@@ -127,16 +127,12 @@ class Component(abc.ABC):
     # --- what one draw of it does (`moments.noise`) ----------------------------------------------
 
     def response(self, record: Record, around: Around) -> Response:
-        """What it does to sensitivities, by token, inside a branch.
+        """What it does to sensitivities, by token.
 
         Raises:
-            MomentsError: it holds a skip connection.
+            MomentsError: it does not say.
         """
         raise MomentsError(f"no band of one draw through a {type(self).__name__} in a branch")
-
-    def sublayer(self, record: Record, around: Around) -> Sublayer:
-        """The same where it is what a layer is made of, with the noise that it adds."""
-        return around.whole(record)
 
     def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
         """Two tokens of different sequences at the output.
@@ -575,7 +571,7 @@ class Residual(Component):
         skip, scale = square(self.skip_scale), square(self.branch_scale)
         return Signal(signal.kernel.mixed(skip, branch.kernel, scale), 2, width=signal.width)
 
-    def sublayer(self, record: Record, around: Around) -> Sublayer:
+    def response(self, record: Record, around: Around) -> Sublayer:
         return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
 
     def addition(self, record: Record) -> Addition:

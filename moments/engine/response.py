@@ -518,13 +518,16 @@ class Around:
         grad_in = in_units(matrix_of(record.grad_in.kernel, record.input.seq_len), self.unit)
         return entering, leaving, grad_in, self.grad_out(record)
 
-    def whole(self, record: Record) -> Sublayer:
-        """A part without a skip connection."""
-        answer, none = record.component.response(record, self), 0.0
-        kernels, width = self.kernels(record), float(record.output.width)
-        return Sublayer(
-            answer, False, per_pair(none), 1.0, *kernels, none, none, width, heads_width(record)
-        )
+    def part(self, record: Record) -> Sublayer:
+        """What a layer is made of, with a skip connection or without."""
+        answer = record.component.response(record, self)
+        return answer if isinstance(answer, Sublayer) else self.alone(record, answer)
+
+    def alone(self, record: Record, answer: Response, kappa: Array = 0.0) -> Sublayer:
+        """A part without a skip connection, whose own draw adds noise of that kappa."""
+        adds, nothing = bool(np.any(kappa)), per_pair(0.0)
+        fixed = *self.kernels(record), kappa, kappa, float(record.output.width)
+        return Sublayer(answer, adds, nothing, 1.0, *fixed, heads_width(record))
 
     def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Sublayer:
         """What `branch` adds to a skip connection; squared factors of both."""

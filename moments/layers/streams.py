@@ -269,7 +269,7 @@ class Connection(Residual):
         first, second = gradient.kernel.over_tokens(lost)
         return gradient.kernel.weighted(1.0 - lost, 1.0 - (first + second) / 2)
 
-    def sublayer(self, record: Record, around: Around) -> Sublayer:
+    def response(self, record: Record, around: Around) -> Sublayer:
         of, c = self.streams, record.pullback[1].kernels[2]
         square_of_mean = of.at_one("write") - of.at_one("spread") / (of.declared.streams - 1)
         one, two = (chebyshev.chebval(part, of.write) for part in (c.diagonal, c.off_diagonal))

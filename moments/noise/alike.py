@@ -81,8 +81,7 @@ class Alike(NamedTuple):
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:
     """What a part does, in as many configurations."""
     unit = trace_of(matrix_of(record.grad_in.kernel, record.input.seq_len))
-    sublayer: Sublayer = record.component.sublayer(record, Around(np.broadcast_to(unit, shape)))
-    return sublayer
+    return Around(np.broadcast_to(unit, shape)).part(record)
 
 
 def across_sequences(

@@ -3,15 +3,14 @@
 Every layer's cross-attention sends the memory a gradient M_k R_k: R_k the modes of the gradient
 that the layer's part receives, M_k a map that depends on the modes of the memory and of the tokens
 that ask. Their sum over layers is a number y as any other (`network.Inflow`), with noise of the
-matrices in between (`_noise`). The memory's own fluctuations are the response of the encoder's last
-gradient to its last signal. By token, the decoder is followed with moments averaged over tokens.
+matrices in between (`_noise`). The memory's own fluctuations are the response of that gradient to
+the memory. By token, the decoder is followed with moments averaged over tokens.
 
 See docs/theory/band.md, Where gradients come from."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +20,16 @@ from ..engine.classes import ClassMatrix, OneClass, diagonal_of, one_class
 from ..engine.composition import Chain, Layer, forward
 from ..engine.response import (
     SINGLE,
+    Around,
     GradientAdjoint,
     Matrix,
     Response,
+    Sequence,
     SignalAdjoint,
     count_of,
     diagonal_matrix,
+    in_units,
     matrix_of,
-    per_unit,
     ratio,
     total,
     trace_of,
@@ -87,12 +88,10 @@ class DecoderTop:
     """The decoder that reads an encoder.
 
     Attributes:
-        read: what turns the encoder's last layer into the memory.
         trace: of the decoder, both passes.
         top: where its own last gradient comes from; None: it is a fresh Gaussian tensor.
     """
 
-    read: Chain
     declaration: Chain
     trace: Trace
     top: End | None = None
@@ -100,18 +99,21 @@ class DecoderTop:
     def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """The encoder's last gradient, and how it answers to the decoder; `trace` is the
         encoder's."""
-        last = trace.stream()[-1]
+        last, reading = trace.stream()[-1], trace.ending
         assert last.gradient is not None
-        signal, modes = last.signal, Modes(last.signal.seq_len)
-        grad_out = matrix_of(last.gradient.kernel, signal.seq_len)
-        kernel = matrix_of(signal.second_moment(), signal.seq_len)
-        relative = per_unit(grad_out, trace_of(grad_out)).astype(SINGLE)
-        sequences = int(count_of(grad_out)) // signal.seq_len
-        response, covariance = self._of_modes(signal, modes, batch * sequences)
-        return relative, OfModes(response, batch * covariance, relative, kernel, modes)
+        assert reading is not None
+        grad_out = matrix_of(last.gradient.kernel, last.signal.seq_len)
+        around = Around(np.asarray(trace_of(grad_out)))
+        parts = [record.component.response(record, around) for record in reading.children]
+        memory, modes = reading.output, Modes(reading.output.seq_len)
+        kernel = matrix_of(memory.second_moment(), memory.seq_len)
+        sequences = int(count_of(grad_out)) // memory.seq_len
+        response, covariance = self._of_modes(memory, modes, batch * sequences)
+        decoder = OfModes(response, batch * covariance, around.grad_out(reading), kernel, modes)
+        return in_units(grad_out, around.unit), Sequence((*parts, decoder))
 
-    def _of_modes(self, signal: Signal, modes: Modes, batch: float) -> tuple[Array, Array]:
-        """Response of the encoder's last gradient to its signal, and covariance of its modes.
+    def _of_modes(self, memory: Signal, modes: Modes, batch: float) -> tuple[Array, Array]:
+        """Response of the memory's gradient to the memory, and covariance of its modes.
 
         Both in relative modes (..., 2, 2), of the gradient's over its variance.
         """
@@ -120,21 +122,19 @@ class DecoderTop:
         parts = decoder.sublayers(layers)
         groups = [group for group, _ in parts]
         shape = groups[0].sublayer.grad_in.shape[:-3]
-        of_memory = _Reading.of(self.read, signal, modes, batch, shape)
+        of_memory = _Memory.of(memory, modes, batch, shape)
         grad_in: list[tuple[Group, _Sent]] = []
         for group, record in parts:
             reading = [one for one in record.leaves() if one.memory is not None]
             grad_in += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
-        whole = np.add.reduce([one.added.sum(-2) for _, one in grad_in])
-        last = matrix_times(of_memory.back, whole[:3])
-        gradient, size = last[0] @ modes.average, whole[0] @ modes.average
+        whole = np.add.reduce([one.added[:3].sum(-2) for _, one in grad_in])
+        size = whole[0] @ modes.average
         walk = AllAtOnce(groups)
         overlaps = shared(layers, self.trace, walk, batch)
         network = Network(walk, decoder.entering, batch, overlaps, self._end(batch))
         covariance = _covariance(network, walk, grad_in, size, of_memory)
-        through = of_memory.back[0] * (size / gradient)[..., None, None]
-        response = (last[1:] - last[0]) / (STEP * gradient[..., None])
-        return np.moveaxis(response, 0, -1), through @ covariance @ transposed(through)
+        response = (whole[1:] - whole[0]) / (STEP * size[..., None])
+        return np.moveaxis(response, 0, -1), covariance
 
     def _end(self, batch: float) -> tuple[Matrix, Response]:
         """The decoder's own last gradient, as of tokens alike."""
@@ -157,8 +157,8 @@ class _Sent(NamedTuple):
 
     Attributes:
         returned: (..., parts, 2, 2) map from the modes of the gradient that a part receives.
-        added: (5, ..., parts, 2) modes sent: at the means, at either mode of the encoder's last
-            signal a little larger, and of the signal that enters the part.
+        added: (5, ..., parts, 2) modes sent: at the means, at either mode of the memory a little
+            larger, and of the signal that enters the part.
         entering: (..., parts, 2) modes of that signal.
         noise: (..., parts, 2, 2) covariance that the part's matrices add.
     """
@@ -169,45 +169,32 @@ class _Sent(NamedTuple):
     noise: Array
 
 
-class _Reading(NamedTuple):
-    """The memory at the encoder's last signal, and at slightly larger modes of it.
+class _Memory(NamedTuple):
+    """The memory, and slightly larger modes of it.
 
     Attributes:
-        memory: (5, ..., 1) of these, the last two at the signal itself.
-        back: (3, ..., 2, 2) map of the gradient's modes from the memory to that signal.
-        modes, width: of the encoder's tokens.
+        memory: (5, ..., 1) of these, the last two as it is.
+        modes: of its tokens.
         batch: sequences that share the weights.
     """
 
     memory: Signal
-    back: Array
     modes: Modes
-    width: Array
     batch: float
     shape: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, read: Chain, signal: Signal, modes: Modes, batch: float, shape: tuple[int, ...]
-    ) -> _Reading:
-        """Of what stands between that signal and the memory."""
-        base = np.broadcast_to(modes.of(averaged_tokens(signal.kernel, modes.seq_len)), (*shape, 2))
-        axes = (1,) * (base.ndim - 1)
+    def of(cls, memory: Signal, modes: Modes, batch: float, shape: tuple[int, ...]) -> _Memory:
+        tokens = averaged_tokens(memory.second_moment(), modes.seq_len)
+        base = np.broadcast_to(modes.of(tokens), (*shape, 2))
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
-        kernel = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
-        entering = Signal(
-            kernel, modes.seq_len, width=signal.width, fluctuation=Fluctuation.fixed(kernel)
-        )
-        memory, record = forward(read, entering)
-        basis = modes.kernel(np.eye(2).reshape(2, 1, *axes, 2))
-        pulled = modes.of(record.backward(Gradient(basis, modes.seq_len)).grad_in.kernel)
-        pulled = np.broadcast_to(pulled, np.broadcast_shapes(pulled.shape, (2, 5, *base.shape)))
-        back = np.moveaxis(pulled, 0, -1)[:3]
-        plain = dataclasses.replace(memory, diagnostics=None, notes=())
-        return cls(stacked([plain]), back, modes, signal.width, batch, shape)
+        kernel = modes.kernel(base * (1 + steps.reshape(5, *(1,) * (base.ndim - 1), 2)))
+        fixed = Fluctuation.fixed(kernel)
+        moved = Signal(kernel, modes.seq_len, width=memory.width, fluctuation=fixed)
+        return cls(stacked([moved]), modes, batch, shape)
 
 
-def _of_part(record: Record, reading: Record, of_memory: _Reading) -> _Sent:
+def _of_part(record: Record, reading: Record, of_memory: _Memory) -> _Sent:
     """Of the parts of a group, and one reader in them."""
     modes, attention = Modes(record.input.seq_len), reading.component
     kernel, gradient = record.input.kernel, record.grad_out.kernel
@@ -241,7 +228,7 @@ def _noise(
     returned: Array,
     grad_out: Array,
     query_tokens: Kernel,
-    of_memory: _Reading,
+    of_memory: _Memory,
     modes: Modes,
 ) -> Array:
     """Of one sequence: of W_o, 2 over the heads' features for each mode received; of W_v, 2/d for
@@ -269,9 +256,9 @@ def _noise(
 def _covariance(
     network: Network,
     walk: AllAtOnce,
-    grad_in: Sequence[tuple[Group, _Sent]],
+    grad_in: Several[tuple[Group, _Sent]],
     size: Array,
-    of_memory: _Reading,
+    of_memory: _Memory,
 ) -> Array:
     """(..., 2, 2) of the modes of all that the memory receives, over its variance `size`."""
     network.variance([0])  # how far the gain of different directions agrees, of the decoder's own
@@ -293,7 +280,7 @@ def _covariance(
             parts.append((place, one.added[0][..., j, :], one.noise[..., j, :, :]))
     carried: Array = 0.0
     for _, added, diagonal in sorted(parts, key=lambda part: -part[0]):
-        cross = 4 * carried * added / of_memory.width / of_memory.modes.count
+        cross = 4 * carried * added / of_memory.memory.width / of_memory.modes.count
         noise = noise + diagonal + cross[..., None] * np.eye(2)
         carried = carried + added
     noise = noise / (of_memory.batch * size[..., None, None] ** 2)
@@ -316,7 +303,7 @@ class OfModes:
 
     Attributes:
         response, covariance: (..., 2, 2) as `DecoderTop` finds them.
-        grad_out: the gradient, of trace 1.
+        grad_out: the gradient.
         modes: of the tokens of a sequence.
     """
 

@@ -166,10 +166,10 @@ class HeadTop:
         around = Around(np.asarray(unit))
         parts: list[Response] = []
         for record in trace.ending.children:
-            last, leaf, output = around.grad_out(record), record.component, record.output
+            last, leaf = around.grad_out(record), record.component
             answer = leaf.response(record, around)
             if not isinstance(leaf, Pool):
-                answer = _Drawn(answer, output, last, _kappa(leaf, output))
+                answer = around.alone(record, answer, _kappa(leaf, record.output))
             parts.append(answer)
         parts.append(_Ending.of(self.readout, last, unit, batch))
         return first, Sequence(tuple(parts))
@@ -185,31 +185,6 @@ def _kappa(leaf: Component, output: Signal) -> Array:
     if leaf.hidden is None:
         return 2.0 if leaf.matrices else 0.0
     return np.maximum(norm_variance(output) * output.width - 2.0, 0.0)
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """A leaf of the head with what its own draw adds, to the signal and to the gradient."""
-
-    inner: Response
-    output: Signal
-    grad_out: Array
-    kappa: Array
-
-    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        step = self.inner.gradient_adjoint(sensitivity)
-        noise = step.noise + self._noise(step.sensitivity, self.grad_out)
-        return step._replace(noise=noise)
-
-    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        step = self.inner.signal_adjoint(sensitivity, exposure)
-        kernel = matrix_of(self.output.second_moment(), self.output.seq_len).astype(SINGLE)
-        return step._replace(noise=step.noise + self._noise(sensitivity, kernel))
-
-    def _noise(self, sensitivity: Array, kernel: Array) -> Array:
-        if not np.any(self.kappa):
-            return np.zeros(sensitivity.shape[:-2])
-        return self.kappa / self.output.width * paired(sensitivity, kernel, kernel)
 
 
 @dataclass(frozen=True)

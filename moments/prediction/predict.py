@@ -15,7 +15,7 @@ from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count
 from ..formulas.law import THEORIES, Theory
-from ..layers.architecture import declare, declare_output
+from ..layers.architecture import declare
 from ..layers.head.output import OutputMoments
 from ..model.transformer import Transformer
 from .gate import computing
@@ -159,9 +159,7 @@ def predict(
             stacks[0].backward(stacks[0].read_back(stack.trace.grad_memory()))
     encoder = None
     if model.encoder is not None:
-        read = functools.partial(
-            _read_by, stacks[0].model, model, stack.layout, stack.trace, outcome.output
-        )
+        read = functools.partial(_read_by, model, stack.layout, stack.trace, outcome.output)
         encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
     alone = None
     if stack.classes is not None and stack.classes.of_one is not stack.classes:
@@ -187,7 +185,6 @@ def _of_one_document(
 
 
 def _read_by(
-    encoder: Transformer,
     decoder: Transformer,
     layout: SequenceLayout,
     trace: Trace,
@@ -197,8 +194,7 @@ def _read_by(
     from ..noise.encoder_noise import DecoderTop
 
     declaration = declare(decoder, "refined", *layout.places)
-    read = declare_output(encoder, "refined")
-    return DecoderTop(read, declaration, trace, head_top(output))
+    return DecoderTop(declaration, trace, head_top(output))
 
 
 def stack_of(model: Transformer, inputs: Inputs, tokens: bool | None = None) -> Stack:

@@ -20,10 +20,8 @@ from ...engine.composition import Pulled
 from ...engine.fluctuation import (
     OverlapWalk,
     UnsharedOverlap,
-    between_rows,
     followed,
     has_fixed_norms,
-    rows_times,
     unshared_variance,
 )
 from ...engine.response import (
@@ -47,7 +45,7 @@ from ...engine.response import (
     trace_of,
     transposed,
 )
-from ...engine.state import Array, Kernel, Signal
+from ...engine.state import Array, Signal
 from ...engine.texts import TextClasses
 from ...engine.trace import Record
 from .kernels import exact_rows, position_attention
@@ -198,10 +196,8 @@ class AttentionResponse:
 
     def signal_adjoint(
         self, sensitivity: Array, adjoint: AttentionAdjoint | None, gradient: Array
-    ) -> tuple[Array, Array]:
+    ) -> Array:
         """Sensitivity to the signal's kernel at the input, of one to that at the output.
-
-        Returns it, and its part through the correlation of two queries, C_ii' of logits.
 
         Args:
             sensitivity: Gamma, to the kernel at the output.
@@ -247,7 +243,7 @@ class AttentionResponse:
         result = wt @ middle @ w + self._rows.spread(off_diagonal)
         if adjoint is not None:
             result = result + adjoint.given.spread(keys)
-        return symmetric(result + direct + diagonal_matrix(dropped, result)), direct
+        return symmetric(result + direct + diagonal_matrix(dropped, result))
 
     def sent_by_head(self, gradient: Array) -> Array:
         """The part of the gradient at the input that is one vector over tokens in each head."""
@@ -521,18 +517,14 @@ class AttentionSublayer:
         return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        """The noise is that of |W_k^T W_q x|^2 in every head, which scales a query's logits."""
+        """What one draw of a head's |W_k^T W_q x|^2 does to logits is left out."""
         gain, grad_out = per_pair(self.gain), per_pair(self.back_gain) * self.grad_out
         count = len(exposure.given.kernel)
-        onward, queries = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, grad_out)
+        onward = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, grad_out)
         if count < len(sensitivity):
             rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, grad_out)
-            onward, queries = (stacked(pair) for pair in zip((onward, queries), rest, strict=True))
-        relative = 2 * (1 / self.d_head + 1 / self.d_model) / self.heads
-        kernel = self.maps.kernel
-        noise = relative * paired(queries, kernel, kernel)
-        size = trace_of(kernel) / count_of(kernel)
-        return SignalAdjoint(onward, noise, relative * (total(queries) * size) ** 2)
+            onward = stacked((onward, rest))
+        return SignalAdjoint(onward)
 
 
 # --- overlaps of two tokens -----------------------------------------------------------------------
@@ -549,12 +541,10 @@ def through_attention(
         fixed: whether tokens are normalised inside.
     """
     signal, output, memory = record.input, record.output, record.memory
-    averaged = 0.0
     if memory is None:
         memory, attended, keys = signal, at.variance, 1.0 / signal.seq_len
         if signal.resolved:
             weights = uniform_rows(leaf, signal)
-            averaged = averaging_elasticity(weights, signal, walk.real)
             on_classes = isinstance(weights, ClassRows)
             seen = weights.counted * weights.weights if on_classes else weights * weights
             keys = float(signal.kernel.average(seen.sum(-1), walk.real))
@@ -572,7 +562,7 @@ def through_attention(
     kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
     fresh = 1.0 / (kept * output.width)
     fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
-    return UnsharedOverlap(attended + fresh, at.response * (averaged + by_queries))
+    return UnsharedOverlap(attended + fresh, at.response * by_queries)
 
 
 def uniform_rows(leaf: Any, tokens: Signal) -> Any:
@@ -583,30 +573,6 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
         return ClassRows(key_counts.visible / key_counts.size[:, None], key_counts)
     mask = self_masks(leaf, tokens.kernel.off_diagonal.shape[-1], 1)[0]
     return np.asarray(mask / mask.sum(1, keepdims=True))
-
-
-ALIKE = 1e-6
-"""Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
-
-
-def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None) -> float:
-    """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
-
-    Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
-    Rows that see the same keys alike have nothing of a token's own; those of a causal mask have.
-    """
-    kernel = tokens.second_moment()
-    if kernel.classes is not None:
-        kernels = rows_times(weights, kernel), kernel, between_rows(weights, kernel)
-    else:
-        met = weights @ kernel.off_diagonal
-        kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
-    unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
-    if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
-        return 0.0
-    return float(
-        min(max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]), 1.0)
-    )  # Cauchy and Schwarz
 
 
 def query_elasticity(

@@ -607,9 +607,8 @@ class NormalizedAttention(Leaf):
         grad_out = around.grad_out(record)
         tokens, _ = unit.forward(signal)
         attention = AttentionSublayer.of(plain, tokens, grad_out)
-        grad_in, _ = attention.maps.signal_adjoint(
-            SINGLE(attention.back_gain) * grad_out, None, grad_out
-        )
+        gained = SINGLE(attention.back_gain) * grad_out
+        grad_in = attention.maps.signal_adjoint(gained, None, grad_out)
         at_tokens = Gradient(kernel_of(grad_in), record.grad_out.seq_len)
         normed = Elementwise.of(unit, signal, at_tokens, grad_in)
         return Sequence((normed, attention))
