@@ -434,12 +434,66 @@ def test_more_tokens_and_fewer_places() -> None:
     assert any("500 at most" in why for _, why in few.unread)
 
 
-def test_a_head_that_is_its_table_is_named() -> None:
-    module = nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 50, bias=False))
-    assert not predict(module, IDS % 50).notes
-    module[2].weight = module[0].weight
-    (note,) = predict(module, IDS % 50).notes
-    assert note.startswith("0.weight: a table and a matrix behind it")
+class Tied(nn.Module):
+    """A head that is its table: the logit of a token's own id has a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(60, 64), nn.LayerNorm(64)
+        self.head = nn.Linear(64, 60, bias=False)
+        nn.init.normal_(self.table.weight, std=0.1)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.table(ids)))
+
+
+class Steps(nn.Module):
+    """Step sizes as recurrences have them: a bias uniform in the logarithm, in front of a bend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.steps = nn.Embedding(open_modules.WORDS, 64), nn.Linear(64, 512)
+        self.out = nn.Linear(512, 32, bias=False)
+        nn.init.uniform_(self.steps.bias, -7.0, -1.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(functional.softplus(self.steps(self.table(ids))))
+
+
+class Turned(nn.Module):
+    """Rotary positions spelled as complex numbers; differences to the first token show them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(open_modules.WORDS, 64), nn.Linear(64, 64, bias=False)
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(TOKENS), 100.0 ** (-torch.arange(32) / 32))
+        x = self.up(self.table(ids[:, :1].expand_as(ids))).unflatten(-1, (32, 2))
+        turns = torch.polar(torch.ones_like(angles), angles)
+        x = torch.view_as_real(torch.view_as_complex(x) * turns).flatten(-2)
+        return self.down(x - x[:, :1])
+
+
+@pytest.mark.parametrize("make", [Tied, Steps, Turned])
+def test_tied_heads_bends_of_uneven_biases_and_complex_turns(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    ids = IDS % 60
+    result = predict(make(), ids)
+    assert not result.sampled and not result.notes
+    squares, gradients, weights = measured(make, ids, draws=60)
+    rows = {row.module: row for row in result.outputs}
+    assert not departures({p: r.variance + r.mean**2 for p, r in rows.items()}, squares, 0.03)
+    back = {path: row.grad_variance for path, row in rows.items() if row.grad_variance}
+    assert not departures(back, gradients, 0.05)
+    assert not departures(result.weights, weights, 0.05)
+
+
+def test_a_head_that_is_its_table_is_named_under_a_loss() -> None:
+    (note,) = predict(Tied(), IDS % 60, loss="cross-entropy").notes
+    assert note.startswith("table.weight: a table and a matrix behind it")
 
 
 def test_bad_input() -> None:

@@ -9,6 +9,7 @@ choices) is held fixed. See docs/theory/any-module.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,10 +57,12 @@ _HERMITE, _WEIGHT = _hermite()
 
 @dataclass
 class Series:
-    """Hermite coefficients of a function at every site, and of its derivative.
+    """Hermite coefficients of a function at every site, and of its derivative, at every level of a
+    parameter that is added to the Gaussian and is none itself.
 
-    `deviation` (sites,) of the Gaussian; `value`, `slope` (sites, ORDER); `rest`, `slope_rest`
-    (sites,) squares that higher orders have.
+    `deviation` (sites,) of the Gaussian; `value`, `slope` (ORDER, sites, levels); `rest`,
+    `slope_rest` (sites, levels) squares that higher orders have; `added` that parameter and by how
+    much it is multiplied.
     """
 
     deviation: Tensor
@@ -67,33 +70,51 @@ class Series:
     slope: Tensor
     rest: Tensor
     slope_rest: Tensor
+    added: tuple[Entries, float] | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """(sites,)."""
+        return self.value[0].mean(1)
 
 
 class _Pair(torch.autograd.Function):
-    """E f(X) g(Y) - E f E g from the covariance of X and Y; its derivative is E f'(X) g'(Y)."""
+    """E f(X) g(Y) - E f E g from the covariance of X and Y, with what is added to both or without;
+    its derivative is E f'(X) g'(Y)."""
 
     @staticmethod
     def forward(ctx: Any, covariance: Tensor, f: Series, g: Series) -> Tensor:
         norm = (f.deviation[:, None] * g.deviation[None]).clamp_min(1e-30)
+        one, other = f.added, g.added
+        joint = one is not None and other is not None and one[0].root == other[0].root
+        if one is not None and other is not None and joint:
+            covariance = covariance - one[1] * other[1] * one[0].variance
         rho = (covariance / norm).clamp(-1, 1)
         ctx.save_for_backward(rho)
-        ctx.series = f, g
-        total = (f.rest[:, None] * g.rest[None]).sqrt() * rho**ORDER
+        ctx.what = f, g, joint
+        total = _over_levels(f.rest.sqrt(), g.rest.sqrt(), joint) * rho**ORDER
         power = torch.ones_like(rho)
-        for n in range(1, ORDER):
+        for n in range(ORDER):
+            total = total + _over_levels(f.value[n], g.value[n], joint) * power
             power = power * rho
-            total = total + f.value[:, n : n + 1] * g.value[None, :, n] * power
-        return total
+        return total - f.mean[:, None] * g.mean[None]
 
     @staticmethod
     def backward(ctx: Any, *received: Tensor) -> tuple[Tensor, None, None]:
-        (rho,), (f, g) = ctx.saved_tensors, ctx.series
-        slope = (f.slope_rest[:, None] * g.slope_rest[None]).sqrt() * rho**ORDER
+        (rho,), (f, g, joint) = ctx.saved_tensors, ctx.what
+        slope = _over_levels(f.slope_rest.sqrt(), g.slope_rest.sqrt(), joint) * rho**ORDER
         power = torch.ones_like(rho)
         for n in range(ORDER):
-            slope = slope + f.slope[:, n : n + 1] * g.slope[None, :, n] * power
+            slope = slope + _over_levels(f.slope[n], g.slope[n], joint) * power
             power = power * rho
         return received[0] * slope, None, None
+
+
+def _over_levels(a: Tensor, b: Tensor, joint: bool) -> Tensor:
+    """(sites, sites) mean of the product of two tables (sites, levels), of one level or of two."""
+    if joint:
+        return a @ b.T / a.shape[1]
+    return a.mean(1)[:, None] * b.mean(1)[None]
 
 
 class Replicas:
@@ -195,7 +216,7 @@ class Laws:
             case Part():
                 return self.mean(v.whole)
             case Curve():
-                return self.series(v).value[:, 0]
+                return self.series(v).mean
             case Square():
                 return self.square(v.inner)
             case Times():
@@ -381,7 +402,7 @@ class Laws:
         return total
 
     def _stein(self, f: Curve, y: Variable, where: Replicas) -> Tensor:
-        return self.series(f).slope[:, :1] * self.covariance(f.inner, y, where)
+        return self.series(f).slope[0].mean(1, keepdim=True) * self.covariance(f.inner, y, where)
 
     def _of_products(self, u: Product, v: Product, where: Replicas) -> Tensor:
         nothing = torch.zeros(u.sites, v.sites, dtype=F64)
@@ -397,6 +418,7 @@ class Laws:
         within = where if route is None else where.inside(route.number)
         moment, total, of_mean = self.moment(x, y, within), nothing, nothing
         mean = u.mean * v.mean * u.wider
+        own = self._own_rows(u) @ self._own_rows(v).T / u.features if u.root in x.roots else nothing
         for (n, i), (_, j) in zip(u.columns, v.columns, strict=False):
             total = total + n * gathered(gathered(moment, i).T, j).T
             if mean:
@@ -407,7 +429,19 @@ class Laws:
                 total = total * (u.matrix[:, None] == v.matrix[None]).to(F64)
             elif route.number not in where.given:
                 total = total * self.drawn.same_choice(route)[u.matrix][:, v.matrix]
-        return weight * total + mean * of_mean
+        return weight * total + mean * of_mean + own
+
+    def _own_rows(self, u: Product) -> Tensor:
+        """(sites, rows) means of the products of a table's rows with what was made of them, as
+        where the head is the table: width times their covariance."""
+        if u.source is None or len(u.columns) != 1:
+            return torch.zeros(u.sites, 1, dtype=F64)
+        (count, at), rows = u.columns[0], {}
+        for entries in _entries_of(u.source, u.root, {}):
+            covariance = gathered(self.covariance(u.source, entries), at)
+            for site, first in enumerate(entries.index[:, 0].tolist()):
+                rows.setdefault(first, count * u.wider * covariance[:, site])
+        return torch.stack(list(rows.values()), 1) if rows else torch.zeros(u.sites, 1, dtype=F64)
 
     def _of_times(self, u: Times, v: Times, where: Replicas) -> Tensor:
         (a, b), (i, j) = u.parents, u.at
@@ -434,19 +468,54 @@ class Laws:
         """Of the function at the law of every site."""
         if v.number in self._series:
             return self._series[v.number]
-        mean, deviation = self.mean(v.inner), self.variance(v.inner).sqrt()
+        mean, variance, shifts = self.mean(v.inner), self.variance(v.inner), torch.zeros(1)
+        added = self.added(v.inner)
+        if added is not None:
+            entries, times = added
+            assert entries.levels is not None
+            shifts = times * (entries.levels - entries.mean)
+            variance = (variance - times**2 * entries.variance).clamp_min(0)
+        deviation = variance.sqrt()
         deviation = torch.where(deviation > 1e-12 * (1 + mean.abs()), deviation, 0.0 * deviation)
-        with torch.enable_grad():
-            z = (mean[:, None] + deviation[:, None] * _GRID[None]).detach().requires_grad_(True)
-            y = v.function(z)
-            (slope,) = torch.autograd.grad(y.sum(), z)
-        y = y.detach()
-        value, derivative = y @ _HERMITE.T, slope @ _HERMITE.T
-        rest = ((y**2) @ _WEIGHT - (value**2).sum(1)).clamp_min(0)
-        slope_rest = ((slope**2) @ _WEIGHT - (derivative**2).sum(1)).clamp_min(0)
-        made = Series(deviation, value, derivative, rest, slope_rest)
+        levels = [self._level(v.function, mean + shift, deviation) for shift in shifts.to(F64)]
+        value, slope, rest, slope_rest = (torch.stack(t, -1) for t in zip(*levels, strict=True))
+        made = Series(deviation, value, slope, rest, slope_rest, added)
         self._series[v.number] = made
         return made
+
+    def _level(
+        self, function: Callable[[Tensor], Tensor], mean: Tensor, deviation: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Coefficients (ORDER, sites) of a function and its derivative, and what is left."""
+        with torch.enable_grad():
+            z = (mean[:, None] + deviation[:, None] * _GRID[None]).detach().requires_grad_(True)
+            y = function(z)
+            (slope,) = torch.autograd.grad(y.sum(), z)
+        y = y.detach()
+        both = []
+        for x in (y, slope):
+            found = _HERMITE @ x.T
+            both.append((found, ((x**2) @ _WEIGHT - (found**2).sum(0)).clamp_min(0)))
+        (value, rest), (derivative, slope_rest) = both
+        return value, derivative, rest, slope_rest
+
+    def added(self, v: Variable) -> tuple[Entries, float] | None:
+        """Of a sum the parameter in it that is far from Gaussian, and how often it is added."""
+        for term in v.terms if isinstance(v, Combination) else ():
+            one = term.variable
+            if isinstance(one, Entries) and one.levels is not None:
+                return one, float(term.coefficient)
+        return None
+
+
+def _entries_of(v: Variable, root: str, seen: dict[int, list[Entries]]) -> list[Entries]:
+    """Rows of a parameter in the sums and products that a variable is made of."""
+    if v.number not in seen:
+        seen[v.number] = [v] if isinstance(v, Entries) and v.root == root else []
+        for parent in v.parents:
+            if root in parent.roots:
+                seen[v.number] += _entries_of(parent, root, seen)
+    return list({e.number: e for e in seen[v.number]}.values())
 
 
 def _by_site(coefficient: Tensor) -> Tensor:

@@ -107,6 +107,12 @@ UNLIKE = 4.0
 MANY = 16
 """Summands from which a sum with random weights is taken as Gaussian."""
 
+SMALL = 0.02
+"""Of the variance of what a bias is added to, below which its entries are taken as Gaussian."""
+
+LEVELS = 32
+"""Of a bias that is not: means of as many of its entries each, by size."""
+
 _FEW = 8
 """Entries below which a parameter counts as numbers: scalars on the stream, lambdas."""
 
@@ -676,7 +682,10 @@ class Lowering:
         x = _expanded(x, shape)
         if isinstance(y, Weights) and (y.tensor.numel() >= _FEW or self._by_feature(y, x)):
             x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
-            return None if field is None else self._sum(x, one, field, other)
+            if field is None:
+                return None
+            self._level(field.variable, y, x.variable)
+            return self._sum(x, one, field, other)
         numbers = self._numbers_of(y)
         if numbers.is_complex() or numbers.dtype == torch.bool:
             return None
@@ -693,6 +702,13 @@ class Lowering:
         shift = (c * other).reshape(-1, 1).expand(sites, 1)
         terms = [Term(x.variable, one)]
         return Field(combination(sites, x.variable.features, terms, shift), x.site, x.feature)
+
+    def _level(self, entries: Variable, w: Weights, x: Variable) -> None:
+        """Levels of a bias that is far from Gaussian and not small beside what it is added to."""
+        if not isinstance(entries, Entries) or varies(entries.index, [0]) or not x.gaussian:
+            return
+        if entries.variance > SMALL * float(self.laws.variance(x).mean()):
+            entries.levels = _levels(self.whole[w.root], entries.mean, entries.variance)
 
     def _sum(self, x: Field, c: Tensor, y: Field, d: Tensor) -> Field:
         """Of two fields with the same labels."""
@@ -1399,6 +1415,21 @@ def statistics(tensor: Tensor) -> tuple[float, float]:
     if mean**2 * x.numel() < 16 * variance:
         return 0.0, variance + mean**2
     return mean, variance
+
+
+def _levels(tensor: Tensor, mean: float, variance: float) -> Tensor | None:
+    """Of entries whose skewness or kurtosis differ from a Gaussian's beyond three deviations and by
+    more than a quarter or a half, means of as many each, by size; at this mean and variance."""
+    x = tensor.detach().to(F64).reshape(-1)
+    if x.numel() < 2 * LEVELS:
+        return None
+    z = (x - x.mean()) / x.std(unbiased=False).clamp_min(1e-300)
+    skew, excess = float((z**3).mean()), float((z**4).mean()) - 3
+    deviation = (6 / x.numel()) ** 0.5
+    if abs(skew) < max(0.25, 3 * deviation) and abs(excess) < max(0.5, 6 * deviation):
+        return None
+    means = torch.stack([part.mean() for part in z.sort().values.tensor_split(LEVELS)])
+    return mean + variance**0.5 * means / means.square().mean().sqrt()
 
 
 def _count(label: Tensor) -> int:

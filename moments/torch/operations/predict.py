@@ -25,6 +25,7 @@ from ..roles import gathered_names
 from ..running import built, made_at_hand
 from .laws import F64, Replicas
 from .lowering import PLACES, Lowering
+from .sampling import SETTLED
 from .variables import Field, Sampled, Square, Variable
 
 if TYPE_CHECKING:
@@ -319,6 +320,10 @@ def _carried_back(lowering: Lowering, loss: str | None, grad_variance: float) ->
     words = f"an independent gradient of variance {grad_variance:g} at every entry of the output"
     words = words if loss is None else "the cross-entropy of the next token"
     done = Lowered(graph, end, lowering, Replicas(crossed=True), words)
+    for value, drawn in reversed(lowering.states.items()):  # the last first: the same draws do
+        real = graph.tensor(value).is_floating_point() and value not in lowering.lost
+        if real and isinstance(drawn, Field) and type(drawn.variable) is Sampled:
+            lowering.sampler.law(drawn.variable)
     covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
     if covariance.requires_grad:
         covariance.backward(_cotangent(done, state, loss, grad_variance))
@@ -412,10 +417,15 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
         for one, other in sorted(lowering.laws.left_out)
     ]
-    if tied := lowering.tied:
+    if lowering.sampler.error > 1.5 * SETTLED:
         notes.append(
-            f"{', '.join(sorted(tied))}: a table and a matrix behind it; a token's own logit is "
-            "taken as any other (mean squares of logits up to half, gradients up to twice)"
+            f"mean squares of what was drawn are known within {lowering.sampler.error:.0%} (one "
+            "standard error of the least well known)"
+        )
+    if lowering.tied and "cross-entropy" in done.gradient:
+        notes.append(
+            f"{', '.join(sorted(lowering.tied))}: a table and a matrix behind it; in the loss a "
+            "token's own logit is taken as any other (gradients up to twice)"
         )
     if left := done.left:
         notes.append(

@@ -32,6 +32,9 @@ from .variables import (
     gathered,
 )
 
+MORE, SETTLED = 8, 0.02
+"""Times as many draws as asked for are taken at most until a mean square is known so well."""
+
 
 def again(
     graph: Graph, node: Node, values: dict[int, Tensor], states: Mapping[int, State]
@@ -139,11 +142,13 @@ class Sampler:
     Args:
         graph: the recorded pass.
         states: of its values, as they are lowered.
-        draws: of a variable of 16 features or more; up to four times as many of a narrower one.
+        draws: of a variable of 16 features or more, four times as many of a narrower one; up to
+            MORE times as many until its mean square is known to SETTLED.
         seed: of random numbers.
 
     Attributes:
         squares: squared gradients of parameters inside what is drawn.
+        error: the largest standard error of a drawn mean square, relative.
         slopes: squared derivatives of tensors that are made of one parameter, entry by entry.
     """
 
@@ -153,6 +158,7 @@ class Sampler:
         self.graph, self.states, self.draws, self.seed = graph, states, draws, seed
         self.squares: dict[str, float] = {}
         self.slopes: dict[str, Tensor] = {}
+        self.error = 0.0
         self._plans: dict[int, _Plan] = {}
         self._laws: dict[int, tuple[Tensor, Tensor]] = {}
         self._choices: dict[int, Tensor] = {}
@@ -219,7 +225,7 @@ class Sampler:
         made = {}
         for group in groups:
             features = max(v.features for v in group)
-            rows = [torch.cat([self.laws.covariance(a, b) for b in group], 1) for a in group]
+            rows = [torch.cat([self._gaussian(a, b) for b in group], 1) for a in group]
             joint = torch.cat(rows)
             z = torch.randn(joint.shape[0], features, dtype=F64, generator=random)
             if features >= 2 * joint.shape[0]:  # features whose Gram matrix is its mean
@@ -228,14 +234,28 @@ class Sampler:
             for v in group:
                 rows_of = x[first : first + v.sites, : v.features]
                 made[v.number] = rows_of + self.laws.mean(v)[:, None]
+                added = self.laws.added(v)
+                if added is not None and added[0].levels is not None:
+                    entries, times = added
+                    order = torch.randperm(v.features, generator=random)
+                    levels = entries.levels[order * len(entries.levels) // v.features]
+                    made[v.number] += times * (levels - entries.mean)
                 first += v.sites
         return made
 
+    def _gaussian(self, a: Variable, b: Variable) -> Tensor:
+        """The covariance of two variables without that of a parameter in both that is none."""
+        one, other = self.laws.added(a), self.laws.added(b)
+        whole = self.laws.covariance(a, b)
+        if one is None or other is None or one[0].root != other[0].root:
+            return whole
+        return whole - one[1] * other[1] * one[0].variance
+
     def run(
         self, v: Sampled, random: torch.Generator, weights: Mapping[int, Tensor] | None = None
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """One draw of the recorded tensor, and the Gaussian variables under it; with `weights`
-        given, gradients can be asked for."""
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """One draw of the recorded tensor and of those on the way to it, and the Gaussian variables
+        under them; with `weights` given, gradients can be asked for."""
         plan = self.plan(v)
         fields = self.fields(plan.groups, random)
         for field in fields.values():
@@ -247,18 +267,18 @@ class Sampler:
                 values[value] = self._spelled(value, x)
             for index in plan.nodes:
                 again(self.graph, self.graph.nodes[index], values, self.states)
-        return values[v.value], fields
+        return values, fields
 
     def _spelled(self, value: int, x: Tensor) -> Tensor:
         """Entries as of the recorded tensor's kind."""
         recorded = self.graph.tensor(value)
         return (torch.view_as_complex(x) if recorded.is_complex() else x).to(recorded.dtype)
 
-    def field(self, v: Sampled, drawn: Tensor) -> Tensor:
+    def field(self, v: Sampled, drawn: Mapping[int, Tensor]) -> Tensor:
         """A draw of the recorded tensor by site and feature."""
         state = self.states[v.value]
         assert isinstance(state, Field)
-        return by_label(drawn, state.site, state.feature, v.sites, v.features)
+        return by_label(drawn[v.value], state.site, state.feature, v.sites, v.features)
 
     def _random(self, v: Variable) -> torch.Generator:
         order = list(self._plans).index(v.number) if v.number in self._plans else -1
@@ -269,19 +289,36 @@ class Sampler:
     def law(self, v: Sampled) -> tuple[Tensor, Tensor]:
         """Mean (sites,) and covariance (sites, sites)."""
         if v.number not in self._laws:
-            self.plan(v)
-            random = self._random(v)
-            mean = torch.zeros(v.sites, dtype=F64)
-            gram = torch.zeros(v.sites, v.sites, dtype=F64)
-            draws = self.draws if v.features >= 16 else min(200, 4 * self.draws)
-            for _ in range(draws):
-                x = self.field(v, self.run(v, random)[0])
-                mean, gram = mean + x.mean(1) / draws, gram + x @ x.T / v.features / draws
-            noise = gram.diagonal().mean() / (draws * v.features)
+            self._draw_laws(v)
+        return self._laws[v.number]
+
+    def _draw_laws(self, v: Sampled) -> None:
+        """Of a variable, and of those on the way to it that have no law yet, by the same draws."""
+        plan, open_ = self.plan(v), {v.number: v}
+        for value in (n for i in plan.nodes for n in self.graph.nodes[i].outputs):
+            state = self.states.get(value)
+            if isinstance(state, Field) and type(state.variable) is Sampled:
+                open_.setdefault(state.variable.number, state.variable)
+        todo = [u for n, u in open_.items() if n not in self._laws]
+        random, sizes = self._random(v), []
+        sums: list[tuple[Any, Any]] = [(0.0, 0.0) for _ in todo]
+        least = self.draws if v.features >= 16 else min(200, 4 * self.draws)
+        while len(sizes) < least or (len(sizes) < MORE * self.draws and _error(sizes) > SETTLED):
+            drawn, row = self.run(v, random)[0], []
+            for n, u in enumerate(todo):
+                x = self.field(u, drawn)
+                mean, gram = sums[n]
+                sums[n] = mean + x.mean(1), gram + x @ x.T / u.features
+                row.append(x.square().mean())
+            sizes.append(torch.stack(row))
+        draws = len(sizes)
+        self.error = max(self.error, _error(sizes))
+        for u, (mean, gram) in zip(todo, sums, strict=True):
+            mean, gram = mean / draws, gram / draws
+            noise = gram.diagonal().mean() / (draws * u.features)
             if (mean**2).mean() < 4 * noise:
                 mean = torch.zeros_like(mean)
-            self._laws[v.number] = mean, gram - mean[:, None] * mean[None]
-        return self._laws[v.number]
+            self._laws[u.number] = mean, gram - mean[:, None] * mean[None]
 
     def covariance(self, v: Sampled, replicas: Replicas) -> Tensor:
         """As `Laws.covariance`, of a sampled variable with itself."""
@@ -316,8 +353,10 @@ class Sampler:
         if float(kernel.abs().max()) == 0:
             return totals
         random, root = self._random(v), _root((kernel + kernel.T) / 2 / v.features)
-        weights = self._weights_inside(v)
-        for _ in range(self.draws):
+        weights, squares, sizes = self._weights_inside(v), {}, []
+        while len(sizes) < self.draws or (
+            len(sizes) < MORE * self.draws and _error(sizes) > SETTLED
+        ):
             drawn, fields = self.run(v, random, weights)
             z = torch.randn(v.sites, v.features, dtype=F64, generator=random)
             if v.features >= 2 * v.sites:
@@ -327,13 +366,17 @@ class Sampler:
                 received = torch.autograd.grad(
                     (self.field(v, drawn) * (root @ z)).sum(), ends, allow_unused=True
                 )
-            self._count_weights(weights, received[len(fields) :])
+            self._count_weights(weights, received[len(fields) :], squares)
             below = dict(zip(fields, received, strict=False))
             for n, (a, b) in enumerate(pairs):
                 one, other = below[a.number], below[b.number]
                 if one is not None and other is not None and a.features == b.features:
-                    totals[n] = totals[n] + one @ other.T / self.draws
-        return totals
+                    totals[n] = totals[n] + one @ other.T
+            ends_of = [g.square().sum() for g in below.values() if g is not None]
+            sizes.append(torch.stack(ends_of) if ends_of else torch.ones(1))
+        for name, square in squares.items():
+            self.add_square(name, square / len(sizes))
+        return [total / len(sizes) for total in totals]
 
     def _weights_inside(self, v: Sampled) -> dict[int, Tensor]:
         """Parameters that the operations of a draw read, to be differentiated."""
@@ -346,7 +389,10 @@ class Sampler:
         return made
 
     def _count_weights(
-        self, weights: Mapping[int, Tensor], received: Iterable[Tensor | None]
+        self,
+        weights: Mapping[int, Tensor],
+        received: Iterable[Tensor | None],
+        squares: dict[str, float],
     ) -> None:
         for n, x in zip(weights, received, strict=True):
             state = self.states[n]
@@ -356,7 +402,7 @@ class Sampler:
             total = total.index_add(0, state.index.reshape(-1), x.reshape(-1).to(F64))
             slope = self.slopes.get(state.root, torch.ones(()))
             square = total**2 * (slope[: len(total)] if slope.ndim else slope)
-            self.add_square(state.root, float(square.sum()) / self.draws)
+            squares[state.root] = squares.get(state.root, 0.0) + float(square.sum())
 
     # --- keys and values of one tensor ------------------------------------------------------------
 
@@ -580,7 +626,7 @@ def _taken(v: Variable, origin: Variable) -> Tensor:
 
 
 def _factor(v: Variable, origin: Variable) -> float | None:
-    """The number that multiplies a matrix's result or a part of it, with a bias or without."""
+    """Of a matrix's result, or part of it, times a number, with a bias or without, that number."""
     if not isinstance(v, Combination):
         same = v is origin or (isinstance(v, Part) and v.whole is origin)
         return 1.0 if same else None
@@ -597,6 +643,15 @@ def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int
     flat = torch.zeros(sites * features, dtype=F64)
     at = (site * features + feature).reshape(-1)
     return flat.index_put((at,), x.reshape(-1).to(F64)).reshape(sites, features)
+
+
+def _error(sizes: list[Tensor]) -> float:
+    """The largest standard error of means over draws (numbers,), relative to them."""
+    x = torch.stack(sizes)
+    if len(x) < 2 or x.shape[1] == 0:
+        return 0.0
+    relative = x.std(0) / len(x) ** 0.5 / x.mean(0).abs().clamp_min(1e-300)
+    return float(relative.nan_to_num(0.0, 0.0).max())
 
 
 def _root(kernel: Tensor) -> Tensor:

@@ -80,13 +80,15 @@ class Product(Variable):
 class Entries(Variable):
     """Entries of a parameter: looked-up rows, positions, biases, gains.
 
-    `index` (sites, some features) says which, `variance` and `mean` what they have.
+    `index` (sites, some features) says which, `variance` and `mean` what they have; `levels` are
+    means of as many of them each, by size, where they are far from Gaussian.
     """
 
     root: str
     index: Tensor
     variance: float
     mean: float
+    levels: Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -108,7 +110,7 @@ class Term:
 
 @dataclass(eq=False, kw_only=True)
 class Combination(Variable):
-    """A sum of terms and a shift (sites, 1); `through` a larger sum that has these features."""
+    """A sum of terms, and a shift (sites, 1); `through` a larger one that has these features."""
 
     terms: list[Term]
     shift: Tensor | None = None
