@@ -165,6 +165,13 @@ class Report:
     _compared: bool = False
     _why: Callable[[], tuple[Finding, ...]] | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        """Errors before warnings; what is a note by its severity stands among the notes."""
+        found = [one for one in self.findings if one.severity != "note"]
+        notes = [*self.notes, *(str(one) for one in self.findings if one.severity == "note")]
+        object.__setattr__(self, "findings", ranked(found))
+        object.__setattr__(self, "notes", tuple(dict.fromkeys(notes)))
+
     @property
     def healthy(self) -> bool:
         """Whether there is no finding. It says nothing of what was not checked: see `unchecked`."""
@@ -247,7 +254,7 @@ class Report:
             "; ".join([first.removeprefix(f"{value.verdict}: "), " ".join(why)]).rstrip("; "),
             "draw the weights as they are declared, or declare them as they are drawn",
         )
-        found = ranked([*self.findings, finding])
+        found = (*self.findings, finding)
         return dataclasses.replace(report, findings=found, _why=lambda: given)
 
     def to_frame(self) -> pd.DataFrame:

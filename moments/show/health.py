@@ -29,7 +29,7 @@ from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
-from .findings import Finding, Report, Row, ranked, streamed
+from .findings import Finding, Report, Row, streamed
 from .precision import FORMATS, precision
 from .recognition import Weight, WeightRule, in_words, recognise, weights_of
 from .verdict import choices, times
@@ -736,7 +736,7 @@ def check_declared(
     return Report(
         source=name,
         scheme=words,
-        findings=ranked(findings),
+        findings=tuple(findings),
         notes=(*notes, *said, *prediction.warnings),
         unchecked=("the module itself (no weights were read, nothing was run)",),
         rows=tuple(stream_numbers(prediction, None)),

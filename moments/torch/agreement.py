@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import domain_error
-from ..show.findings import Finding, Report, Row, ranked
+from ..show.findings import Finding, Report, Row
 from .entries import EntryMoments
 from .roles import gathered_names
 from .running import grouped
@@ -54,7 +54,7 @@ def same_initialization(ours: Any, theirs: Any) -> Report:
     return Report(
         source=f"{type(ours).__name__} against {type(theirs).__name__}",
         scheme=f"{len(both)} tensors of the same names and shapes",
-        findings=ranked(found),
+        findings=tuple(found),
         notes=(),
         unchecked=(),
         rows=tuple(sorted(rows, key=lambda row: -row.size)),

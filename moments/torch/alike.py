@@ -20,7 +20,7 @@ from ..errors import listed
 from ..show.findings import Finding
 from .dataflow.graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node
 from .entries import EntryMoments
-from .roles import gathered_names
+from .roles import gathered_names, parted
 from .tensors import odd_tensors
 
 BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
@@ -95,10 +95,8 @@ def differences(module: nn.Module, graph: Graph, ids: Tensor | None) -> Iterator
 
 def _pattern(name: str) -> tuple[str, int] | None:
     """A parameter's name without its layer's number, and this from 1."""
-    found = re.search(r"(?:^|\.)(\d+)\.", name)
-    if found is None:
-        return None
-    return f"{name[: found.start(1)]}*{name[found.end(1) :]}", int(found[1]) + 1
+    before, number, behind = parted(name)
+    return None if number < 0 else (f"{before}*{behind}", number + 1)
 
 
 def odd_namesakes(module: nn.Module) -> Iterator[Finding]:

@@ -139,15 +139,7 @@ def batch_shape(batch: Any) -> str:
     return f"{count} sequence{'s' * (count > 1)} of {length} tokens"
 
 
-# --- what a few runs show: what enters layer 1, ids, targets, chance ------------------------------
-
-
-RANDOM = 0.03
-"""Relative difference from which two runs are two: rounding stays below, and dropout with
-probability p changes a tensor by sqrt(2 p) of its size."""
-
-ENTRIES = 4096
-"""Of every output, as many entries are compared."""
+# --- what a few runs show: what enters layer 1, ids, targets --------------------------------------
 
 
 def first_stream(module: nn.Module, batch: Any) -> np.ndarray | None:
@@ -221,49 +213,6 @@ def _evaluated(module: nn.Module, batch: Any, hooks: Iterable[RemovableHandle] =
             return run(module, batch)
         except (RuntimeError, ValueError, IndexError, MomentsError):
             return None
-
-
-# --- chance in evaluation mode --------------------------------------------------------------------
-
-
-def random_part(module: nn.Module, batch: Any) -> str | None:
-    """The first submodule whose output differs between two runs on one batch without dropout."""
-    runs: list[list[tuple[str, Tensor | None]]] = []
-
-    def keep(path: str, seen: list[tuple[str, Tensor | None]]) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            try:
-                tensor = first_tensor(output).detach().flatten()[:ENTRIES].clone()
-            except MomentsError:
-                tensor = None
-            seen.append((path, tensor))
-
-        return hook
-
-    with in_mode(module, False):
-        for _ in range(2):
-            seen: list[tuple[str, Tensor | None]] = []
-            parts = module.named_modules()
-            with hooked(part.register_forward_hook(keep(path, seen)) for path, part in parts):
-                run(module, batch)
-            runs.append(seen)
-    return _first_apart(*runs)
-
-
-def _first_apart(
-    one: list[tuple[str, Tensor | None]], other: list[tuple[str, Tensor | None]]
-) -> str | None:
-    for (path, first), (_, second) in zip(one, other, strict=False):
-        if first is None or second is None:
-            continue
-        if first.shape != second.shape:
-            return path or "the module itself"
-        if not first.is_floating_point():
-            continue
-        size, apart = first.double().norm(), (first.double() - second.double()).norm()
-        if float(apart) > RANDOM * float(size):
-            return path or "the module itself"
-    return None
 
 
 def shortened(batch: Any, sequences: int, tokens: int) -> Any:

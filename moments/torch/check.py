@@ -9,7 +9,6 @@ import inspect
 import math
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
-from ..show.findings import Finding, Report, Row, ranked
+from ..show.findings import Finding, Report, Row
 from ..show.health import Seen, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
@@ -40,12 +39,11 @@ from .batches import (
     is_ids,
     measured_gradient,
     measured_moments,
-    random_part,
     shortened,
 )
 from .checkpoints import opened
-from .dataflow.reading import ModuleReading, in_every_layer
-from .describe import described_as
+from .dataflow.reading import ModuleReading, in_every_layer, random_part
+from .describe import broken, described_as
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entries import EntryMoments
 from .expectation import model_of
@@ -123,7 +121,7 @@ def check_module(
         MomentsError: a module that cannot be read, or that cannot be run.
     """
     module = opened(module)
-    if broken := ranked(list(unwritten(module))):
+    if broken := tuple(unwritten(module)):
         everything = ("everything else: it cannot be run",)
         return Report(type(module).__name__, "", broken, (), everything, ())
     batch = at_hand(as_named(module, batch))
@@ -163,21 +161,21 @@ class Checking:
         if self.reading.unlayered:  # whatever its config promises
             why = dict.fromkeys((*self.reading.unlayered, *self.reading.reasons))
             raise not_read(module, batch, f"{type(module).__name__}: {'; '.join(why)}")
-        self.found = self.reading.roles
+        self.roles = self.reading.roles
         self.promised = promised_by(module)
         if self.promised is not None and self.promised.mixer is not None and scheme is None:
             said = f"{type(module).__name__}: its config has blocks in attention's place"
             raise not_read(module, batch, said)
         self.promised_by = "config" if _configured(module) else "class"
-        told = self.reading.model
-        if self.promised is not None and told is not None and self.promised_by == "class":
+        own = self.reading.model
+        if self.promised is not None and own is not None and self.promised_by == "class":
             # A class of torch's says how it draws itself; masks, tables and head are the module's.
             drawn = {"weights": self.promised.weights, "biases": self.promised.biases}
-            if self.promised.encoder is None and told.encoder is None:
-                self.promised = told.replace(**drawn)
+            if self.promised.encoder is None and own.encoder is None:
+                self.promised = own.replace(**drawn)
         read = architecture_read(module, batch, self.reading, self.promised)
         example = self.reading.example
-        self.inputs = inputs_for(module, self.found, self.promised or read, batch, loss, example)
+        self.inputs = inputs_for(module, self.roles, self.promised or read, batch, loss, example)
         self.measurement = self._measured(batch is None)
         self.architecture = at_length(read, self.measurement)
         if self.promised is not None:
@@ -192,7 +190,7 @@ class Checking:
         mixed = bool(self.reading.unmasked)
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
-        names = dict.fromkeys(role.full_name for role in self.found.roles)
+        names = dict.fromkeys(role.full_name for role in self.roles.roles)
         self.names = {name: self.tensors.names(name) for name in names}
         self.comparison = self._compared()
 
@@ -212,21 +210,16 @@ class Checking:
 
     def _described(self) -> Transformer:
         """The module as it is; where its sums are none that a declaration can say, without them."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                found = described_as(self.architecture, self.tensors)
-            except DomainError as error:
-                self.notes.append(f"its sums are taken as declared: {error}")
-                own, entries = self.architecture, self.tensors.entries
-                assert own.weights is not None
-                squares = {
-                    (role.layer, role.name): e.square for role, e in entries if not role.stack
-                }
-                values = in_every_layer(MATRICES, own.layers, squares)
-                return own.replace(weights=own.weights.replace(**values))
-        self.notes += dict.fromkeys(str(w.message) for w in caught)
-        model = self.architecture if found.model is None else found.model
+        self.notes += broken(self.tensors)
+        try:
+            model = described_as(self.architecture, self.tensors)
+        except DomainError as error:
+            self.notes.append(f"its sums are taken as declared: {error}")
+            own, entries = self.architecture, self.tensors.entries
+            assert own.weights is not None
+            squares = {(role.layer, role.name): e.square for role, e in entries if not role.stack}
+            values = in_every_layer(MATRICES, own.layers, squares)
+            return own.replace(weights=own.weights.replace(**values))
         other = model.encoder
         sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
         if other is None or other.embedding is not None or not isinstance(sound, SoundEmbedding):
@@ -332,11 +325,8 @@ class Checking:
         return Report(
             source=type(self.module).__name__,
             scheme=self._verdict(reading, weights.wrong),
-            findings=ranked([f for f in findings if f.severity != "note"]),
-            notes=tuple(
-                [*dict.fromkeys(notes)]
-                + ["; ".join(f.lines()) for f in findings if f.severity == "note"]
-            ),
+            findings=tuple(findings),
+            notes=tuple(notes),
             unchecked=self._unchecked(audited.unchecked),
             rows=(*stream_numbers(self.comparison.prediction, self.comparison), *rows),
             model=self.described,
@@ -401,8 +391,8 @@ class Checking:
         if self.promised is not None:
             if reading.left or not reading.published or reading.model == self.promised:
                 return reading, self.promised, []
-            told = f"its weights are not those that its {self.promised_by} promises"
-            return reading, reading.model, [told]
+            remark = f"its weights are not those that its {self.promised_by} promises"
+            return reading, reading.model, [remark]
         if reading.share < 0.5:
             return reading, self.described, []
         return reading, reading.meant or reading.model, []
@@ -451,7 +441,7 @@ class Checking:
         tensors = tensors_of(self.module)
         d_head = self.described.d_head or 0
         rows = ("query", "key", "value")
-        for role in self.found.roles:
+        for role in self.roles.roles:
             if role.name not in (*rows, "output") or role.stack:
                 continue
             block = block_of(tensors, role).detach()
@@ -512,12 +502,12 @@ class Checking:
         own = (kind.__name__ for kind in kinds if not kind.__module__.startswith("torch."))
         return not any(map(BIDIRECTIONAL.search, own))
 
-    def _odd_layers(self, told: Sequence[Finding], strict: bool) -> Iterator[Finding]:
+    def _odd_layers(self, findings: Sequence[Finding], strict: bool) -> Iterator[Finding]:
         """Layers whose entries or multipliers are unlike those of all others."""
         layers = self.described.layers
         known = {
             (layer, name)
-            for t in told
+            for t in findings
             if t.severity != "note" and t.kind in ("wrong variance", "norm gain", "biases")
             for layer in t.layers
             for name in t.where
@@ -553,7 +543,7 @@ class Checking:
         layers = self.described.layers
         frozen = [
             role.parameter
-            for role in self.found.roles
+            for role in self.roles.roles
             if 1 <= role.layer <= layers
             and not self.module.get_parameter(role.parameter).requires_grad
         ]
@@ -604,7 +594,7 @@ class Checking:
 
     def _shared_alone(self) -> bool:
         """Whether one matrix of a kind is used twice, which no published sharing does."""
-        named = [self.found.named(r.name) for r in self.found.roles]
+        named = [self.roles.named(r.name) for r in self.roles.roles]
         rows = [r for group in named for r in group if r.parameter in self.reading.shared]
         kinds = grouped(dict.fromkeys((r.name, r.parameter) for r in rows), lambda row: row[0])
         return bool(kinds) and all(len(group) == 1 for group in kinds.values())
@@ -620,7 +610,7 @@ class Checking:
 
     def _odd(self) -> Iterator[Finding]:
         """Blocks without the norms that all others have, and a first norm that acts elsewhere."""
-        named = self.found.named
+        named = self.roles.named
         before = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
         first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
         if before and {parted(name)[:2] for name in before} == first:
@@ -630,7 +620,7 @@ class Checking:
         tensors = tensors_of(self.module)
         zero = [
             name
-            for name in self.found.unidentified
+            for name in self.roles.unidentified
             if tensors[name].ndim == 1 and not bool(tensors[name].any())
         ]
         gains = [n for n in zero if n.endswith(("weight", "gain", "scale", "g", "gamma"))]
@@ -763,24 +753,24 @@ class Checking:
 
     def _unchecked(self, audited: Sequence[str]) -> tuple[str, ...]:
         strict = self.scheme is not None or self.promised is not None
-        told = [p for p in audited if strict or "(of which nothing is planned)" not in p]
-        told = [p.replace("some temperatures", "the scale of attention logits") for p in told]
-        if self.promised is None and self.scheme is None:  # one pass told it
-            told = [p for p in told if not p.startswith("the scale of attention logits")]
+        phrases = [p for p in audited if strict or "(of which nothing is planned)" not in p]
+        phrases = [p.replace("some temperatures", "the scale of attention logits") for p in phrases]
+        if self.promised is None and self.scheme is None:  # one pass shows it
+            phrases = [p for p in phrases if not p.startswith("the scale of attention logits")]
         if self.described.embedding is None:
-            told.append("the embedding (what enters layer 1 was measured, not predicted)")
+            phrases.append("the embedding (what enters layer 1 was measured, not predicted)")
         if self.uneven:
-            told.append(self.uneven)
+            phrases.append(self.uneven)
         if self.comparison.prediction.loss is None and self.measurement.loss is not None:
-            told.append("head and loss (the last layer's gradient was measured, not predicted)")
+            phrases.append("head and loss (the last layer's gradient was measured, not predicted)")
         if self.measurement.loss is None:
-            told.append("a loss (none in the module, and none was passed)")
+            phrases.append("a loss (none in the module, and none was passed)")
         if (waiting := self._other_inputs()) and self.idle:
             parts = ", ".join(dict.fromkeys(map(gathered_pattern, self._idle_parts())))
-            told.append(f"{parts} (not run without {' or '.join(waiting)}: pass batch=)")
+            phrases.append(f"{parts} (not run without {' or '.join(waiting)}: pass batch=)")
         if self.ahead is None:
-            told.append("the attention mask")
-        return tuple(dict.fromkeys(told))
+            phrases.append("the attention mask")
+        return tuple(dict.fromkeys(phrases))
 
 
 # --- the module as it stands ----------------------------------------------------------------------

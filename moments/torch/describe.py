@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,23 +90,25 @@ def describe(
         reading = anatomy_of(module, own=True) if own else read(module, batch, seq_len)
         return _of_reading(module, reading, lost)
     reading = anatomy_of(module, batch)
-    described = described_as(model, Tensors.of(module, reading), reading.sites)
-    return dataclasses.replace(described, notes=lost)
+    read_of = Tensors.of(module, reading)
+    held = described_as(model, read_of)
+    for note in broken(read_of):
+        warnings.warn(note, ValidityWarning, stacklevel=2)
+    unplaced = tuple(f"{name}{NO_ROLE}" for name in reading.roles.unidentified)
+    return Description(module, held, reading.roles, unplaced, reading.sites, lost)
 
 
-def described_as(
-    model: Transformer, read: Tensors, sites: Sequence[HookPoint] | None = None
-) -> Description:
-    """A module of known architecture that was read already; warns as `describe`."""
-    found = read.reading.roles
-    check_sizes(model, found, None)
+def described_as(model: Transformer, read: Tensors) -> Transformer:
+    """A module of known architecture, with its own variances and multipliers.
+
+    Raises:
+        DomainError: an architecture of other sizes, or numbers that none can have.
+    """
+    check_sizes(model, read.reading.roles, None)
     held = _held(model, read)
     if model.encoder is not None:
         held = held.replace(encoder=_held(model, read, ENCODER))
-    for note in _broken(read):
-        warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced = tuple(f"{name}{NO_ROLE}" for name in found.unidentified)
-    return Description(read.module, held, found, unplaced, tuple(sites or ()))
+    return held
 
 
 @dataclass(frozen=True)
@@ -179,17 +180,12 @@ class Description:
 
 
 def _of_reading(module: nn.Module, reading: ModuleReading, lost: tuple[str, ...]) -> Description:
-    """What one pass told; `lost`: what nothing in the module said."""
-    for note in _broken(Tensors.of(module, reading)):
+    """What one pass shows; `lost`: what nothing in the module says."""
+    for note in broken(Tensors.of(module, reading)):
         warnings.warn(note, ValidityWarning, stacklevel=3)
-    unplaced, notes = unplaced_by(reading), (*reading.doubts, *lost)
-    return Description(module, reading.model, reading.roles, unplaced, reading.sites, notes)
-
-
-def unplaced_by(reading: ModuleReading) -> tuple[str, ...]:
-    """Why one pass gave no Transformer, and the parameters that it gave no role."""
     unknown = (f"{name}{NO_ROLE}" for name in reading.roles.unidentified)
-    return (*reading.reasons, *unknown)
+    of = reading.model, reading.roles, (*reading.reasons, *unknown), reading.sites
+    return Description(module, *of, (*reading.doubts, *lost))
 
 
 def weight_statistics(module: nn.Module) -> pandas.DataFrame:
@@ -284,7 +280,7 @@ def _outside(model: Transformer, entries: Held, scale: float | None) -> dict[str
     return changes
 
 
-def _broken(read: Tensors) -> list[str]:
+def broken(read: Tensors) -> list[str]:
     """Assumptions that the weights break."""
     module, found, tensors = read.module, read.reading.roles, tensors_of(read.module)
     blocks = {role: block_of(tensors, role) for role in found.roles}

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from .batches import (
     measured_moments,
     targets_read,
 )
-from .describe import describe
+from .describe import broken, described_as
 from .expectation import model_of
 from .measure import Loss, measure
 from .roles import ENCODER
@@ -108,7 +107,12 @@ def diagnose(
     declared = at_length(described if plan is None else model_of(plan, read, options), measurement)
     if declared.layers != measurement.layers:
         raise domain_error("layers of the plan", declared.layers, f"{measurement.layers}")
-    found, notes = _described(target, batch, measurement, described or declared)
+    tensors, found, notes = Tensors.of(target, reading), None, list[str]()
+    try:
+        found = described_as(at_length(described or declared, measurement), tensors)
+        notes = broken(tensors)
+    except MomentsError as error:
+        notes.append(f"weights and scales of the module could not be read: {error}")
     if plan is None and found is not None and not hasattr(target, "config"):
         # torch's own layers draw theirs: what is there is one draw of the framework's.
         declared = declared.replace(biases=found.biases)
@@ -123,7 +127,6 @@ def diagnose(
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
-        tensors = Tensors.of(target, reading)
         likely = advise(Checked.entries(tensors, declared), declared, read)
         own_features = _reasoned(differences(declared, changed), likely.reasons)
         advice = tuple(sentence for _, sentence in likely.crossed)
@@ -284,19 +287,6 @@ def at_length(model: Transformer | None, measurement: Measurement) -> Transforme
         model = model.replace(encoder=at_length(model.encoder, measurement.encoder))
     same = model.seq_len == measurement.seq_len
     return model if same else model.replace(seq_len=measurement.seq_len)
-
-
-def _described(
-    module: nn.Module, batch: Any, measurement: Measurement, architecture: Transformer
-) -> tuple[Transformer | None, list[str]]:
-    """The module as it is, and what was said about it; None where it cannot be read."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            found = describe(module, batch=batch, architecture=at_length(architecture, measurement))
-        except MomentsError as error:
-            return None, [f"weights and scales of the module could not be read: {error}"]
-    return found.model, list(dict.fromkeys(str(w.message) for w in caught))
 
 
 def arrays_of(batch: Any) -> dict[str, Any]:

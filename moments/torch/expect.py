@@ -99,7 +99,7 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
         **dict(_outputs(prediction)),
         **dict(_layers(prediction)),
         **dict(_streams(checking, prediction)),
-        **dict(_gradients(subject, checking.found, prediction)),
+        **dict(_gradients(subject, checking.roles, prediction)),
     }
 
 

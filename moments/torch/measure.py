@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -119,33 +119,29 @@ def measure(
 def one_draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> tuple[Draw, int]:
     """One pass forward and backward, and the number of sequences it held."""
     points, weights = parts
-    inputs = _tensors(module, batch)
-    labels = _add_labels(module, inputs) if loss is None else None
+    inputs = Inputs.of(module, batch, loss)
     first = batch_first(module)
-    seen = {stack: Collector(_kept(inputs, stack, points), batch_first=first) for stack in _STACKS}
+    seen = {stack: Collector(inputs.kept(stack, points), batch_first=first) for stack in _STACKS}
     hooks = (
         hook
         for stack, collector in seen.items()
         for hook in _watched(module, _of_stack(points, stack), collector)
     )
     with kept_buffers(module), in_mode(module, True), thawed(module), hooked(hooks):
-        output = module(*inputs.positional, **inputs.named)
-        top, cotangent = _objective(output, inputs, loss)
-        if labels is not None and cotangent is None:
-            top = _of_next_token(top, output, labels)
+        done = inputs.run()
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         ends = [*parameters.values(), *inputs.differentiable()]
-        gradients = torch.autograd.grad(top, ends, cotangent, allow_unused=True)
+        gradients = torch.autograd.grad(done.top, ends, done.cotangent, allow_unused=True)
     norms = _norms(weights, dict(zip(parameters, gradients, strict=False)))
-    logits = module_logits(output)
     encoder = None
     if (seen_encoder := seen[ENCODER]).signal:
         encoder = Draw(seen_encoder.signal, seen_encoder.gradient, _of_encoder(norms, True))
+    logits = done.logits
     draw = Draw(
         signal=seen[""].signal,
         gradient=seen[""].gradient,
         weight_gradients=_of_encoder(norms, False),
-        loss=float(top.detach()) if cotangent is None else None,
+        loss=float(done.top.detach()) if done.cotangent is None else None,
         logit_variance=None if logits is None else squared_norm(logits) / logits.numel(),
         encoder=encoder,
     )
@@ -184,71 +180,134 @@ def _of_encoder(norms: Mapping[WeightGradient, float], wanted: bool) -> dict[Wei
     }
 
 
+class Pass(NamedTuple):
+    """What a module made of its input: what is differentiated, the gradient injected there (None
+    of a scalar loss), and the logits, if there are any."""
+
+    top: Tensor
+    cotangent: Tensor | None
+    logits: Tensor | None
+
+
 @dataclass
-class _Inputs:
+class Inputs:
+    """What a module is run on, on its own device: real values, but for masks, have gradients.
+
+    Attributes:
+        labels: that a causal head got here, where the batch had none.
+    """
+
+    module: nn.Module
+    loss: Loss | None
     positional: list[Tensor]
     named: dict[str, Any]
+    labels: Tensor | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, batch: Any, loss: Loss | None) -> Inputs:
+        """A batch and what differentiates it.
+
+        Raises:
+            DomainError: no batch, or one without the labels that the module needs.
+        """
+        device = device_of(module)
+
+        def tensor(value: Any, name: str) -> Any:
+            if not isinstance(value, Tensor | np.ndarray | list):
+                return value
+            moved = torch.as_tensor(value, device=device)
+            if moved.is_floating_point() and "mask" not in name:
+                # A clone is no leaf, so that the gradient can be watched on its way through.
+                return moved.detach().clone().requires_grad_().clone()
+            return moved
+
+        if isinstance(batch, Mapping):
+            found = cls(module, loss, [], {n: tensor(value, n) for n, value in batch.items()})
+        elif isinstance(value := tensor(batch, ""), Tensor):
+            found = cls(module, loss, [value], {})
+        else:
+            allowed = "an array, a tensor or a mapping of them"
+            raise domain_error("batch", type(batch).__name__, allowed)
+        if loss is None and "labels" not in found.named:
+            found._add_labels()
+        return found
+
+    def _add_labels(self) -> None:
+        """Let a causal head predict the next token."""
+        kind = type(self.module).__name__
+        if kind.endswith(("ForCausalLM", "LMHeadModel")):
+            ids = self.named.get("input_ids", self.positional[0] if self.positional else None)
+            if ids is not None:
+                documents = self._documents()
+                if documents is not None:
+                    # No token predicts the first of the next document.
+                    first = torch.ones_like(documents, dtype=torch.bool)
+                    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+                    ids = ids.masked_fill(first, NO_TARGET)
+                self.named["labels"] = self.labels = ids
+            return
+        for ends, maker in _NEED_LABELS.items():
+            if kind.endswith(ends):
+                raise DomainError(
+                    f"batch has no 'labels' and {kind} cannot make its own: pass "
+                    f"them along with the inputs, as {maker} makes them, or a loss"
+                )
 
     def differentiable(self) -> list[Tensor]:
         values = [*self.positional, *self.named.values()]
         return [v for v in values if isinstance(v, Tensor) and v.requires_grad]
 
-    @property
-    def as_given(self) -> Any:
-        return self.named or self.positional[0]
+    def run(self, what: str = "") -> Pass:
+        """One pass, differentiable; a DomainError where `what` needs a loss and there is none."""
+        output = self.module(*self.positional, **self.named)
+        logits = module_logits(output)
+        if self.loss is not None:
+            scalar = self.loss(output, self.named or self.positional[0])
+            if not isinstance(scalar, Tensor) or scalar.numel() != 1:
+                raise domain_error("loss", type(scalar).__name__, "a function returning one scalar")
+            return Pass(scalar, None, logits)
+        if (given := module_loss(output)) is not None:
+            return Pass(_of_next_token(given, logits, self.labels), None, logits)
+        if what:
+            raise DomainError(f"{what} needs a loss: pass labels in the batch, or a loss")
+        top = getattr(output, "last_hidden_state", None)
+        top = first_tensor(output) if top is None else top
+        return Pass(top, torch.randn_like(top), logits)
 
+    def _documents(self) -> Tensor | None:
+        """(batch, L) the documents of packed rows, whose `position_ids` restart; None: not
+        packed."""
+        places, ids = self.named.get("position_ids"), self.named.get("input_ids")
+        if not isinstance(places, Tensor):
+            return None
+        mask = self.named.get("attention_mask")
+        known = mask.cpu().numpy() if isinstance(mask, Tensor) else None
+        found = restarted(places.cpu().numpy(), known)
+        if found is None:
+            return None
+        rows = len(found) if ids is None else len(ids)
+        return torch.as_tensor(
+            np.broadcast_to(found, (rows, found.shape[1])).copy(), device=places.device
+        )
 
-def _tensors(module: nn.Module, batch: Any) -> _Inputs:
-    """The batch on the module's device; what is real-valued, masks excepted, gets a gradient."""
-    device = device_of(module)
-
-    def tensor(value: Any, name: str) -> Any:
-        if not isinstance(value, Tensor | np.ndarray | list):
-            return value
-        moved = torch.as_tensor(value, device=device)
-        if moved.is_floating_point() and "mask" not in name:
-            # A clone is no leaf, so that the gradient can be watched on its way through.
-            return moved.detach().clone().requires_grad_().clone()
-        return moved
-
-    if isinstance(batch, Mapping):
-        return _Inputs([], {name: tensor(value, name) for name, value in batch.items()})
-    value = tensor(batch, "")
-    if not isinstance(value, Tensor):
-        raise domain_error("batch", type(batch).__name__, "an array, a tensor or a mapping of them")
-    return _Inputs([value], {})
-
-
-def _add_labels(module: nn.Module, inputs: _Inputs) -> Tensor | None:
-    """Let a causal head predict the next token where the batch has no labels: those it got."""
-    kind = type(module).__name__
-    if "labels" in inputs.named:
+    def kept(self, stack: str, points: Iterable[HookPoint]) -> Tensor | None:
+        """(batch, L), false at padding of a stack, or documents of packed rows; None: neither."""
+        if (documents := self._documents()) is not None:
+            return documents
+        two = any(point.site.startswith(ENCODER) for point in points)
+        mask = self.named.get("decoder_attention_mask" if two and not stack else "attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+            return mask.bool()
+        padding = self.named.get("src_key_padding_mask")
+        if isinstance(padding, Tensor):
+            return ~padding if padding.dtype == torch.bool else padding == 0
         return None
-    if kind.endswith(("ForCausalLM", "LMHeadModel")):
-        ids = inputs.named.get("input_ids", inputs.positional[0] if inputs.positional else None)
-        if ids is not None:
-            documents = _documents(inputs)
-            if documents is not None:
-                # No token predicts the first of the next document.
-                first = torch.ones_like(documents, dtype=torch.bool)
-                first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-                ids = ids.masked_fill(first, NO_TARGET)
-            inputs.named["labels"] = ids
-        return ids
-    for ends, maker in _NEED_LABELS.items():
-        if kind.endswith(ends):
-            raise DomainError(
-                f"batch has no 'labels' and {kind} cannot make its own: pass "
-                f"them along with the inputs, as {maker} makes them, or a loss"
-            )
-    return None
 
 
-def _of_next_token(loss: Tensor, output: Any, labels: Tensor) -> Tensor:
+def _of_next_token(loss: Tensor, logits: Tensor | None, labels: Tensor | None) -> Tensor:
     """The loss of the next token, where a class holds every token against its own label, as
     decoders of two stacks do."""
-    logits = module_logits(output)
-    if logits is None or logits.shape[:2] != labels.shape:
+    if labels is None or logits is None or logits.shape[:2] != labels.shape:
         return loss
     entropy = functools.partial(nn.functional.cross_entropy, ignore_index=NO_TARGET)
     own = entropy(logits.flatten(0, 1).float(), labels.flatten())
@@ -263,53 +322,8 @@ def needs_labels(kind: str) -> bool:
     return any(kind.endswith(ends) for ends in _NEED_LABELS)
 
 
-def _objective(output: Any, inputs: _Inputs, loss: Loss | None) -> tuple[Tensor, Tensor | None]:
-    """What to differentiate, and the gradient injected there; None for a scalar loss."""
-    if loss is not None:
-        scalar = loss(output, inputs.as_given)
-        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
-            raise domain_error("loss", type(scalar).__name__, "a function returning one scalar")
-        return scalar, None
-    loss_given = module_loss(output)
-    if loss_given is not None:
-        return loss_given, None
-    top = getattr(output, "last_hidden_state", None)
-    top = first_tensor(output) if top is None else top
-    return top, torch.randn_like(top)
-
-
 def _norms(
     weights: list[tuple[WeightGradient, WeightPart]], gradients: Mapping[str, Tensor | None]
 ) -> dict[WeightGradient, float]:
     given = ((row, part, gradients[row.parameter]) for row, part in weights)
     return {row: 0.0 if g is None else squared_norm(part.of(g)) for row, part, g in given}
-
-
-def _documents(inputs: _Inputs) -> Tensor | None:
-    """(batch, L) the documents of packed rows, whose `position_ids` restart; None: not packed."""
-    places, ids = inputs.named.get("position_ids"), inputs.named.get("input_ids")
-    if not isinstance(places, Tensor):
-        return None
-    mask = inputs.named.get("attention_mask")
-    known = mask.cpu().numpy() if isinstance(mask, Tensor) else None
-    found = restarted(places.cpu().numpy(), known)
-    if found is None:
-        return None
-    rows = len(found) if ids is None else len(ids)
-    return torch.as_tensor(
-        np.broadcast_to(found, (rows, found.shape[1])).copy(), device=places.device
-    )
-
-
-def _kept(inputs: _Inputs, stack: str, points: Iterable[HookPoint]) -> Tensor | None:
-    """(batch, L), false at padding of that stack, or documents of packed rows; None: neither."""
-    if (documents := _documents(inputs)) is not None:
-        return documents
-    two = any(point.site.startswith(ENCODER) for point in points)
-    mask = inputs.named.get("decoder_attention_mask" if two and not stack else "attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
-        return mask.bool()
-    padding = inputs.named.get("src_key_padding_mask")
-    if isinstance(padding, Tensor):
-        return ~padding if padding.dtype == torch.bool else padding == 0
-    return None

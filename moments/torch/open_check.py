@@ -19,9 +19,8 @@ from ..errors import MomentsError
 from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT
 from .alike import differences
-from .batches import random_part
 from .dataflow.graph import CHOICES, VIEWS, Graph
-from .dataflow.reading import recorded
+from .dataflow.reading import random_part, recorded
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, lowered, summary
 from .operations.sampling import again
@@ -71,15 +70,13 @@ def report_of(
     rows = list(_rows(done, prediction, gradients, chosen)) if not wider else []
     findings = [*refusal.findings, *differences(module, done.graph, done.ids), *_unlike(rows)]
     findings += [*_growth(prediction), *_way(prediction)]
-    notes = ["; ".join(f.lines()) for f in findings if f.severity == "note"]
-    findings = [f for f in findings if f.severity != "note"]
-    notes += [*_layers(prediction), *_idle(done, loss), *prediction.notes]
+    notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
     unread = [f"{name} ({why})" for name, why in prediction.unread]
     return Report(
         source=type(module).__name__,
         scheme="no stack of alike layers, of which a scheme could be recognised",
-        findings=ranked(findings),
+        findings=tuple(findings),
         notes=tuple(notes),
         unchecked=(
             f"what its initialisation is meant to be ({why_not(refusal)})",
@@ -423,14 +420,14 @@ def _forgetting(found: list[Recurrence]) -> Iterator[Finding]:
 
 
 def random_outcome(path: str | None) -> Iterator[Finding]:
-    """What is wrong where runs in evaluation mode differ, first in what a submodule gives."""
+    """What is wrong where a submodule draws random numbers in evaluation mode."""
     if path is not None:
         yield Finding(
             "error",
             "dropout left on",
             (path,),
-            reason="in evaluation mode two runs of one input differ, first in what "
-            f"{path} gives: dropout, or another draw, acts where it should not",
+            reason=f"in evaluation mode {path} draws random numbers: dropout, or another draw, "
+            "acts where it should not",
             mend="pass training=self.training to functional.dropout (dropout_p = p if "
             "self.training else 0 to scaled_dot_product_attention), or use nn.Dropout",
         )

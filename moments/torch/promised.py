@@ -24,7 +24,7 @@ from ..prediction.draws import STREAM, WeightGradient
 from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
-from ..show.findings import Finding, Report, ranked
+from ..show.findings import Finding, Report
 from ..show.health import Seen, rules, stream_numbers
 from .alike import odd_namesakes
 from .batches import batch_shape, shortened
@@ -93,12 +93,8 @@ def check_promised(
     return Report(
         source=type(module).__name__,
         scheme="compared with the initialisation that its config promises",
-        findings=ranked([one for one in findings if one.severity != "note"]),
-        notes=tuple(
-            dict.fromkeys(
-                [*left, *notes, *("; ".join(f.lines()) for f in findings if f.severity == "note")]
-            )
-        ),
+        findings=tuple(findings),
+        notes=(*left, *notes),
         unchecked=(
             f"which matrix is which, sums and norms within its layers ({why_not(refusal)}): they "
             "are compared with the config's prediction of what leaves each layer",
@@ -119,7 +115,7 @@ def _layers(module: nn.Module, batch: Any, promised: Transformer) -> str:
         for path, side, value, _ in graph.boundaries
         if side == "output" and graph.tensor(value).shape[-1] == promised.d_model
     }
-    lists = [
+    lists: list[str] = [
         path
         for path, part in module.named_modules()
         if isinstance(part, nn.ModuleList)

@@ -15,7 +15,7 @@ from ..errors import DomainError, MomentsError, optional
 from ..formulas.checks import check_choice, check_count
 from ..step.sharpness import OPTIMIZERS, Sharpness
 from .anatomy import measured_parts
-from .measure import Loss, _add_labels, _objective, _tensors
+from .measure import Inputs, Loss
 from .running import built, in_mode
 
 with optional("torch", "torch"):
@@ -87,18 +87,13 @@ class _Hessian:
         self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self.named:
             raise DomainError("every parameter is frozen: let those that train require gradients")
-        inputs = _tensors(module, batch)
-        if loss is None:
-            _add_labels(module, inputs)
+        inputs = Inputs.of(module, batch, loss)
         self.parts = measured_parts(module, batch)[1]
         # the fused kernels of attention have no second derivative
         with in_mode(module, False), sdpa_kernel(SDPBackend.MATH):
-            top, cotangent = _objective(module(*inputs.positional, **inputs.named), inputs, loss)
-            if cotangent is not None:
-                raise DomainError("sharpness needs a loss: pass labels in the batch, or a loss")
-            given = torch.autograd.grad(
-                top, list(self.named.values()), create_graph=True, allow_unused=True
-            )
+            ends = list(self.named.values())
+            top = inputs.run("sharpness").top
+            given = torch.autograd.grad(top, ends, create_graph=True, allow_unused=True)
         self.used = {name: g for name, g in zip(self.named, given, strict=True) if g is not None}
         self.scales = self._scales() if adaptive else None
 

@@ -21,8 +21,8 @@ from ..prediction.draws import STREAM, Place
 from ..step.measured import StepDraw, StepMeasurement
 from ..step.rules import OPTIMIZERS, group_of, named_optimizer
 from .anatomy import measured_parts
-from .measure import Loss, _add_labels, _objective, _tensors
-from .running import built, hooked, in_mode, kept_buffers, module_logits, watch_tensor
+from .measure import Inputs, Loss
+from .running import built, hooked, in_mode, kept_buffers, watch_tensor
 
 with optional("torch", "torch"):
     import torch
@@ -113,10 +113,8 @@ class _Run:
     """A module on a batch: its loss, what passes its sites, and what enters every matrix."""
 
     def __init__(self, module: nn.Module, batch: Any, loss: Loss | None, state: int) -> None:
-        self.module, self.loss, self.state = module, loss, state
-        self.inputs = _tensors(module, batch)
-        if loss is None:
-            _add_labels(module, self.inputs)
+        self.module, self.state = module, state
+        self.inputs = Inputs.of(module, batch, loss)
         self.points, self.parts = measured_parts(module, batch)
 
     def __call__(self) -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
@@ -124,15 +122,11 @@ class _Run:
         sites: dict[Place, Tensor] = {}
         entering: dict[str, Tensor] = {}
         with hooked(self._watch(sites, entering)):
-            output = self.module(*self.inputs.positional, **self.inputs.named)
-        top, cotangent = _objective(output, self.inputs, self.loss)
-        if cotangent is not None:
-            raise DomainError("a step needs a loss: pass labels in the batch, or a loss")
-        logits = module_logits(output)
-        if logits is not None:
+            done = self.inputs.run("a step")
+        if done.logits is not None:
             last = max(layer for layer, site in sites if site == STREAM)
-            sites[last + 1, "logits"] = logits.detach()
-        return top, sites, entering
+            sites[last + 1, "logits"] = done.logits.detach()
+        return done.top, sites, entering
 
     def _watch(
         self, sites: dict[Place, Tensor], entering: dict[str, Tensor]

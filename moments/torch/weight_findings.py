@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import listed
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
-from ..show.findings import Finding, Report, Row, ranked
+from ..show.findings import Finding, Report, Row
 from ..show.health import BY_DESIGN
 from ..show.recognition import WeightRule, joined
 from .advice import BY_DEPTH, BY_LAYER, Advice, advise
@@ -554,11 +554,10 @@ def audit(
     return Report(
         source=type(module).__name__,
         scheme=f"compared with {words}",
-        findings=ranked([one for one in found if one.severity != "note"]),
+        findings=tuple(found),
         notes=(
             *((_FOLDED,) if folded else ()),
             *weights.notes,
-            *("; ".join(one.lines()) for one in found if one.severity == "note"),
             *(f"not as planned: {phrase}" for phrase in checked.unlike),
         ),
         unchecked=(

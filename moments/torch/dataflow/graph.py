@@ -7,6 +7,8 @@ graph computes is then found out by running it on values of one's choice, howeve
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,6 +36,14 @@ SOFTMAX = ("_softmax", "_safe_softmax", "softmax")
 
 CHOICES = frozenset(("nonzero", "masked_select", "topk", "sort", "argsort", "_local_scalar_dense"))
 """Operations whose outcome is places, or as long as numbers have it."""
+
+
+_DRAWS = (
+    "bernoulli exponential geometric log_normal multinomial normal poisson rand rand_like randint "
+    "randn randn_like randperm uniform"
+)
+DRAWS = frozenset(_DRAWS.split())
+"""Operations that draw random numbers."""
 
 
 class Ref(NamedTuple):
@@ -207,15 +217,30 @@ class Graph:
     def routed(self) -> str:
         """The innermost submodule in which the numbers of a batch choose entries; "" where none
         does."""
+        return self._innermost(lambda n: n.name in CHOICES and self._alive(n)) or ""
+
+    def drawn(self) -> str | None:
+        """The innermost submodule that draws random numbers on which the output rests; None where
+        none does."""
+        ends = (v for v in tree_flatten(self.outputs)[0] if isinstance(v, int))
+        bits = functools.reduce(operator.or_, map(self.before, ends), 0)
+        return self._innermost(lambda n: bool(bits >> n.index & 1) and self._random(n))
+
+    def _random(self, node: Node) -> bool:
+        if node.name == "native_dropout":
+            return bool(node.args[1])
+        drops = any(self.values[v].drop_prob for v in node.outputs)
+        return drops or node.name.removesuffix("_") in DRAWS
+
+    def _innermost(self, chosen: Callable[[Node], bool]) -> str | None:
+        """The first submodule to end in which such an operation stands."""
         inside: dict[str, int] = {}
         for path, side, _, at in self.boundaries:
             if side == "input":
                 inside[path] = at
-                continue
-            first = inside.pop(path, at)
-            if any(n.name in CHOICES and self._alive(n) for n in self.nodes[first:at]):
+            elif any(map(chosen, self.nodes[inside.pop(path, at) : at])):
                 return path
-        return ""
+        return None
 
     def _alive(self, node: Node) -> bool:
         return any(self.values[v].live for v in node.inputs)

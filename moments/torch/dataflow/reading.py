@@ -257,6 +257,15 @@ def _recorded(
     raise MomentsError(f"{type(module).__name__} could not be run ({what}): {mend}")
 
 
+@made_at_hand
+def random_part(module: nn.Module, batch: Any) -> str | None:
+    """The submodule that draws random numbers in evaluation mode; None where none does."""
+    near, given = _near_copy(module), _near_batch(batch)
+    with kept_buffers(near), in_mode(near, False):
+        path = record(near, functools.partial(run, near, given), _tensors(given)).drawn()
+    return "the module itself" if path == "" else path
+
+
 def _tensors(given: Any) -> dict[str, Tensor]:
     """What a module is passed, by number."""
     values = given.values() if isinstance(given, Mapping) else given
