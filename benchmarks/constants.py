@@ -58,11 +58,12 @@ class Constant(NamedTuple):
 BY_TOKEN = ("text", "rotary", "distances")
 MIXED = ("state space", "delta rule")
 CLASSES = ("long", "long rotary", "no text", "long text")
+ROWS = (*BY_TOKEN, *CLASSES)
 TABLE = (
     Constant(f"{KERNELS}.joint_laws", "EXPONENT_MAX", (30.0, 80.0), "range", ("hot", "text")),
-    Constant(f"{KERNELS}.joint_laws", "TOLERANCE", (2e-3, 2e-5), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.joint_laws", "TOLERANCE", (2e-4, 2e-6), "precision", ROWS),
     Constant(f"{KERNELS}.joint_laws", "ITERATIONS", (15, 60), "precision", ("hot", "text")),
-    Constant(f"{KERNELS}.joint_laws", "SELF_SWEEPS", (2, 8), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.joint_laws", "SELF_SWEEPS", (1, 4), "precision", ROWS),
     Constant(f"{KERNELS}.joint_laws", "JOINT_SWEEPS", (2, 6), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.joint_laws", "TANGENT_SWEEPS", (3, 12), "precision", ("rotary",)),
     Constant(f"{KERNELS}.finite_rows", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
@@ -109,7 +110,6 @@ TABLE = (
         f"{KERNELS}.relative_positions", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)
     ),
     Constant(f"{KERNELS}.position_attention", "MOST_ROWS", (8, 96), "precision", CLASSES),
-    Constant(f"{KERNELS}.position_attention", "WARM_SWEEPS", (1, 4), "precision", CLASSES),
     Constant("prediction.resolution", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
     Constant("prediction.resolution", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),
@@ -548,7 +548,7 @@ Thresholds of notes and warnings say from where on something is mentioned:
 `moments/prediction/resolution.py::OFTEN`,
 `moments/layers/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
-`moments/layers/attention/kernels/joint_laws.py::STACK_ENTRIES`.
+`moments/layers/attention/kernels/row_groups.py::STACK_ENTRIES`.
 """
 
 

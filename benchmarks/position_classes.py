@@ -30,7 +30,7 @@ import pandas as pd
 
 import moments
 from moments.engine.classes import PER_OCTAVE, PositionClasses
-from moments.layers.attention.kernels import joint_laws, logits
+from moments.layers.attention.kernels import logits
 from moments.prediction import resolution
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
@@ -371,13 +371,12 @@ def over_texts(model: Any) -> dict[str, Any]:
 
 
 def own_rows(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """`compared`, by token with a class for every row and its iteration run to its end."""
-    kept = logits.SUPPORT_SLACK, joint_laws.TOLERANCE
-    logits.SUPPORT_SLACK, joint_laws.TOLERANCE = 0.0, 2e-5
+    """`compared`, by token with a class for every row."""
+    kept, logits.SUPPORT_SLACK = logits.SUPPORT_SLACK, 0.0
     try:
         return compared(model, given)
     finally:
-        logits.SUPPORT_SLACK, joint_laws.TOLERANCE = kept
+        logits.SUPPORT_SLACK = kept
 
 
 def halved(model: Any) -> dict[str, Any]:

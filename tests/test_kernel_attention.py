@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moments.engine.state import Kernel
 from moments.errors import DomainError
 from moments.layers.attention.kernels import KernelAttention, Rotation
-from moments.layers.attention.kernels.joint_laws import _turn
+from moments.layers.attention.kernels.row_groups import _turn
 from moments.layers.attention.kernels.row_statistics import matched, saturation
 from moments.layers.attention.laws import AlikeLayer
 from moments.layers.attention.response import AttentionResponse

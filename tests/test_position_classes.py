@@ -24,7 +24,6 @@ from moments.engine.texts import TextClasses
 from moments.layers.attention.kernels import (
     KernelAttention,
     finite_rows,
-    joint_laws,
 )
 from moments.layers.attention.kernels import logits as kernel_logits
 from moments.layers.attention.kernels.position_attention import (
@@ -44,9 +43,8 @@ LENGTH = 96
 
 @pytest.fixture
 def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By token, a class for every row and its iteration run to its end."""
+    """By token, a class for every row."""
     monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
 
 
 def predicted(model: Transformer, **arguments: Any) -> moments.Prediction:
@@ -172,9 +170,8 @@ def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
 
 
 def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a class for every row there, too, and its iteration run to its end."""
+    """With a class for every row there, too."""
     monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     monkeypatch.setattr(finite_rows, "TOLERANCE", 1e-6)  # for classes as fine
     length = 20
     scale = 1.5
@@ -215,7 +212,6 @@ def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.Monkey
     """The same of rows that see their own document alone, whose keys share something across: most
     at one place, as under a table of positions."""
     monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     monkeypatch.setattr(finite_rows, "TOLERANCE", 1e-6)
     length, scale = 14, 1.2
     settings = {"d_model": 128.0, "d_head": 32.0, "norm_spread": 0.002}
@@ -431,7 +427,6 @@ def test_classes_against_every_token(name: str) -> None:
 def test_queries_and_keys_against_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """By token, with a class for every row; see above for what grouped rows cost there."""
     monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     model = Transformer(3, 128, 4, 40, dropout=0.1, norm="post", causal=True)
     by_token = predicted(model, tokens=True, correlation=0.2)
     by_class = predicted(model, correlation=0.2)
@@ -529,7 +524,6 @@ def test_queries_and_keys_that_are_not_the_tokens(
 ) -> None:
     """By token, with a class for every row: grouped rows alone cost .7 % of a Llama's gradient."""
     monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     model = Transformer(2, 128, 4, 40, dropout=0.1, causal=True, **OTHERS[name])
     by_class = predicted(model, correlation=0.3)
     by_token = predicted(model, tokens=True, correlation=0.3)
@@ -567,7 +561,6 @@ def test_decoders_on_classes_read_encoders_of_tokens_alike(
     relative: moments.RelativeBias | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     encoder = Transformer(2, 96, 4, 36, dropout=0.1, relative_bias=relative)
     model = Transformer(
         2, 128, 4, 40, dropout=0.1, causal=True, encoder=encoder, relative_bias=relative
@@ -593,7 +586,6 @@ def test_decoders_on_classes_read_encoders_of_tokens_alike(
 def test_gradients_that_fall_steeply_meet_those_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind many norms on the stream the first tokens' gradients are orders above the others'."""
     monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(joint_laws, "TOLERANCE", 2e-5)
     model = Transformer(16, 64, 4, 32, causal=True, norm="post")
     by_token, by_class = (predicted(model, tokens=t) for t in (True, None))
     assert by_class.layout.classes is not None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import moments
 from moments.engine.classes import ClassMatrix, PositionClasses, documents_on, one_class
 from moments.engine.texts import Frequencies, TextClasses, text_classes, zipf_classes
-from moments.layers.attention.kernels.class_laws import Mixture, Sums
+from moments.layers.attention.kernels.joint_laws import Mixture, Sums
 from moments.layers.attention.kernels.position_attention import PositionAttention
 
 LENGTH = 264

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 
 from . import exact_rows
 from .finite_rows import Widths, calibrate, nodes_for
-from .joint_laws import JointLaws, PairWeights, row_scale, self_overlap, single
+from .joint_laws import ALIKE, Sums, own_response
 from .logits import Logits, RowClass, as_slice, find_patterns, group_patterns, window
+from .row_groups import JointLaws, PairWeights, row_scale, single
 from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
 
 Array = NDArray[np.float64]
@@ -52,11 +53,14 @@ def _make_class(
     weights = mean_attention(inside, prior, stats, members, scale)
     response = np.zeros_like(inside)
     if len(inside) > 1:
-        pull = stats.odds[leader]
-        tau = scale * stats.temperature[leader] * stats.held[leader]
-        guess = np.exp(pull * tau * (inside - inside.max(1, keepdims=True))) * prior[-1]
-        exponent = pull * tau / max(stats.strength[leader], 1e-6) ** 2
-        response = self_overlap(inside, weights[-1], guess, exponent, float(stats.step[leader]))
+        one, every, ones = weights[-1:], slice(0, len(inside)), np.ones((1, len(inside)))
+        aims = ones[..., None]
+        sums = Sums.of(ALIKE, (every, every), (one, one), (one, one), (aims, aims))
+        pull = (stats.odds * scale * stats.temperature * stats.held)[leader]
+        given = np.diagonal(inside), [inside[None]], [ones], ones > 0.0, prior[-1:]
+        of_row = (np.array([x]) for x in (pull, stats.strength[leader], stats.step[leader]))
+        ((excess, pairs),), _ = own_response(sums, *given, *of_row)
+        response = pairs[0] + np.diag(excess[0])
     return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 
 

@@ -1,102 +1,33 @@
-"""Joint laws of all pairs of rows of one layer, summed over rows or over keys.
+"""Joint laws of two rows: kinds of pairs of keys, a row with itself, the scaling of a law.
 
-Joint laws are w_i w_i'^T + P_i g P_i', where P_i = diag(w_i) - w_i w_i^T removes a row's mean, so
-that the marginals are w_i and w_i' whatever g is. The two maps are each other's transpose:
-
-    spread: H -> sum_{r i i'} H_r,ii' P_i g_r P_i'        gather: X -> tr(P_i g_r P_i' X^T)
-
-g is stored, and its sums are formed, in single precision. The leading axis c of every array counts
-pairs of classes of one shape, treated together. See docs/theory/attention.md, The closure.
+By token and on classes of keys alike: counts are one by token. In a text two keys may be of one
+word: each class of frequency of words has a kind of pairs besides that of two words (`Mixture`). A
+law is scaled to given means over either key, by factors of its keys (Sinkhorn), and so are its
+derivatives (`Sums`); a row's law with itself is solved for (`own_response`). See
+docs/theory/attention.md, The closure, and docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import exact_rows
-from .finite_rows import Calibration, Nodes, Widths
-from .logits import Logits, Rotation, RowClass, as_slice, stacked, window
+from ....engine.classes import Matrix, diagonal_of
+from ....engine.texts import Frequencies
 from .row_statistics import AttentionRows
 
-# --- sums over pairs ------------------------------------------------------------------------------
-
 Array = NDArray[np.float64]
-Single = NDArray[np.float32]
-
-
-class PairSum(NamedTuple):
-    """g between a rows over n keys and b rows over k keys, with the products both maps need.
-
-    Attributes:
-        excess: (c, r, n, k) g.
-        rows, rows2: (c, a, n) and (c, b, k) mean attention w_i, w_i'.
-        left: (c, r, a, k) w_i^T g.
-        right: (c, r, n, b) g w_i'.
-        both: (c, r, a, b) w_i^T g w_i'.
-    """
-
-    excess: Single
-    rows: Single
-    rows2: Single
-    left: Single
-    right: Single
-    both: Single
-
-    @classmethod
-    def of(cls, excess: Single, rows: Single, rows2: Single) -> PairSum:
-        """Form the products."""
-        left: Single = rows[:, None] @ excess
-        turned = rows2.swapaxes(1, 2)[:, None]
-        return cls(excess, rows, rows2, left, excess @ turned, left @ turned)
-
-    def spread(self, weights: Single) -> Single:
-        """(c, m, n, k) key kernels from (c, m, r, a, b) weights H on pairs of rows."""
-        rows = self.rows.swapaxes(1, 2)[:, None]
-        rows2 = self.rows2[:, None]
-        onward = weights @ rows2[:, None]  # (c, m, r, a, k)
-        total = np.einsum("cmrnk,crnk->cmnk", rows[:, None] @ onward, self.excess)
-        total -= rows @ np.einsum("cmrak,crak->cmak", onward, self.left)
-        total -= np.einsum("cmrnb,crnb->cmnb", rows[:, None] @ weights, self.right) @ rows2
-        both = np.einsum("cmrab,crab->cmab", weights, self.both)
-        total += rows @ both @ rows2
-        return np.asarray(total)
-
-    def gather(self, kernel: Single) -> Single:
-        """(c, r, a, b): tr(P_i g_r P_i' X^T) for every pair of rows; X (c, n, k)."""
-        inner = kernel[:, None]
-        rows, turned = self.rows[:, None], self.rows2.swapaxes(1, 2)[:, None]
-        kernel_left = rows @ inner  # (c, ., a, k)
-        kernel_right = inner @ turned  # (c, ., n, b)
-        total = (rows @ (self.excess * inner) - self.left * kernel_left) @ turned
-        total -= rows @ (self.right * kernel_right)
-        total += self.both * (kernel_left @ turned)
-        return np.asarray(total)
-
-
-def single(array: Array) -> tuple[float, Single]:
-    """The largest entry, and the array over it."""
-    scale = float(max(array.max(initial=0.0), -array.min(initial=0.0))) or 1.0
-    return scale, (array / scale).astype(np.float32)
-
-
-# --- balanced laws --------------------------------------------------------------------------------
+Indices = NDArray[np.intp]
+ByRelation = list[Matrix]
+"""A matrix over keys by kinds of pairs: what a key has with itself beyond, and pairs of each."""
+Diagonal = Callable[[Array], Array]
+"""What a matrix of two ranges of keys has where they are one key."""
 
 EXPONENT_MAX = 40.0
 """Cap on exponents: reached only beyond the tables of exact rows, where nothing is claimed."""
-
-TOLERANCE = 2e-4
-"""Largest change of an overlap at which its iteration ends."""
-
-ITERATIONS = 30
-"""Most steps to a self-consistent overlap."""
-
-SELF_SWEEPS = 4
-"""Sinkhorn sweeps within a step of that iteration, which itself goes on balancing."""
 
 JOINT_SWEEPS = 3
 """Sinkhorn sweeps of the joint law of two rows."""
@@ -104,223 +35,622 @@ JOINT_SWEEPS = 3
 TANGENT_SWEEPS = 6
 """Sweeps that bring the means of its derivative to 0."""
 
+ONE_KIND = Frequencies(np.ones(1), np.ones(1), np.zeros(1))
 
-Real = TypeVar("Real", np.float32, np.float64)
 
+class Mixture(NamedTuple):
+    """Pairs of keys of one kind, or of several: of two words, and of one as frequent as some are.
 
-def balanced(
-    joint: NDArray[Real], weights: NDArray[Real], weights2: NDArray[Real], sweeps: int
-) -> NDArray[Real]:
-    """Sinkhorn: scale `joint` (..., n, k) so that its means over either index are 1.
+    A matrix over keys with entries by kind multiplies as several without, its parts: its means over
+    cells, by the counts of those, and what pairs of one word have beyond those of two, by the
+    counts of that word's other tokens. Since these are few, the diagonal is counted by itself
+    there, and stands for all that a token has with itself beyond two words.
 
-    The means are weighted by `weights` (n,) and `weights2` (k,), which sum to 1.
+    Of the first kind a token with itself is one whose word is read once. Of two documents no token
+    is in both, and two at one place stand for it: of one word, as in texts that begin alike, or of
+    two, which are of the first kind, and so is one word that each document reads once.
+
+    Attributes:
+        share: (n, k) of pairs that are of one word; None: nothing distinguishes pairs.
+        frequencies: of words.
+        coincidence: (o,) of pairs at one place of two documents that are of one word; None: of one.
     """
-    left: NDArray[Real] = np.ones_like(joint[..., 0])
-    right: NDArray[Real] = np.ones_like(joint[..., 0, :])
-    for _ in range(sweeps):
-        np.divide(1.0, ((left * weights)[..., None, :] @ joint)[..., 0, :], out=right)
-        np.divide(1.0, (joint @ (right * weights2)[..., None])[..., 0], out=left)
-    scaled = joint * left[..., :, None]
-    scaled *= right[..., None, :]
-    return scaled
+
+    share: Array | None
+    frequencies: Frequencies
+    coincidence: Array | None = None
+
+    @property
+    def relations(self) -> int:
+        return len(self.frequencies.level)
+
+    @property
+    def values(self) -> list[int]:
+        """Of every kind, which of the values of a kernel it has: that of two words, or of one."""
+        return [min(kind, 1) for kind in range(self.relations)]
+
+    def weighed(self, relations: Sequence[Array]) -> list[Array]:
+        """(..., n, k) what sums over all pairs count of each kind."""
+        if self.share is None:
+            return list(relations)
+        shares = self.frequencies.of_pairs
+        others = [s * self.share * one for s, one in zip(shares[1:], relations[1:], strict=True)]
+        return [(1.0 - self.share) * relations[0], *others]
+
+    def mean(self, values: Sequence[Array], level: float = 1.0) -> Array:
+        """(..., n, k) over all pairs of what two words have and one; or over those of a token whose
+        word is `level` times as frequent as in all."""
+        if self.share is None:
+            return values[0]
+        others, same = values
+        share = self.share if level == 1.0 else np.minimum(level * self.share, 1.0)
+        return np.asarray(others + share * (same - others))
+
+    def mean_of(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> Matrix:
+        """Over all pairs, and over tokens."""
+        if self.share is None:
+            return relations[0]
+        first, *rest = self.weighed([one for _, one in relations])
+        pairs = sum(rest, first)
+        alone: Any = sum(self.of_tokens([excess + diagonal_of(one) for excess, one in relations]))
+        return alone - diagonal_of(pairs), pairs
+
+    def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
+        """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
+        return [part * one for part, one in zip(self._portions, wholes, strict=True)]
+
+    @property
+    def _portions(self) -> Sequence[Any]:
+        portions, of_pairs = self.frequencies.portion, self.frequencies.of_pairs
+        if self.coincidence is None:
+            return list(portions)
+        several = [
+            np.minimum(self.coincidence * share, most)
+            for share, most in zip(of_pairs[1:], portions[1:], strict=True)
+        ]
+        return [1.0 - sum(several), *several]
+
+    @property
+    def often(self) -> list[Any]:
+        """(o,) how often a token of a repeated word meets its word at its place, by frequency."""
+        pairs = zip(self._portions[1:], self.frequencies.portion[1:], strict=True)
+        return [coincidence / max(portion, 1e-300) for coincidence, portion in pairs]
+
+    def wholes(self, diagonals: Sequence[Array]) -> list[Array]:
+        """Of every kind what a kernel has of a token with itself, or of two at one place that are
+        two words, and one."""
+        if self.coincidence is None:
+            return [diagonals[0]] * self.relations
+        first, *several = self._portions
+        once = np.maximum(self.coincidence - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
+        return [
+            diagonals[0] + once * (diagonals[1] - diagonals[0]),
+            *[diagonals[1]] * (self.relations - 1),
+        ]
+
+    def alike(self, relations: Sequence[Array]) -> list[Array]:
+        """Of two words and of one, however frequent."""
+        if self.share is None:
+            return list(relations)
+        shares = zip(self.frequencies.of_pairs[1:], relations[1:], strict=True)
+        return [relations[0], np.asarray(sum(s * one for s, one in shares))]
+
+    # --- parts that multiply by themselves ------------------------------------------------------
+
+    def parts_of(
+        self, diagonals: Sequence[Array], values: Sequence[Array], diagonal_of: Diagonal
+    ) -> list[Matrix]:
+        """A kernel: `owns` as `wholes` takes them, and of two words and of one, however
+        frequent."""
+        whole = diagonals[0]
+        if self.share is None:
+            return [(whole - diagonal_of(values[0]), values[0])]
+        mean, more = self.mean(values), values[1] - values[0]
+        if self.coincidence is None:
+            beyond = whole - diagonal_of(values[0]), more
+            return [(whole - diagonal_of(mean), mean), *[beyond] * (self.relations - 1)]
+        together = diagonals[1] - whole
+        whole = whole + self.coincidence * together
+        excess = together - diagonal_of(more)
+        return [
+            (whole - diagonal_of(mean), mean),
+            *((often * excess, more) for often in self.often),
+        ]
+
+    def parts(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> list[Matrix]:
+        """A matrix of any kinds."""
+        if self.share is None:
+            return relations
+        result, others = [self.mean_of(relations, diagonal_of)], relations[0][1]
+        for excess, pairs in relations[1:]:
+            beyond = pairs - others
+            result.append((excess + diagonal_of(beyond), beyond))
+        return result
+
+    def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> ByRelation:
+        """The matrix of such parts, diagonals being those beyond pairs of one word; of a token
+        whose word is read once, `alone`; and of two words at one place, `placed`."""
+        if self.share is None:
+            return [parts[0]]
+        others = parts[0][1]
+        for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
+            others = others - (share * self.share) * beyond
+        excesses = [excess for excess, _ in parts[1:]]
+        if self.coincidence is not None:
+            excesses = [
+                placed + excess / np.where(often > 0.0, often, 1.0)
+                for excess, often in zip(excesses, self.often, strict=True)
+            ]
+        several = zip(excesses, parts[1:], strict=True)
+        return [(alone, others), *((excess, others + beyond) for excess, (_, beyond) in several)]
 
 
-SMALL_EXPONENT = 0.02
-"""Exponents up to which e^x - 1 is its series to third order, 3e-7 of itself in error."""
+ALIKE = Mixture(None, ONE_KIND)
 
 
-def joint_excess(
-    exponents: NDArray[Real], weights: NDArray[Real], weights2: NDArray[Real], sweeps: int
-) -> NDArray[Real]:
-    """`balanced` of e^exponents, less 1, to the relative precision of the numbers.
-
-    Joint laws of small exponents are 1 to single precision. What they have beyond 1 is therefore
-    scaled by itself: with means 1 + m, the factor 1/(1 + m) has -m/(1 + m) beyond 1.
-    """
-    small = np.abs(exponents).max((-2, -1)) <= SMALL_EXPONENT
-    every = np.broadcast_to(weights, exponents[..., 0].shape)
-    others = np.broadcast_to(weights2, exponents[..., 0, :].shape)
-    if not small.any():
-        return balanced(np.exp(exponents), every, others, sweeps) - 1
-    result = np.empty_like(exponents)
-    if not small.all():
-        large = ~small
-        result[large] = balanced(np.exp(exponents[large]), every[large], others[large], sweeps) - 1
-    x, weight, other = exponents[small], every[small], others[small]
-    excess = x * (1.0 + x * (0.5 + x / 6.0))
-    left = np.zeros_like(weight)
-    right = np.zeros_like(other)
-    for _ in range(sweeps):
-        held = left * weight
-        mean = ((weight + held)[..., None, :] @ excess)[..., 0, :] + held.sum(-1, keepdims=True)
-        right = -mean / (1.0 + mean)
-        held = right * other
-        mean = (excess @ (other + held)[..., None])[..., 0] + held.sum(-1, keepdims=True)
-        left = -mean / (1.0 + mean)
-    factor = left[..., :, None] * (1.0 + right[..., None, :]) + right[..., None, :]
-    result[small] = excess + factor + factor * excess
+def bounded_exp(exponent: ByRelation, diagonal_of: Diagonal, factor: Array | None) -> ByRelation:
+    """exp of a token's and of pairs' exponents times a factor per matrix, or of them as they are,
+    which then are written over."""
+    result = []
+    for excess, inside in exponent:
+        whole = excess + diagonal_of(inside)
+        if factor is not None:
+            whole, inside = factor[..., 0] * whole, factor * inside
+        np.exp(np.minimum(inside, EXPONENT_MAX, out=inside), out=inside)
+        result.append((np.exp(np.minimum(whole, EXPONENT_MAX)) - diagonal_of(inside), inside))
     return result
 
 
-def tangent(
-    joint: NDArray[Real], direction: NDArray[Real], weights: NDArray[Real], weights2: NDArray[Real]
-) -> NDArray[Real]:
-    """joint o (direction + u 1^T + 1 v^T) whose weighted means over either index are 0.
+class Meeting(NamedTuple):
+    """How the words of two keys agree.
 
-    `joint` (..., n, k) has means 1, so that its spectrum in [-1, 1] makes the sweeps contract.
+    A cell may hold more of one word than words of its frequency make up of the text, and then more
+    of its tokens are as frequent. So the frequencies of two keys agree beyond chance in 1 - `free`
+    of pairs: no more than leaves no word negative, (1 - same) / (1 - portion) of every frequency.
+    Of a key's own cell of n tokens one is that key, and this holds of the n - 1 others.
+
+    Attributes:
+        same: (n, k) by frequency, of the keys that a key meets in a cell those of its word.
+        free: (n, k) of pairs of two cells, those whose frequencies do not depend on each other;
+            None: all.
+        free_common: (c, o) the same of two keys of one cell.
+        of_others: (n, k) one over the part of pairs that are of two words.
     """
-    moved = joint * direction
-    rows = (moved @ weights2[..., None])[..., 0]
-    columns = (weights[..., None, :] @ moved)[..., 0, :]
-    right = np.zeros_like(columns)
-    left = rows
-    for _ in range(TANGENT_SWEEPS):
-        left = -rows - (joint @ (weights2 * right)[..., None])[..., 0]
-        right = -columns - ((weights * left)[..., None, :] @ joint)[..., 0, :]
-    moved += joint * (left[..., :, None] + right[..., None, :])
-    return moved
+
+    same: list[Array]
+    free: Array | None
+    free_common: Array
+    of_others: Array
+
+    @classmethod
+    def of(
+        cls, mixture: Mixture, common: tuple[slice, slice], counts: tuple[Array, Array]
+    ) -> Meeting:
+        """Args:
+        mixture: of kinds of pairs of keys.
+        common: keys of both among those of either.
+        counts: (c, o) tokens that either row attends to of these.
+        """
+        share, frequencies = mixture.share, mixture.frequencies
+        assert share is not None
+        same = [np.minimum(level * share, 1.0) for level in frequencies.level[1:].tolist()]
+        first, *rest = (1.0 - frequencies.portion).tolist()
+        result = np.full(share.shape, 1.0 / max(first, 1e-300))
+        for one, others in zip(same, rest, strict=True):
+            np.minimum(result, (1.0 - one) / max(others, 1e-300), out=result)
+        of_cell = on_diagonal(result[None, common[0], common[1]])
+        others = 1.0 - 1.0 / np.maximum(np.minimum(*counts), 1.0)
+        free_common = np.minimum(of_cell * others, 1.0)
+        of_cell[...] = 1.0
+        free = None if result.min() >= 1.0 else np.minimum(result, 1.0)
+        alike: Any = sum(p * one for p, one in zip(frequencies.portion[1:], same, strict=True))
+        return cls(same, free, free_common, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
 
 
-def self_overlap(
-    kernel: Array, weights: Array, first_guess: Array, exponent: float, steady: float
-) -> Array:
-    """Solve A = F/w, F = w w^T o exp(exponent (1 - A) C (1 - A)^T) scaled to the marginals w.
+class Maps(NamedTuple):
+    """A law by the frequency of a key's word, as what takes values of keys to sums of them.
+
+    All frequencies stand in one array, and both of its readings are views: with small arrays the
+    calls are what costs.
+
+    Attributes:
+        pairs: (T, c, n, k) of two words, and what one word has beyond by its share of the other
+            tokens; (T + 1, c, n, k) where frequencies agree, with what those of all have beyond.
+        one, two: (T, c, o) of a token with itself beyond both, times its weight in either row; and
+            of two words in one cell where their frequencies agree, times the cell's weight.
+    """
+
+    pairs: Array
+    one: Array
+    two: Array
+
+
+class Sums(NamedTuple):
+    """Sums over the keys of either row of laws of pairs of rows.
+
+    Attributes:
+        mixture: of kinds of pairs of keys.
+        common_first, common_second: keys of both among those of either.
+        first, second: (c, n) and (c, k) weights of classes.
+        one, two: (c, o) of one token, on keys of both.
+        aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
+            keys of each frequency.
+        meeting: of keys of two words and of one; None: of one kind.
+    """
+
+    mixture: Mixture
+    common_first: slice
+    common_second: slice
+    first: Array
+    second: Array
+    one: Array
+    two: Array
+    aims_first: Array
+    aims_second: Array
+    meeting: Meeting | None
+
+    @classmethod
+    def of(
+        cls,
+        mixture: Mixture,
+        common: tuple[slice, slice],
+        weights: tuple[Array, Array],
+        of_one: tuple[Array, Array],
+        aims: tuple[Array, Array],
+    ) -> Sums:
+        """Args: as the attributes, of the first and of the second key."""
+        meeting = None
+        if mixture.share is not None:
+            counts = [
+                np.where(one > 0.0, whole[:, keys] / np.where(one > 0.0, one, 1.0), np.inf)
+                for whole, keys, one in zip(weights, common, of_one, strict=True)
+            ]
+            meeting = Meeting.of(mixture, common, (counts[0], counts[1]))
+        return cls(mixture, *common, *weights, *of_one, *aims, meeting)
+
+    def at_common(self, pairs: Array) -> Array:
+        """(c, o) entries of keys of both, to be written to."""
+        return on_diagonal(pairs[:, self.common_first, self.common_second])
+
+    def over_first(
+        self, law: ByRelation, sweeps: int, begin: Array | None = None
+    ) -> tuple[ByRelation, Array]:
+        """The law scaled so that its means over either key are `aims_first` and `aims_second`, over
+        those of the first key, and the first key's factors.
+
+        Args:
+            law: not yet scaled.
+            sweeps: of the scaling.
+            begin: the factors of a law next to it.
+        """
+        left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps, begin)
+        aims = np.where(left > 0.0, self._aims[0], 1.0)
+        return self._times(law, self._products((left / aims)[None], right[None])), left
+
+    def balanced_with(
+        self, law: ByRelation, sweeps: int, directions: Sequence[ByRelation]
+    ) -> tuple[ByRelation, list[ByRelation]]:
+        """The law scaled so that its means over either key are `aims_first` and `aims_second`
+        (Sinkhorn); and of it law o (direction + u 1^T + 1 v^T) whose means over either key are 0:
+        its spectrum in [-1, 1] makes the sweeps contract.
+
+        Directions are written over.
+
+        Args:
+            law: not yet scaled.
+            sweeps: of the scaling.
+            directions: of a key of both, all that it has with itself, and of two keys.
+        """
+        maps = self._maps_by_frequency(law)
+        aims = self._aims
+        left, right = self._factors_by_frequency(maps, sweeps)
+        products = self._products(left[None], right[None])
+        over_left, over_right = (
+            one / np.where(aim > 0.0, aim, 1.0)
+            for one, aim in zip((left, right), aims, strict=True)
+        )
+        wholes = [excess + self.at_common(pairs) for excess, pairs in law]
+        rows, columns = (np.empty((len(directions), *one.shape)) for one in (left, right))
+        for k, direction in enumerate(directions):
+            for whole, (_, pairs), (beside, along) in zip(wholes, law, direction, strict=True):
+                along *= pairs
+                beside *= whole
+            moved = [(beside - self.at_common(along), along) for beside, along in direction]
+            along_maps = self._maps_by_frequency(moved)
+            sums = self._over_second(along_maps, right), self._over_first(along_maps, left)
+            rows[k], columns[k] = -over_left * sums[0], -over_right * sums[1]
+        u, v = _shifts(
+            rows,
+            columns,
+            lambda v: over_left * self._over_second(maps, right * v),
+            lambda u: over_right * self._over_first(maps, left * u),
+        )
+        tangents = []
+        for k, direction in enumerate(directions):
+            shifts = self._products(np.stack([left * u[k], left]), np.stack([right, right * v[k]]))
+            tangent = []
+            for whole, (_, pairs), (beside, along), factors, shift in zip(
+                wholes, law, direction, products, shifts, strict=True
+            ):
+                beside *= factors[0]
+                beside += whole * shift[0]
+                along *= factors[1]
+                shift[1][...] *= pairs
+                along += shift[1]
+                tangent.append((beside - self.at_common(along), along))
+            tangents.append(tangent)
+        return self._times(law, products), tangents
+
+    # --- by the frequency of a key's word -------------------------------------------------------
+
+    def _maps_by_frequency(self, law: ByRelation) -> Maps:
+        if self.meeting is None:
+            ((excess, pairs),) = law
+            return Maps(pairs[None], (excess * self.one)[None], (excess * self.two)[None])
+        same, free, free_common, _ = self.meeting
+        often = [] if self.mixture.coincidence is None else self.mixture.often
+        agreeing, others = free is not None, law[0][1]
+        pairs = np.empty((len(law) + agreeing, *others.shape))
+        excess = np.empty((len(law), *law[0][0].shape))
+        pairs[0], excess[0] = others, law[0][0]
+        for kind, (alone, together) in enumerate(law[1:], start=1):
+            more = np.subtract(together, others, out=pairs[kind + agreeing])
+            whole = alone + self.at_common(more)
+            if often:  # what stands at its place of another document, the more often of its word
+                whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
+            more *= same[kind - 1]
+            np.subtract(whole, self.at_common(more), out=excess[kind])
+        if free is not None:
+            pairs[0] *= free
+            np.subtract(others, pairs[0], out=pairs[1])
+            pairs[2:] += pairs[1]
+        of_cell = self.at_common(pairs[0])
+        agreeing_common = of_cell * (1.0 - free_common)
+        of_cell -= agreeing_common
+        one = excess * self.one + agreeing_common * self.first[:, self.common_first]
+        two = excess * self.two + agreeing_common * self.second[:, self.common_second]
+        return Maps(pairs, one, two)
+
+    def _over_second(self, maps: Maps, values: Array) -> Array:
+        """(..., T, c, n) of (..., T, c, k)."""
+        total = self._summed(maps.pairs, self.second * values)
+        total[..., self.common_first] += maps.two * values[..., self.common_second]
+        return total
+
+    def _over_first(self, maps: Maps, values: Array) -> Array:
+        """(..., T, c, k) of (..., T, c, n)."""
+        total = self._summed(np.swapaxes(maps.pairs, -1, -2), self.first * values)
+        total[..., self.common_second] += maps.one * values[..., self.common_first]
+        return total
+
+    def _summed(self, pairs: Array, given: Array) -> Array:
+        """Of values by their tokens: two words meet those of all frequencies, and one its own."""
+        portions = self.mixture.frequencies.portion.tolist()
+        agreeing = len(pairs) > len(portions)
+        if agreeing:
+            given = np.concatenate([given[..., :1, :, :], given], axis=-3)
+        given[..., 0, :, :] *= portions[0]
+        for kind, portion in enumerate(portions[1:], start=1):
+            given[..., 0, :, :] += portion * given[..., kind + agreeing, :, :]
+        total = np.asarray((pairs @ given[..., None])[..., 0])
+        total[..., 1:, :, :] += total[..., :1, :, :]
+        return total[..., agreeing:, :, :]
+
+    @property
+    def _aims(self) -> tuple[Array, Array]:
+        return self.aims_first.transpose(2, 0, 1), self.aims_second.transpose(2, 0, 1)
+
+    def _factors_by_frequency(
+        self, maps: Maps, sweeps: int, begin: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(T, c, n) and (T, c, k)."""
+        aims = self._aims
+        left, right = np.ones(aims[0].shape) if begin is None else begin, aims[1]
+        for _ in range(sweeps):
+            right = aims[1] / np.maximum(self._over_first(maps, left), 1e-300)
+            left = aims[0] / np.maximum(self._over_second(maps, right), 1e-300)
+        return left, right
+
+    def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
+        """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
+        summed over those of (r, T, c, n) and (r, T, c, k)."""
+        frequencies = self.mixture.frequencies
+
+        def outer(one: Array, two: Array) -> Array:
+            if len(one) == 1:
+                return np.asarray(one[0, :, :, None] * two[0, :, None, :])
+            return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
+
+        shared = (left[..., self.common_first] * right[..., self.common_second]).sum(0)
+        portion = frequencies.portion[:, None, None]
+        means = (left * portion).sum(1), (right * portion).sum(1)
+        result = [(shared[0], outer(*means))]
+        if self.meeting is None:
+            return result
+        same, free, free_common, of_others = self.meeting
+        first, *rest = frequencies.portion.tolist()
+        for kind in range(1, len(shared)):
+            result.append((shared[kind], outer(left[:, kind], right[:, kind])))
+        # of two words: of any frequencies, and of those that agree, less those of one word
+        others = result[0][1]
+        if free is not None:
+            agreed = first * outer(left[:, 0], right[:, 0])
+            for part, (_, both) in zip(rest, result[1:], strict=True):
+                agreed += part * both
+            others += (1.0 - free) * (agreed - others)
+        of_cell = self.at_common(others)
+        of_cell += (1.0 - free_common) * (np.tensordot(frequencies.portion, shared, 1) - of_cell)
+        for part, one, (_, both) in zip(rest, same, result[1:], strict=True):
+            others -= (part * one) * both
+        others *= of_others
+        if self.mixture.coincidence is not None:
+            return [(self.at_common(pairs).copy(), pairs) for _, pairs in result]
+        return result
+
+    def _times(self, law: ByRelation, factors: list[tuple[Array, Array]]) -> ByRelation:
+        result = []
+        for (excess, pairs), (alone, both) in zip(law, factors, strict=True):
+            both *= pairs
+            result.append(((excess + self.at_common(pairs)) * alone - self.at_common(both), both))
+        return result
+
+
+LEAST_OTHERS = 0.05
+"""Share of pairs of two words below which they count no more: there are hardly any. Chosen."""
+
+
+def _shifts(
+    rows: Array,
+    columns: Array,
+    over_second: Callable[[Array], Array],
+    over_first: Callable[[Array], Array],
+) -> tuple[Array, Array]:
+    """u and v that bring means to 0 which lack `rows` and `columns` of it; from the third sweep on
+    what is left of a change may be rounding."""
+    u, v = rows, np.zeros_like(columns)
+    for sweep in range(TANGENT_SWEEPS):
+        if sweep:
+            u = rows - over_second(v)
+        last, v = v, columns - over_first(u)
+        if sweep > 1 and np.abs(v - last).max(initial=0.0) <= 1e-12 * np.abs(v).max(initial=0.0):
+            break
+    return u, v
+
+
+TOLERANCE = 2e-5
+"""Largest change of an overlap at which its iteration ends."""
+
+ITERATIONS = 30
+"""Most steps to a self-consistent overlap."""
+
+SELF_SWEEPS = 2
+"""Sinkhorn sweeps within a step of that iteration, from the last step's factors on."""
+
+
+def own_response(
+    sums: Sums,
+    diagonal: Array,
+    relations: Sequence[Array],
+    counts: Sequence[Array],
+    seen: NDArray[np.bool_],
+    prior: Array,
+    pull: Array,
+    strength: Array,
+    steady: Array,
+) -> tuple[list[Matrix], Array]:
+    """1 - A of rows with themselves, by the parts of `Mixture`, and of words that are read once.
+
+    Solves A = F/w, F = w w^T o exp(exponent (1 - A) C (1 - A)^T) scaled to the marginals w.
 
     Args:
-        kernel: (n, n) second moments of the keys.
-        weights: (n,) mean attention.
-        first_guess: (n, n) unnormalised A.
-        exponent: beta(1), per unit of the projected kernel.
-        steady: the first step, and the least: `AttentionRows.step`.
-
-    Returns:
-        1 - A.
+        sums: over the keys of a row, twice.
+        diagonal: (n,) C of a key with itself.
+        relations: (c, n, n) C of two keys, of two words and of one.
+        counts: (c, n) what sums over keys count, by part.
+        seen: (c, n) the keys of every row.
+        prior: (c, n) weight of a key's token where logits vanish.
+        pull: (c,) log-odds of P2 per unit of the kernel.
+        strength: (c,) response of the softmax to its own logits; `AttentionRows`.
+        steady: (c,) the first step, and the least: `AttentionRows.step`.
     """
-    # single precision, three orders of magnitude below the tolerance
-    identity = np.eye(len(weights), dtype=np.float32)
-    scaled = np.clip(exponent * kernel, -1e30, 1e30).astype(np.float32)
-    shares = weights.astype(np.float32)
-    guess = first_guess / np.maximum(first_guess.sum(1, keepdims=True), 1e-300)
-    overlap = guess.astype(np.float32)
-    step, last = steady, None
+    mixture, weights, keys, step = sums.mixture, sums.one, counts[0], steady
+    held = seen.astype(float)
+    both = held[:, :, None] * held[:, None, :]
+    parts = mixture.parts_of([diagonal], relations, diagonal_of)
+    counted = []  # C by its counts
+    for count, (beside, pairs) in zip(counts, parts, strict=True):
+        counted.append(count[:, :, None] * pairs)
+        entries = on_diagonal(counted[-1])
+        entries += beside
+    top, along = max(diagonal.max(), *(one.max() for one in relations)), pull[:, None, None]
+    guesses = [np.exp(along * (one - top)) for one in relations]
+    of_pairs, alone = mixture.mean(guesses), np.exp(pull[:, None] * (diagonal - top))
+    total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
+    total += prior * (alone - diagonal_of(of_pairs))
+    result = []
+    for kind in mixture.values:
+        beside = np.where(seen, prior * (alone - diagonal_of(guesses[kind])) / total, 0.0)
+        result.append((beside, both * (prior[:, None, :] * guesses[kind] / total[:, :, None])))
+    exponent = along / np.maximum(strength, 1e-6)[:, None, None] ** 2
+    last, balance = None, None
     for _ in range(ITERATIONS):
-        response = identity - overlap
-        projected = response @ scaled @ response.T
-        joint = np.exp(np.minimum(projected, EXPONENT_MAX, out=projected), out=projected)
-        change = balanced(joint, shares, shares, SELF_SWEEPS)
-        change *= shares
-        change -= overlap
+        # (1 - A) C (1 - A)^T, of every part A = (beside, pairs): `product` twice, in place
+        projected = []
+        for part, (beside, pairs) in enumerate(mixture.parts(result)):
+            response, diagonal_excess = 1.0 - beside, parts[part][0]
+            middle = response[:, :, None] * parts[part][1]
+            middle -= pairs @ counted[part]
+            middle_diagonal = response * diagonal_excess
+            moved = middle * counts[part][:, None, :]
+            entries = on_diagonal(moved)
+            entries += middle_diagonal
+            moved = moved @ np.swapaxes(pairs, -1, -2)
+            middle *= response[:, None, :]
+            single: Array | float = 0.0
+            if part > 0:
+                single = response**2 * diagonal_of(parts[part][1])
+                single = single - 2.0 * middle_diagonal * diagonal_of(pairs)
+            whole = middle_diagonal * response - single
+            projected.append((whole, np.subtract(middle, moved, out=moved)))
+        rare = (1.0 - result[0][0]) ** 2 * (diagonal - diagonal_of(relations[0]))
+        joint = mixture.joined(projected, rare)
+        joint = bounded_exp(joint, diagonal_of, exponent)
+        for beside, pairs in joint:
+            beside *= held
+            pairs *= both
+        joint, balance = sums.over_first(joint, SELF_SWEEPS, balance)
+        changes = []
+        for (beside, pairs), before in zip(joint, result, strict=True):
+            pairs *= weights[:, None, :]
+            pairs -= before[1]
+            beside *= weights
+            changes.append(beside - before[0])
+        change = np.stack(changes)
         if last is not None:  # the step that would have cancelled the last change (Irons and Tuck)
             turned = last - change
-            size = float(np.vdot(turned, turned))
-            step = min(max(step * float(np.vdot(last, turned)) / max(size, 1e-30), steady), 1.0)
+            counted_turn = keys * turned
+            size = (counted_turn * turned).sum((0, 2))
+            moved = step * (counted_turn * last).sum((0, 2)) / np.maximum(size, 1e-30)
+            step = np.minimum(np.maximum(moved, steady), 1.0)
         last = change
-        overlap = overlap + np.float32(step) * change
-        if np.abs(change).max() < TOLERANCE:
+        largest = 0.0
+        for kind, (beside, pairs) in enumerate(result):
+            largest = max(largest, np.abs(changes[kind]).max())
+            largest = max(largest, joint[kind][1].max(), -joint[kind][1].min())
+            joint[kind][1][...] *= step[:, None, None]
+            result[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
+        if largest < TOLERANCE:
             break
-    return np.asarray(identity - overlap, dtype=np.float64)
+    maps = [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(result)]
+    return maps, held * (1.0 - result[0][0])
 
 
-# --- weights of pairs of rows ---------------------------------------------------------------------
+def times(matrices: Array, values: Array) -> Array:
+    """(c, n) or (c, n, d) of matrices (c, n, k) and values (c, k) or (c, k, d)."""
+    if values.ndim == 2:
+        return np.asarray((matrices @ values[:, :, None])[..., 0])
+    return np.asarray(matrices @ values)
 
-Indices = NDArray[np.intp]
+
+def on_diagonal(matrices: Array) -> Array:
+    """(c, o) of (c, o, o), to be written to."""
+    if matrices.flags.c_contiguous:
+        return matrices.reshape(len(matrices), -1)[:, :: matrices.shape[2] + 1]
+    view: Array = np.einsum("cqq->cq", matrices)
+    return view
+
+
+# --- two rows of different statistics -------------------------------------------------------------
 
 RHO_MIN = 1e-3
 """Where the ratio of two excesses is taken at a node nearer to 0, their common zero."""
 
 
-@dataclass(frozen=True)
-class PairWeights:
-    """One entry per pair of rows; (Lq, Lq), behind a leading axis where stated.
-
-    Attributes:
-        value, slope: (r, ...) interpolation weights of the nodes for the excess and for its
-            derivative in the correlation, in single precision.
-        key, query: width factors of the key and query paths; the first includes the correlation.
-        cross: that of the correlation of the key and value paths.
-        growth: of the joint law in the logits' variance, over that in the correlation.
-        correlation: at which the joint law is read.
-        turn: the correlation at which the joint law is read, over that of the queries.
-        bare: correlation of the queries.
-        terms: (1 + t, ...) covariance per unit of `bare` along each of `Rotation.kernels` that this
-            leaves out; None without rotation.
-    """
-
-    value: Single
-    slope: Single
-    key: Array
-    query: Array
-    cross: Array
-    growth: Array
-    correlation: Array
-    turn: Array | float
-    bare: Array
-    terms: Array | None
-
-    @classmethod
-    def of(
-        cls,
-        logits: Logits,
-        stats: AttentionRows,
-        pattern: Indices,
-        group: Indices,
-        scale: Array,
-        nodes: Nodes,
-        calibration: Calibration,
-        widths: Widths,
-        overlaps: Array | None,
-    ) -> PairWeights:
-        """Weights at the correlations of the layer's queries.
-
-        Args:
-            logits: of the layer.
-            stats: of the patterns, then of the classes' own rows.
-            pattern, group: (Lq,) pattern of every row and (P,) class of every pattern.
-            scale: (r, Lq) amplitude of every row at the nodes over its class's.
-            nodes, calibration, widths: of the closure.
-            overlaps: (1 + t, Lq, Lq) what each of `Rotation.kernels` adds to the overlap of two
-                rows' outputs, to first order; None without rotation.
-        """
-        bare, rotation, of_class = logits.correlation(), logits.rotation, group[pattern]
-        turn: Array | float = 1.0
-        if rotation is not None and overlaps is not None:
-            turn = _turn(rotation, overlaps, bare, nodes.low)
-        correlation = bare * turn
-        value, slope = nodes.basis(correlation)
-        sharpened = sharpening(stats, pattern[:, None], pattern[None, :], correlation)
-
-        def between(values: Array) -> Array:
-            factor = np.einsum("rij,ir->ij", value, values[of_class])
-            return np.asarray(0.5 * (factor + factor.T))
-
-        query, growth = between(calibration.query) * sharpened, between(calibration.growth)
-        scales = scale[:, :, None] * scale[:, None, :]
-        read, read_slope = ((scales * one).astype(np.float32) for one in (value, slope))
-        shared = 2.0 / widths.d_model  # of the overlap that values and keys of one token have
-        if rotation is None:
-            key, cross = between(calibration.key) * sharpened, shared * growth * sharpened
-            return cls(read, read_slope, key, query, cross, growth, correlation, turn, bare, None)
-        # Products fluctuate together where keys are turned alike, however far apart their rows are.
-        beside = calibration.key - nodes.rho * calibration.along
-        key = bare * rotation.queries * between(calibration.along) + between(beside)
-        key, cross = key * sharpened, shared * growth * sharpened
-        amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
-        left_out = np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
-        terms = np.outer(amplitude, amplitude) * left_out
-        return cls(read, read_slope, key, query, cross, growth, correlation, turn, bare, terms)
-
-
-def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array:
-    """Factor on the queries' correlation that gives two rows, by the keys' kernel alone, the same
-    overlap of outputs as the rotated kernel gives them to first order."""
-    usable = np.abs(overlaps[0]) > 1e-12 * np.abs(overlaps[0]).max(initial=1e-300)
-    share = np.einsum("tij,tij->ij", rotation.query_terms, overlaps[1:])
-    share = share / np.where(usable, overlaps[0], 1.0)
-    turn = rotation.queries + np.where(usable, share, 0.0)
-    turn = 0.5 * (turn + turn.T)
-    nonzero = np.abs(bare) > 1e-12
-    inside = np.clip(turn * bare, low, 1.0) / np.where(nonzero, bare, 1.0)
-    return np.where(nonzero, inside, np.clip(turn, -1.0, 1.0))
+def geometric_mean(first: Array, second: Array) -> Array:
+    """Of two numbers of one sign, with that sign; the arithmetic mean of others."""
+    product = first * second
+    size = np.sign(first) * np.sqrt(np.maximum(product, 0.0))
+    return np.where(product > 0.0, size, 0.5 * (first + second))
 
 
 def sharpening(
@@ -338,279 +668,3 @@ def sharpening(
     unlike = 1.0 - correlation
     inner = 1.0 / (inside[first] * inside[second]) + unlike
     return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + unlike)))
-
-
-def row_scale(
-    stats: AttentionRows, group: Indices, classes: list[RowClass], kernel: Array, nodes: Nodes
-) -> Array:
-    """(r, P): square root of a pattern's exact excess over its class's at the nodes, before P_i
-    (see `PairSum`) removes the mean.
-
-    Inverse numbers of keys add up over pairs of keys that move together: a row of weights w
-    in a class of weights w' has
-
-        1/n_e = 1/n_e(class) + sum_jl w_j (w_l - w'_l) (C_jl - b)^2 / (C_jj - b)^2,
-
-    which is 1/n - 1/n' for an exchangeable kernel.
-    """
-    patterns = len(group)
-    rho = np.where(np.abs(nodes.rho) < RHO_MIN, RHO_MIN, nodes.rho)
-    leader = patterns + group
-    relative = stats.temperature[:patterns] / stats.temperature[leader]
-    inverse = 1.0 / stats.keys[leader]
-    for one in classes:
-        inside = kernel[window(one.keys, one.keys)]
-        unshared = max(stats.unshared[one.row], 1e-12)
-        together = 1.0 + (inside - np.diagonal(inside).mean()) / unshared
-        lacking = one.weights - one.leader_weights
-        inverse[one.patterns] += ((one.weights @ together**2) * lacking).sum(1)
-
-    def excess(theta: Array, inverse_keys: Array) -> Array:
-        keys = 1.0 / np.clip(inverse_keys, 1e-8, 1.0 - 1e-9)
-        overlap = exact_rows.overlaps(exact_rows.tabulated(theta)[:, None], keys, rho)
-        return np.asarray((overlap.T * keys - 1.0) / (1.0 - 1.0 / keys))
-
-    alone = excess(stats.theta[leader] * relative, inverse)
-    shared = excess(stats.theta[patterns:], 1.0 / stats.keys[patterns:])[:, group]
-    trivial = (stats.count[:patterns] < 1.5) | (np.abs(shared) < 1e-14)
-    ratio = np.where(trivial, 1.0, alone / np.where(trivial, 1.0, shared))
-    return np.sqrt(np.maximum(ratio, 0.0))
-
-
-def geometric_mean(first: Array, second: Array) -> Array:
-    """Of two numbers of one sign, with that sign; the arithmetic mean of others."""
-    product = first * second
-    size = np.sign(first) * np.sqrt(np.maximum(product, 0.0))
-    return np.where(product > 0.0, size, 0.5 * (first + second))
-
-
-# --- joint laws of classes ------------------------------------------------------------------------
-
-Pair = tuple[RowClass, RowClass]
-
-STACK_ENTRIES = 1 << 18
-"""Entries of the joint laws treated at a time, at all nodes: a megabyte, which stays in cache."""
-
-
-Mixed = dict[int, Single]
-"""By a class's row, (t, n, Lk): (1 - A) C of t kernels C."""
-
-
-def _mixed(classes: Iterable[RowClass], kernels: Array) -> Mixed:
-    whole: Single = kernels.astype(np.float32)
-    return {one.row: one.response @ whole[..., one.keys, :] for one in classes}
-
-
-def _projected(mixed: Mixed, pairs: list[Pair]) -> Single:
-    """(c, t, n, k): (1 - A) C (1 - A')^T of every two classes."""
-    left = stacked([mixed[one.row][..., two.keys] for one, two in pairs])
-    projected: Single = left @ stacked([two.response.T for _, two in pairs])[:, None]
-    return projected
-
-
-class Projected(NamedTuple):
-    """Kernels of one layer, projected for every class.
-
-    Attributes:
-        within: of the keys within a row.
-        values: of the values; None where moving along the queries' correlation moves along them.
-        turned: of each of `Rotation.kernels`; None without rotation.
-    """
-
-    within: Mixed
-    values: Mixed | None
-    turned: Mixed | None
-
-    @classmethod
-    def of_layer(cls, classes: Iterable[RowClass], logits: Logits) -> Projected:
-        """Form the products that all pairs share."""
-        within = _mixed(classes, logits.within[None])
-        if logits.aligned:
-            return cls(within, None, None)
-        values = _mixed(classes, logits.values[None])
-        if logits.rotation is None:
-            return cls(within, values, None)
-        return cls(within, values, _mixed(classes, logits.rotation.kernels(logits.keys)))
-
-
-class Block(NamedTuple):
-    """Pairs of classes of one shape and what the joint laws of their rows have beyond independence.
-
-    Attributes:
-        pairs: the c pairs of classes.
-        with_itself: whether every pair is a class with itself.
-        overlap: F/(w w') - 1 at the r nodes of the queries' correlation.
-        response: its derivative along the values' kernel, per unit of correlation; None where that
-            is the derivative in the correlation.
-        turned: its first order in each of `Rotation.kernels`; None without rotation.
-        plain: its first order in the values' kernel; None without rotation.
-        noise: of rows with themselves, its derivative along the keys' own variances, up to a
-            factor; None where none was asked for.
-    """
-
-    pairs: list[Pair]
-    with_itself: bool
-    overlap: PairSum
-    response: PairSum | None
-    turned: PairSum | None
-    plain: PairSum | None
-    noise: PairSum | None = None
-
-    @classmethod
-    def of(cls, pairs: list[Pair], exponents: Array, slopes: Array, projected: Projected) -> Block:
-        """Form the joint laws.
-
-        Args:
-            pairs: of classes, all of one shape.
-            exponents: (c, r) beta at the nodes.
-            slopes: (c, r) its derivative in the correlation.
-            projected: kernels of the layer.
-        """
-        rows = stacked([one.weights for one, _ in pairs])
-        rows2 = stacked([two.weights for _, two in pairs])
-        shares = (
-            stacked([one.leader_weights for one, _ in pairs])[:, None],
-            stacked([two.leader_weights for _, two in pairs])[:, None],
-        )
-        joint = exponents[..., None, None].astype(np.float32) * _projected(projected.within, pairs)
-        np.minimum(joint, EXPONENT_MAX, out=joint)
-        joint = joint_excess(joint, shares[0], shares[1], JOINT_SWEEPS)
-        response = turned = plain = None
-        if projected.values is not None:
-            along = _projected(projected.values, pairs)
-            step = slopes[..., None, None].astype(np.float32) * along
-            response = PairSum.of(tangent(1.0 + joint, step, shares[0], shares[1]), rows, rows2)
-            if projected.turned is not None:
-                turned = PairSum.of(_projected(projected.turned, pairs), rows, rows2)
-                plain = PairSum.of(along, rows, rows2)
-        with_itself = pairs[0][0] is pairs[0][1]
-        return cls(pairs, with_itself, PairSum.of(joint, rows, rows2), response, turned, plain)
-
-    def with_noise(self, mixed: Mixed) -> Block:
-        """The same with `noise`, along a kernel of which this is (1 - A) C."""
-        if not self.with_itself:
-            return self
-        sums, shares = self.overlap, stacked([one.leader_weights for one, _ in self.pairs])
-        direction, shares = _projected(mixed, self.pairs), shares[:, None]
-        moved = tangent(1.0 + sums.excess[:, :1], direction, shares, shares)
-        return self._replace(noise=PairSum.of(moved, sums.rows, sums.rows2))
-
-    def of_keys(self, kernel: Single) -> Single:
-        """(c, ..., n, k): the parts of a (..., Lk, Lk) kernel that the pairs meet."""
-        return stacked([kernel[window(one.keys, two.keys)] for one, two in self.pairs])
-
-    def of_patterns(self, weights: Single) -> Single:
-        """(c, ..., a, b): the parts of (..., P, P) weights on pairs of patterns."""
-        return stacked([weights[..., one.patterns, two.patterns] for one, two in self.pairs])
-
-    def add_to_keys(self, total: Single, parts: Single, parity: Single | None = None) -> None:
-        """Add (c, m, n, k) to a (m, Lk, Lk) total, in both orders of a pair: those of parity -1
-        change sign when it turns."""
-        for (one, two), part in zip(self.pairs, parts, strict=True):
-            total[window(one.keys, two.keys)] += part
-            if not self.with_itself:
-                turned = part if parity is None else parity[:, None, None] * part
-                total[window(two.keys, one.keys)] += turned.swapaxes(-1, -2)
-
-    def put_patterns(self, total: Single, parts: Single, parity: Array | None) -> None:
-        """Write (c, r, a, b) into a (r, P, P) total, in both orders of a pair: those of parity -1
-        change sign when it turns."""
-        sign = 1.0 if parity is None else parity[:, None, None]
-        for (one, two), part in zip(self.pairs, parts, strict=True):
-            rows, rows2 = one.patterns, two.patterns
-            total[..., rows, rows2] = part
-            if not self.with_itself:
-                total[..., rows2, rows] = sign * part.swapaxes(-1, -2)
-
-
-def by_shape(
-    classes: Mapping[int, RowClass], nodes: int
-) -> Iterator[tuple[list[tuple[int, int]], list[Pair]]]:
-    """All pairs of classes, in stacks of one shape."""
-    stacks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    several = list(classes)
-    for position, one in enumerate(several):
-        for two in several[position:]:
-            shape = (*classes[one].weights.shape, *classes[two].weights.shape, one == two)
-            stacks.setdefault(shape, []).append((one, two))
-    for shape, indices in stacks.items():
-        most = max(1, STACK_ENTRIES // (shape[1] * shape[3] * nodes))
-        for start in range(0, len(indices), most):
-            part = indices[start : start + most]
-            yield part, [(classes[one], classes[two]) for one, two in part]
-
-
-class JointLaws:
-    """Blocks of pairs of classes, addressed by rows and keys.
-
-    Attributes:
-        blocks: every two classes once.
-    """
-
-    def __init__(
-        self,
-        classes: list[RowClass],
-        pattern: Indices,
-        exponents: Array,
-        derivative: Array,
-        logits: Logits,
-    ) -> None:
-        """Form the laws.
-
-        Args:
-            pattern: (Lq,) the pattern of every row.
-            exponents: (classes, r) beta at the nodes.
-            derivative: (r, r) from values at the nodes to derivatives at the nodes.
-        """
-        self._patterns = int(pattern.max()) + 1
-        self._keys = len(logits.values)
-        order = np.argsort(pattern, kind="stable")
-        identity = self._patterns == len(pattern) and bool(np.all(np.diff(pattern) == 1))
-        self._pattern = None if identity else pattern
-        self._order = as_slice(order) if bool(np.all(np.diff(order) == 1)) else order
-        self._starts = np.searchsorted(pattern[order], np.arange(self._patterns))
-        several = {
-            k: one.in_single() for k, one in enumerate(classes) if len(one.leader_weights) > 1
-        }
-        self._classes = list(several.values())
-        projected = Projected.of_layer(self._classes, logits)
-        self.blocks: list[Block] = []
-        for indices, pairs in by_shape(several, exponents.shape[1]):
-            one, two = np.transpose(indices)
-            exponent = geometric_mean(exponents[one], exponents[two])
-            self.blocks.append(Block.of(pairs, exponent, exponent @ derivative, projected))
-
-    def respond_to(self, variance: Array) -> None:
-        """Form `Block.noise` along diag(`variance`) of the keys."""
-        mixed = _mixed(self._classes, np.diag(variance / max(variance.max(), 1e-300))[None])
-        self.blocks = [block.with_noise(mixed) for block in self.blocks]
-
-    def compressed(self, pairs: Single) -> Single:
-        """(..., P, P) sums over the rows of every two patterns."""
-        if self._pattern is None:
-            return pairs
-        ordered = pairs[..., self._order, :]
-        rows = np.add.reduceat(ordered, self._starts, axis=-2, dtype=np.float64)
-        columns = np.add.reduceat(rows[..., self._order], self._starts, axis=-1)
-        return np.asarray(columns, dtype=np.float32)
-
-    def gather(self, law: str, kernel: Array, count: int, parity: Array | None = None) -> Array:
-        """(r, Lq, Lq): tr(P_i g_r P_i' X^T) of one of the blocks' laws, for X (Lk, Lk)."""
-        scale, met = single(kernel)
-        values = np.zeros((count, self._patterns, self._patterns), dtype=np.float32)
-        for block in self.blocks:
-            if (sums := getattr(block, law)) is not None:
-                block.put_patterns(values, sums.gather(block.of_keys(met)), parity)
-        if self._pattern is not None:
-            values = values[..., self._pattern[:, None], self._pattern]
-        return np.asarray(values * scale, dtype=np.float64)
-
-    def spread(self, law: str, weights: Single, parity: Array | None = None) -> Array:
-        """(m, Lk, Lk): sum_r,ii' H_r,ii' P_i g_r P_i' of one of the blocks' laws, for compressed
-        weights H (m, r, P, P); `parity` (m,) where H changes sign when a pair of rows turns."""
-        total = np.zeros((len(weights), self._keys, self._keys), dtype=np.float32)
-        signs = None if parity is None else parity.astype(np.float32)
-        for block in self.blocks:
-            if (sums := getattr(block, law)) is not None:
-                block.add_to_keys(total, sums.spread(block.of_patterns(weights)), signs)
-        return total.astype(np.float64)

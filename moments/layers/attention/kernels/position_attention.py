@@ -25,18 +25,24 @@ from ....engine.texts import Frequencies
 from ..softmax.table import THETA_MAX
 from . import exact_rows
 from .attention import Paths, amplification
-from .class_laws import ALIKE, ByRelation, Mixture, Sums, bounded_exp, on_diagonal, times
 from .closure import fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
-    ITERATIONS,
+    ALIKE,
     JOINT_SWEEPS,
     RHO_MIN,
+    ByRelation,
+    Mixture,
+    Sums,
+    bounded_exp,
     geometric_mean,
+    on_diagonal,
+    own_response,
     sharpening,
-    single,
+    times,
 )
 from .relative_positions import RotaryMeans
+from .row_groups import single
 from .row_statistics import AttentionRows, attention_rows, dropped_by_own, log_weights
 
 # --- pairs of rows --------------------------------------------------------------------------------
@@ -284,13 +290,6 @@ def row_pairs(key_counts: KeyCounts, rotary_means: RotaryMeans | None) -> RowPai
 
 # --- the layer ------------------------------------------------------------------------------------
 
-TOLERANCE = 2e-5
-"""Largest change of an overlap at which its iteration ends; below that by token, rows being few."""
-
-
-WARM_SWEEPS = 2
-"""Sinkhorn sweeps within a step of a row's law with itself, from the last step's factors on."""
-
 
 class Words(NamedTuple):
     """`queries`, `keys` and `values` of `ClassLogits` for two tokens of one word.
@@ -499,7 +498,7 @@ class PositionAttention:
         return [keys] if words is None else [keys, *words.counts(keys)]
 
     def _self_response(self) -> list[RowMaps]:
-        """1 - A of every row, by the parts of `Mixture`; see `joint_laws.self_overlap`."""
+        """1 - A of every row, by the parts of `Mixture`; see `joint_laws.own_response`."""
         counts = self._counts(self.logits.key_counts.keys)
         result = np.zeros((len(counts), *self.weights.shape))
         inside = np.zeros((*result.shape, result.shape[-1]))
@@ -514,96 +513,18 @@ class PositionAttention:
         keys, seen = logits.key_counts.keys[of, among], logits.key_counts.visible[of, among]
         weights, diagonal = self.weights[of, among], logits.keys[0][among]
         mixture, counts = logits.mixture(among, among), self._counts(keys)
-        held = seen.astype(float)
-        both = held[:, :, None] * held[:, None, :]
-        temperature = logits.scale * logits.queries[0]
         several = rows.keys > 1.0  # one key is all of its row, whatever its logit
-        pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of, None, None]
-        within = logits.among(of, among)
-        top = max(diagonal.max(), *(one.max() for one in within))
-        of_relations = [np.exp(pull * (one - top)) for one in within]
-        of_pairs = mixture.mean(of_relations)
-        alone = np.exp(pull[..., 0] * (diagonal - top))
-        prior = logits.prior[of, among]
-        total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
-        total += prior * (alone - diagonal_of(of_pairs))
-        spread = mixture.values
-        result = []
-        for kind in spread:
-            beside = np.where(seen, prior * (alone - diagonal_of(of_relations[kind])) / total, 0.0)
-            result.append(
-                (beside, both * (prior[:, None, :] * of_relations[kind] / total[:, :, None]))
-            )
-        exponent = pull / np.maximum(rows.strength[of], 1e-6)[:, None, None] ** 2
-        parts = mixture.parts_of([diagonal], within, diagonal_of)
-        counted = []
-        for count, (beside, pairs) in zip(counts, parts, strict=True):  # C by its counts
-            counted.append(count[:, :, None] * pairs)
-            entries = on_diagonal(counted[-1])
-            entries += beside
-        steady = rows.step[of]
-        step, last = steady, None
-        balance = None
-        every, aims, grad_in = (
-            slice(0, len(diagonal)),
-            self._by_frequency[of, among],
-            keys * weights,
-        )
+        temperature = logits.scale * logits.queries[0]
+        pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of]
+        every, aims = slice(0, len(diagonal)), self._by_frequency[of, among]
+        of_classes = keys * weights
         sums = Sums.of(
-            mixture, (every, every), (grad_in, grad_in), (weights, weights), (aims, aims)
+            mixture, (every, every), (of_classes, of_classes), (weights, weights), (aims, aims)
         )
-        for _ in range(ITERATIONS):
-            # (1 - A) C (1 - A)^T, of every part A = (found, inside): `product` twice, in place
-            projected = []
-            for part, (beside, pairs) in enumerate(mixture.parts(result)):
-                response, diagonal_excess = 1.0 - beside, parts[part][0]
-                middle = response[:, :, None] * parts[part][1]
-                middle -= pairs @ counted[part]
-                middle_diagonal = response * diagonal_excess
-                moved = middle * counts[part][:, None, :]
-                entries = on_diagonal(moved)
-                entries += middle_diagonal
-                moved = moved @ np.swapaxes(pairs, -1, -2)
-                middle *= response[:, None, :]
-                single: Array | float = 0.0
-                if part > 0:
-                    single = response**2 * diagonal_of(parts[part][1])
-                    single = single - 2.0 * middle_diagonal * diagonal_of(pairs)
-                whole = middle_diagonal * response - single
-                projected.append((whole, np.subtract(middle, moved, out=moved)))
-            responses = [1.0 - beside for beside, _ in result]
-            rare = responses[0] ** 2 * (diagonal - diagonal_of(within[0]))
-            joint = mixture.joined(projected, rare)
-            joint = bounded_exp(joint, diagonal_of, exponent)
-            for beside, pairs in joint:
-                beside *= held
-                pairs *= both
-            joint, balance = sums.over_first(joint, WARM_SWEEPS, balance)
-            changes = []
-            for (beside, pairs), before in zip(joint, result, strict=True):
-                pairs *= weights[:, None, :]
-                pairs -= before[1]
-                beside *= weights
-                changes.append(beside - before[0])
-            change = np.stack(changes)
-            if last is not None:  # the step that would have cancelled the last change
-                turned = last - change
-                along = keys * turned
-                size = (along * turned).sum((0, 2))
-                moved = step * (along * last).sum((0, 2)) / np.maximum(size, 1e-30)
-                step = np.minimum(np.maximum(moved, steady), 1.0)
-            last = change
-            largest = 0.0
-            for kind, (beside, pairs) in enumerate(result):
-                largest = max(largest, np.abs(changes[kind]).max())
-                largest = max(largest, joint[kind][1].max(), -joint[kind][1].min())
-                joint[kind][1][...] *= step[:, None, None]
-                result[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
-            if largest < TOLERANCE:
-                break
-        responses = [1.0 - beside for beside, _ in result]
-        self._rare[of, among] = held * responses[0]
-        return [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(result)]
+        given = diagonal, logits.among(of, among), counts, seen, logits.prior[of, among]
+        parts, rare = own_response(sums, *given, pull, rows.strength[of], rows.step[of])
+        self._rare[of, among] = rare
+        return parts
 
     # --- pairs of rows -------------------------------------------------------------------------
 

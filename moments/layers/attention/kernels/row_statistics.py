@@ -222,7 +222,7 @@ class AttentionRows:
     def step(self) -> Array:
         """What part of a change of a row's overlap A with itself is to be taken.
 
-        Of exchangeable keys the iteration of A (`joint_laws.self_overlap`) has one number, p - q of
+        Of exchangeable keys the iteration of A (`joint_laws.own_response`) has one number, p - q of
         a key with itself and with another, and its derivative there is -2 l p (1 - p)/(1 - p + q),
         l the log-odds of p: with this step what is left of it is of second order.
         """
