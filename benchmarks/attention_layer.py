@@ -11,8 +11,8 @@ layer   fresh tokens and weights per sample, every path apart, tokens Gaussian o
 beyond  the same at logit variances 5, 8 and 12, where the laws begin to fail.
 grid    the published protocol (Kedia et al. 2024, Tables 21 and 22): one draw of everything.
 
-Results are stored with standard errors in `moments/data/attention_layer.json`. Nothing here shares
-code with the laws except `predicted`, which evaluates them.
+Results are stored with standard errors in `benchmarks/data/attention_layer.json`. Nothing here
+shares code with the laws except `predicted`, which evaluates them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moments.layers.attention.laws import AlikeLayer
 
 Array = np.ndarray
 Config = dict[str, Any]
-STORE = Path(__file__).resolve().parents[1] / "moments" / "data" / "attention_layer.json"
+STORE = Path(__file__).resolve().parent / "data" / "attention_layer.json"
 
 # --- fresh weights, everything linear integrated out ------------------------------------------
 

@@ -147,10 +147,12 @@ def measured(make: Callable[[int], Any], graph: Graph, low: Lowering, end: int) 
             values[end].backward(torch.randn(values[end].shape))
         for n, s in states.items():
             v = s.variable
-            sites, features = torch.unique(s.site), torch.unique(s.feature)
+            sites = torch.unique(s.site)
+            features, often = torch.unique(s.feature, return_counts=True)
             x = by_label(values[n].detach(), s.site, s.feature, v.sites, v.features)
-            gram = (x @ x.T / len(features))[sites][:, sites]
-            squares[n].append(float(values[n].detach().abs().square().mean()))
+            x = x[sites][:, features]
+            gram = x * (often / often.sum()) @ x.T
+            squares[n].append(float(values[n].detach().abs().to(F64).square().mean()))
             grams[n] = grams[n] + gram / DRAWS
             apart[n].append(float(gram.sum() - gram.diagonal().sum()))
             if (g := values[n].grad) is not None and s.site.numel() == len(sites) * len(features):
@@ -186,8 +188,10 @@ def study(make: Callable[[int], Any], batch: Any) -> dict[str, Any]:
         v, sites = s.variable, torch.unique(s.site)
         if isinstance(v, Square):  # which has a mean alone
             continue
-        expected = low.laws.moment(v, v)[sites][:, sites]
-        square = float(low.laws.square(v)[s.site].mean())
+        means, expected = low.laws.shown(s)
+        expected = expected + means[:, None] * means[None]
+        square = float(expected.diagonal()[s.site].mean())
+        expected = expected[sites][:, sites]
         forward.append(_error(square, seen["squares"][n]))
         worst.append((forward[-1][0], f"{node.name if node else 'leaf'} {n}"))
         if len(sites) > 1 and s.site.numel() >= len(sites) * len(torch.unique(s.feature)):

@@ -176,34 +176,6 @@ def replacing(path: StrPath, name: str = "") -> Iterator[Path]:
                 os.unlink(partial)
 
 
-@contextmanager
-def locked(path: StrPath) -> Iterator[None]:
-    """Alone, among processes that lock files of the same folder, until the block ends.
-
-    The lock is on the folder, so that none is left behind and a process that dies gives it back.
-    Where the system knows no such locks (Windows) there is none.
-
-    Raises:
-        DomainError: there is no such folder.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    folder = Path(path).absolute().parent
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise DomainError(f"cannot write {path}: {reason}") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def as_frame(rows: Iterable[Any], columns: Iterable[str] | None = None) -> pd.DataFrame:
     """A table of rows; pandas, which takes a while to load, is loaded when one is asked for."""
     import pandas as pd
@@ -212,7 +184,23 @@ def as_frame(rows: Iterable[Any], columns: Iterable[str] | None = None) -> pd.Da
 
 
 class Shown:
-    """What a notebook shows as the text that it prints."""
+    """What prints as its `table()`, where it has one, and shows in a notebook as it prints."""
+
+    def __str__(self) -> str:
+        table = getattr(self, "table", None)
+        return repr(self) if table is None else str(table())
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+class Serialised(Shown):
+    """The same with a `to_dict` that JSON can hold."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists, with a format version."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """`to_dict` as one JSON object."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)

@@ -227,16 +227,8 @@ _GOOD: tuple[tuple[str, ...], ...] = (
     ("formulas", "relu", "--theory", "published", "--json"),
     ("formulas", "--latex", "layernorm"),
     ("schemes", "--json"),
-    (
-        "validate",
-        "--subset",
-        "pre-noci-*",
-        "--data",
-        f"{FOLDER}/runs.json",
-        "--theory",
-        "simplified",
-    ),
-    ("validate", "--subset", "nothing", "--run", "--data", f"{FOLDER}/runs.json"),
+    ("validate", "--subset", "pre-noci-*", "--theory", "simplified"),
+    ("validate", "--subset", "nothing"),
     ("validate", "--max-error", "0.1", "--theory", "published", "--csv", f"{FOLDER}/v.csv"),
 )
 

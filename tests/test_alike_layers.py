@@ -150,6 +150,13 @@ def test_a_fault_is_named(fault: str) -> None:
     assert named[0].layers == layers
 
 
+def test_a_norm_and_the_head_behind_it_are_no_layers_of_one_stack() -> None:
+    torch.manual_seed(0)
+    table, head = nn.Embedding(open_modules.WORDS, 48), nn.Linear(48, open_modules.WORDS)
+    module = nn.Sequential(table, Layer(), Layer(), nn.LayerNorm(48), head)
+    assert moments.check(module, IDS).healthy
+
+
 @pytest.mark.parametrize("kind", ["Gated", "masked", "Hourglass", "shared", "first"])
 def test_right_modules_have_no_finding(kind: str) -> None:
     torch.manual_seed(1)

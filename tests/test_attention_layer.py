@@ -328,7 +328,7 @@ def test_keys_that_are_alike_are_what_other_resolutions_are_held_to(
         tokens = signal.second_moment()
         law = logit_law(leaf, tokens, tokens, (width, width))
         if one_class:
-            layer: Layer = ClassLayer(leaf, law, signal, tokens)
+            layer: Layer = ClassLayer(leaf, law, signal, tokens, False)
         else:
             layer = layer_of(leaf, law, signal, signal, (tokens, tokens))
             assert isinstance(layer, TokenLayer if kernel.resolved else AlikeLayer)

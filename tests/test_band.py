@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from moments import (
     simulate,
 )
 from moments.engine.classes import ClassMatrix, one_class
-from moments.engine.response import Elementwise, Sublayer
+from moments.engine.response import Elementwise, SignalAdjoint, Sublayer
 from moments.engine.state import Fluctuation, Gradient, Kernel, Signal
 from moments.formulas.activation import IDENTITY
 from moments.layers.architecture import declare
@@ -717,12 +718,15 @@ def test_sequences_that_share_weights_share_noise() -> None:
         return ClassMatrix(np.full(1, size / tokens), np.full((1, 1), size / tokens), alike)
 
     kernels = mean_mode(carried), mean_mode(carried + added)
-    part: Any = Sublayer(None, True, 1.0, 1.0, *kernels, *kernels, 2.0, 2.0, float(width), None)
+    branch_alone = types.SimpleNamespace(signal_adjoint=lambda given, _: SignalAdjoint(0.0 * given))
+    part: Any = Sublayer(
+        branch_alone, True, np.ones((1, 1)), 1.0, *kernels, *kernels, 2.0, 2.0, float(width), None
+    )
     walk = OneByOne([part])
     entering = gaussian(Kernel(carried, 0.0), tokens, width, True)
     overlaps = [np.array(kept / tokens), np.array((kept + branch) / tokens)]
     network = Network(walk, entering, batch, overlaps, (kernels[1], part))
-    predicted = part.signal_noise(mean_mode(1.0)) / batch
+    predicted = part.signal_adjoint(mean_mode(1.0), None).noise / batch
     assert predicted == pytest.approx(own)
     predicted = float(predicted + network._across(mean_mode(1.0), walk.groups[0]))
     # A variance of so many draws is known to .7 %; the shared part is a third of it.

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import moments
 from moments import Transformer
 from moments.cli import app, main
-from moments.cli.base import WIDE, out, scheme_options
+from moments.cli.base import scheme_options
 
 RUNNER = CliRunner()
 OWN = ["--layers", "3", "--d-model", "64", "--heads", "4", "--seq-len", "32"]
@@ -416,7 +416,6 @@ def test_scheme_options_are_read_as_json() -> None:
         (["predict", *OWN, "--plot", "."], "not the name of a file"),
         (["predict", *OWN, "--plot", "picture"], "ends in .png, .svg or .pdf"),
         (["predict", "x" * 300 + ".json"], "File name too long"),
-        (["validate", "--data", "docs"], "Is a directory"),
         (["audit", "bert-tiny", "--plan", "docs"], "--plan = 'docs': must be"),
         (["audit", "bert-tiny", "--scheme", "xaver"], "did you mean 'xavier'?"),
     ],
@@ -461,10 +460,11 @@ def test_validate_says_how_far_it_is_when_piped() -> None:
     assert "100 % after" in result.stderr
 
 
-def test_tables_are_not_cut_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    run("schemes")
-    assert out.width == WIDE
+def test_tables_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = run("predict", "bert-tiny", "--seq-len", "8", "--all")
+    assert "layer  variance  token correlation  gradient variance  gradient correlation\n" in text
+    assert "…" not in text
 
 
 def test_explain_shows_its_formulas() -> None:

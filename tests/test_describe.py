@@ -1,4 +1,4 @@
-"""Real modules read back as declarations, and plans written out as code and tables."""
+"""Real modules read back as declarations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
 from moments.torch.assumptions import WeightStatistics  # noqa: E402
 from moments.torch.entries import EntryMoments  # noqa: E402
-from moments.torch.snippet import snippet, tensor_table  # noqa: E402
 
 WIDTH = 64
 
@@ -312,96 +311,3 @@ def test_only_the_architecture_reaches_transformers():
     assert {name: getattr(settings, name) for name in shaping} == shaping
     with pytest.raises(DomainError, match="n_layer = '2': must be an integer"):
         settings_of(config | {"n_layer": "2"})
-
-
-# --- code and tables ------------------------------------------------------------------------------
-
-
-def run(code, module):
-    """What pasting the snippet does."""
-    scope = {}
-    exec(compile(code, "snippet", "exec"), scope)
-    scope["initialize"](module, seed=1)
-    return scope
-
-
-def test_a_snippet_initialises_what_it_says():
-    module = encoder()
-    plan = architecture_of(module).replace(
-        weights=moments.Weights([1e-2, 2e-2, 3e-2], 4e-2, 5e-2, [6e-2, 7e-2, 8e-2], 7e-2, 8e-2)
-    )
-    run(snippet(plan), module)
-    report = audit(module, plan)
-    assert report.passed, str(report)
-    fused = gpt2()
-    plan = architecture_of(fused).with_scheme("xavier")
-    names = {
-        "transformer.h.{layer}.attn.c_attn.weight": "query+key+value",
-        "transformer.h.{layer}.attn.c_proj.weight": "output",
-        "transformer.h.{layer}.mlp.c_fc.weight": "ffn_in",
-        "transformer.h.{layer}.mlp.c_proj.weight": "ffn_out",
-        "transformer.wte.weight": "token",
-        "transformer.wpe.weight": "position",
-    }
-    code = snippet(plan, names=names)
-    run(code, fused)
-    assert audit(fused, plan).passed
-    with pytest.raises(ValueError, match=r"no parameter is named .*c_attn"):
-        run(code, encoder())
-
-
-def test_scales_of_a_snippet():
-    model = architecture_of(encoder())
-    assert "SKIP" not in snippet(model)
-    code = snippet(model.replace(skip_scale=0.9, branch_scale=[0.1, 0.2, 0.3]))
-    scope = run(code, encoder())
-    assert scope["BRANCH"] == [0.1, 0.2, 0.3]
-    assert scope["SKIP"] == [0.9] * 3
-    assert "x = SKIP[l] * x + BRANCH[l] * f(norm(x))" in code
-    post = snippet(model.replace(norm="post", branch_scale=0.5))
-    assert "x = norm(x + BRANCH[l] * f(x))" in post
-    scaled = snippet(model.replace(layernorm_scaling=True))
-    assert "f(NORM_SCALE[l] * norm(x))" in scaled
-    assert "OUTPUT_SCALE" not in code
-    assert "Not drawn" not in code
-    whole = architecture_of(gpt2()).with_scheme("dslm", k=1.0)
-    code = snippet(whole)
-    assert f"OUTPUT_SCALE = {WIDTH**-0.5!r}" in code
-    with pytest.raises(ValueError, match="beyond the 2 layers"):
-        run(code, encoder())
-    assert "token (variance 0.45), position (variance 0.45)" in code
-
-
-def test_the_table_of_tensors():
-    model = moments.Transformer(
-        2, 32, 4, 8, activation="swiglu", kv_heads=2, embedding=moments.Embedding(50, 0.04)
-    )
-    frame = tensor_table(model)
-    assert list(frame["tensor"][:4]) == ["token", "query", "key", "value"]
-    assert set(frame[frame["layer"] == 2]["tensor"]) == {
-        "query", "key", "value", "output", "gate", "ffn_in", "ffn_out",
-    }  # fmt: skip
-    key = frame[(frame["layer"] == 1) & (frame["tensor"] == "key")].iloc[0]
-    assert (key["fan_in"], key["fan_out"]) == (32, 16)
-    assert key["normal_deviation"] ** 2 == pytest.approx(key["variance"])
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.empty(200_000)
-    deviation = key["truncated_deviation"]
-    torch.nn.init.trunc_normal_(
-        drawn, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator
-    )
-    assert float(drawn.var()) == pytest.approx(key["variance"], rel=0.02)
-    drawn.uniform_(-key["uniform_bound"], key["uniform_bound"], generator=generator)
-    assert float(drawn.var()) == pytest.approx(key["variance"], rel=0.02)
-
-
-def test_errors_of_snippets():
-    model = architecture_of(encoder())
-    with pytest.raises(DomainError, match="framework"):
-        snippet(model, "fortran")
-    with pytest.raises(DomainError, match="plan"):
-        snippet("dslm")
-    with pytest.raises(DomainError, match=r"nothing for ffn_in\.bias, ffn_out\.bias"):
-        snippet(model, names={"layers.{layer}.linear1.weight": "ffn_in"})
-    with pytest.raises(DomainError, match="token"):
-        snippet(model.replace(biases=None), names={"w": "token"})

@@ -77,8 +77,8 @@ def test_gates_that_start_at_zero() -> None:
     assert predict(model, variance=1.0, correlation=1.0).variance == pytest.approx(np.ones(4))
 
 
-def test_a_text_that_opens_with_padding_is_refused_in_words() -> None:
-    """Where norms divide by the zero row."""
+def test_a_text_that_opens_with_padding() -> None:
+    """Norms divide the zero row by the root of epsilon; against 40 draws of the twin."""
     model = Transformer(
         *(2, 48, 2, 24),
         norm="b2t",
@@ -89,8 +89,9 @@ def test_a_text_that_opens_with_padding_is_refused_in_words() -> None:
         head=Head(loss="masked"),
     )
     ids = np.array([0, 1, 0, 3, 0, 1, 0, 0, 1, 3, 2, 1, 1, 2, 1, 1, 2, 2, 3, 1, 3, 2, 1, 0])
-    with pytest.raises(moments.DomainError, match="the variance is 0 in layer 0 at embedding"):
-        predict(model, token_ids=ids)
+    found = predict(model, token_ids=ids)
+    assert found.variance == pytest.approx([0.756, 0.9583, 0.9583], rel=0.01)
+    assert np.all(np.isfinite(found.grad_variance))
 
 
 def test_biases_that_a_mixer_does_not_read_are_simulated() -> None:

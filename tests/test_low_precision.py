@@ -208,7 +208,7 @@ def compared(
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_real_module_loses_what_is_predicted(family: str) -> None:
     """Means over layers: operands to .3 dB and shares of zeros to a tenth (but those of the
-    gradients of queries and keys, which have heavier tails than Gaussian ones: a fifth), products
+    gradients of queries and keys, which have heavier tails than Gaussian ones: a quarter), products
     of 128 tokens, whose noise is of as many draws as tokens are independent, to .45 dB."""
     found, prediction = operands(family), predicted(family)
     for name, form in FORMATS.items():
@@ -221,7 +221,7 @@ def test_a_real_module_loses_what_is_predicted(family: str) -> None:
             assert abs(product_snr) < 0.45, (name, *where)
             if measured > 0.01:
                 heavy = where[0] in ("query", "key") and where[2] == "gradient"
-                assert zero == pytest.approx(measured, rel=0.2 if heavy else 0.1), (name, *where)
+                assert zero == pytest.approx(measured, rel=0.25 if heavy else 0.1), (name, *where)
 
 
 def of_weights(found: dict[tuple[int, str], Any], form: Any) -> dict[tuple[int, str], float]:

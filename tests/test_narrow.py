@@ -87,7 +87,8 @@ def test_a_config_without_a_declaration_is_checked(tmp_path):
     assert report.healthy
     assert "in a module of width 256 for one of 512" in report.read
     # its Fourier transform over features is not divided by their number
-    assert any("fourier" in n and "follows the width, 0.5" in n for n in report.notes)
+    (note,) = [n for n in report.notes if "fourier" in n and "follows the width" in n]
+    assert float(note.split("width, ")[1].split()[0]) == pytest.approx(0.5, abs=0.05)
     with pytest.raises(DomainError, match="no stack of attention"):
         moments.check(fnet, scheme="dslm")
     path = tmp_path / "config.json"

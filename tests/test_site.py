@@ -89,6 +89,7 @@ def test_the_site_builds_and_shows_no_command_of_tex(site: Path) -> None:
     for file in (site / "theory").rglob("index.html"):
         shown = re.sub(r"<(pre|code).*?</\1>", "", file.read_text(encoding="utf-8"), flags=re.S)
         assert "$" not in shown.partition("<article")[2].partition("</article")[0], file
+        assert "<code>$$" not in file.read_text(encoding="utf-8"), file  # a formula read as code
     assert 'src="https://' not in page
 
 

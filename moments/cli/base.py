@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from ..errors import DomainError, MomentsError, ValidityWarning, brief, domain_error
@@ -62,7 +63,6 @@ app = typer.Typer(
     epilog="Start with `moments predict bert-base` or `moments check config.json`; "
     "`moments COMMAND --help` has examples to copy.",
 )
-out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
@@ -184,12 +184,12 @@ class Answer:
     """What a command answers with; each way to show it is made only where it is asked for.
 
     Attributes:
-        said: makes what is printed: a text, tables and marked-up lines, or None (printed already).
+        said: makes what is printed.
         data, frame, figure: make what --json, --csv and --plot write.
         passed: whether what was to be checked holds; else the exit status is 1.
     """
 
-    said: Callable[[], Any]
+    said: Callable[[], str]
     data: Callable[[], Any]
     frame: Callable[[], Any] = dict
     figure: Callable[[], Any] = dict
@@ -208,11 +208,8 @@ class Answer:
             data = self.data()
             text = isinstance(data, str)
             print(data if text else json.dumps(data, indent=2, allow_nan=False, default=_records))
-        elif isinstance(said := self.said(), str):
-            out.print(escaped(said), soft_wrap=True)
         else:
-            for each in said or ():
-                out.print(each)
+            print(printable(self.said()))
         if not self.passed:
             raise typer.Exit(1)
 
@@ -342,15 +339,13 @@ def note(text: str) -> None:
 def _line(text: str) -> str:
     """One printable line, words that are longer than any name cut in their middle."""
     words = (word if len(word) <= 240 else f"{word[:120]}...{word[-40:]}" for word in text.split())
-    line = "".join(c if c.isprintable() else REPLACED for c in " ".join(words))
-    return escaped(line if len(line) <= 2400 else f"{line[:2000]} ... {line[-300:]}")
+    line = printable(" ".join(words))
+    return escape(line if len(line) <= 2400 else f"{line[:2000]} ... {line[-300:]}")
 
 
-def escaped(text: str) -> str:
-    """Text that neither brackets nor control characters turn into colours."""
-    from rich.markup import escape
-
-    return escape("".join(c if c.isprintable() or c in "\n\t" else REPLACED for c in text))
+def printable(text: str) -> str:
+    """Text whose control characters move or colour nothing."""
+    return "".join(c if c.isprintable() or c in "\n\t" else REPLACED for c in text)
 
 
 @contextmanager
@@ -385,15 +380,12 @@ def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
 REPLACED = "\N{REPLACEMENT CHARACTER}"
 """What stands for a character that is none to print."""
 
-WIDE = 200
-"""Columns of a table that no terminal limits."""
-
 
 def _version(requested: bool) -> None:
     if requested:
         from .. import __version__
 
-        out.print(__version__)
+        print(__version__)
         raise typer.Exit
 
 
@@ -403,8 +395,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    if not out.is_terminal and "COLUMNS" not in os.environ:
-        out.width = WIDE
+    """Options of no command."""
 
 
 def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
@@ -416,7 +407,7 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     from ..model.presets import preset
     from ..model.transformer import Transformer
 
-    given = told(**changes)
+    given = given_only(**changes)
     if name is None:
         required = ("layers", "d_model", "heads", "seq_len")
         missing = [key for key in required if key not in given]
@@ -438,7 +429,7 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     return model.replace(**given) if given else model, inputs
 
 
-def told(**options: Any) -> dict[str, Any]:
+def given_only(**options: Any) -> dict[str, Any]:
     """Those options that were given."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -595,7 +586,7 @@ def with_input(
     user says, else what a plan knows; of a vision model without either, a photograph's moments."""
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    found = known | noise(described) | told(variance=variance, correlation=correlation)
+    found = known | noise(described) | given_only(variance=variance, correlation=correlation)
     pixels = None if known else pictures(described, variance, correlation)
     if pixels is None:
         return described, found

@@ -34,7 +34,6 @@ from .base import (
     command,
     complete_scheme,
     declared,
-    escaped,
     named,
     no_preset,
     scheme_options,
@@ -110,7 +109,7 @@ def audit(
 def _answer(report: Report, whole: bool, precision: str | None = None) -> Answer:
     lost = None if precision is None else report.breaks_first(precision)
     return Answer(
-        said=lambda: report.text(whole=whole) if lost is None else (report.text(whole=whole), lost),
+        said=lambda: "\n".join(filter(None, (report.text(whole=whole), lost))),
         data=lambda: json.loads(report.to_json()) | ({} if lost is None else {"precision": lost}),
         frame=report.to_frame,
         figure=report.plot,
@@ -396,12 +395,12 @@ def compare(
     if plot is not None:
         write_plot(comparison.plot(named(model)), plot)
 
-    def said() -> tuple[Any, ...]:
-        drawn = () if plot is None else (f"picture: {plot}",)
-        if not whole:
-            return escaped(comparison_screen(comparison, named(model) or "model")), *drawn
-        tables = (summary_table(comparison), *comparison_tables(comparison))
-        return escaped(comparison.verdict()), *tables, *drawn
+    def said() -> str:
+        drawn = [] if plot is None else [f"picture: {plot}"]
+        if whole:
+            tables = (summary_table(comparison), *comparison_tables(comparison))
+            return "\n\n".join([comparison.verdict(), *tables, *drawn])
+        return "\n".join([comparison_screen(comparison, named(model)), *drawn])
 
     def data() -> dict[str, Any]:
         return {
@@ -456,7 +455,7 @@ def _given(
     theory: str,
     measured: bool,
 ) -> dict[str, Any]:
-    """What `predict` is told of the input and of the gradient."""
+    """What `predict` is given of the input and of the gradient."""
     from ..torch.batches import inputs_of, measured_gradient
 
     given = inputs_of(declared, data)

@@ -29,6 +29,7 @@ from .base import (
     command,
     declared,
     err,
+    given_only,
     named,
     noise,
     note,
@@ -36,7 +37,6 @@ from .base import (
     scheme_options,
     shortened,
     spelled,
-    told,
     with_input,
 )
 
@@ -101,12 +101,12 @@ def predict(
         described, known = declared(model, options)
     except Undeclared as refusal:
         moved = (variance, correlation, grad_variance, grad_correlation, scheme, option)
-        if model is None or told(**options) or any(m is not None for m in moved):
+        if model is None or given_only(**options) or any(m is not None for m in moved):
             raise
         return _by_operations(model, refusal)
     if theory == "refined":
         described = shortened(described, seq_len)
-    given = told(
+    given = given_only(
         variance=variance,
         correlation=correlation,
         grad_variance=grad_variance,
@@ -126,9 +126,7 @@ def predict(
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     return Answer(
         said=lambda: (
-            (prediction_table(prediction),)
-            if whole
-            else prediction_screen(prediction, named(model) or "model")
+            prediction_table(prediction) if whole else prediction_screen(prediction, named(model))
         ),
         data=prediction.to_json,
         frame=prediction.to_frame,
@@ -258,7 +256,7 @@ def explain(
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
     explanation = run(described, layer, theory=theory.value, **inputs)
     return Answer(
-        said=lambda: print(explanation.latex()) if latex else str(explanation),
+        said=lambda: explanation.latex() if latex else str(explanation),
         data=explanation.to_frame,
         frame=explanation.to_frame,
     )
@@ -331,7 +329,9 @@ def first_step(
         step = prediction.after(optimizer, learning_rate, **options)
     known_rates = {} if rates is None else {"rates": rates.to_dict()}
     return Answer(
-        said=lambda: (*(() if rates is None else (rates.table(), "")), first_step_table(step)),
+        said=lambda: "\n\n".join(
+            [*([] if rates is None else [rates.table()]), first_step_table(step)]
+        ),
         data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
         figure=lambda: (step if rates is None else rates).plot(named(model)),
@@ -425,7 +425,7 @@ def sweep(
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)
-    inputs = known | told(variance=variance, correlation=correlation)
+    inputs = known | given_only(variance=variance, correlation=correlation)
     inputs = {name: value for name, value in inputs.items() if name not in axes}
     with _processes(jobs) if jobs > 1 else contextlib.nullcontext() as executor:
         found = run(

@@ -1,9 +1,7 @@
-"""What is known: `moments schemes`, `formulas`, `model` and `validate`."""
+"""What is known: `moments schemes`, `formulas` and `validate`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,15 +16,12 @@ from .base import (
     InputVariance,
     LayersOption,
     ModelArgument,
-    OneScheme,
     SchemeOption,
     SeqLenOption,
     SomeSchemes,
     TheoryName,
     TheoryOption,
     command,
-    declared,
-    escaped,
     named,
     scheme_options,
     steps,
@@ -70,7 +65,7 @@ def schemes(
             for one in chosen
         ]
         return Answer(
-            said=lambda: map(_scheme_lines, chosen),
+            said=lambda: "\n".join(map(_scheme_lines, chosen)),
             data=lambda: rows,
             frame=lambda: as_frame(rows),
             figure=_no_model,
@@ -101,10 +96,9 @@ def _no_model() -> Any:
 
 def _scheme_lines(scheme: Scheme) -> str:
     options = ", ".join(f"{name}={value!r}" for name, value in scheme.options.items())
-    return (
-        f"[bold]{scheme.name}[/]  {escaped(scheme.title)}\n"
-        f"  sets {', '.join(scheme.sets)}; {escaped(str(scheme.source))}"
-    ) + (f"\n  options: {escaped(options)}" if options else "")
+    return (f"{scheme.name}  {scheme.title}\n  sets {', '.join(scheme.sets)}; {scheme.source}") + (
+        f"\n  options: {options}" if options else ""
+    )
 
 
 @command(
@@ -129,19 +123,19 @@ def formulas(
         titles = {name: find(name).title for name in components()}
         width = max(map(len, titles)) + 2
         return Answer(
-            said=lambda: tuple(f"[bold]{name:<{width}}[/]{t}" for name, t in titles.items()),
+            said=lambda: "\n".join(f"{name:<{width}}{t}" for name, t in titles.items()),
             data=lambda: titles,
         )
     record = find(component)
     laws = record.under(theory.value)
 
-    def said() -> Iterator[str]:
-        yield f"[bold]{record.title}[/], theory {theory.value}"
+    def said() -> str:
+        lines = [f"{record.title}, theory {theory.value}"]
         for quantity, law in laws.items():
-            yield f"\n[bold]{quantity}[/]  [dim]{law.status}; {escaped(str(law.source))}[/]"
-            yield f"  {escaped(law.latex() if latex else str(law.expr))}"
-            if law.note:
-                yield f"[dim]note: {escaped(law.note)}[/]"
+            lines.append(f"\n{quantity}  {law.status}; {law.source}")
+            lines.append(f"  {law.latex() if latex else law.expr}")
+            lines += [f"note: {law.note}"] if law.note else []
+        return "\n".join(lines)
 
     return Answer(said, lambda: {name: _law_entry(law) for name, law in laws.items()})
 
@@ -160,37 +154,9 @@ def _law_entry(law: Any) -> dict[str, Any]:
 
 @command(
     None,
-    "model gpt2",
-    "model gpt2 --layers 48 --scheme dslm --json > deep.json",
-    "predict deep.json",
-    "model mine.toml",
-    csv=False,
-    plot=False,
-)
-def model(
-    model: ModelArgument = None,
-    layers: LayersOption = None,
-    seq_len: SeqLenOption = None,
-    scheme: OneScheme = None,
-    option: SchemeOption = None,
-) -> Answer:
-    """Show what a MODEL argument declares; as JSON, a model file that every command reads.
-
-    A model file may also be written by hand, as TOML: fields of moments.Transformer, with `preset`
-    to start from one and a table [scheme] with its name and options.
-    """
-    described, _ = declared(model, {"layers": layers, "seq_len": seq_len})
-    if scheme is not None:
-        described = described.with_scheme(scheme, **scheme_options(option))
-    return Answer(said=lambda: str(described), data=described.to_dict)
-
-
-@command(
-    None,
     "validate --subset quick",
     "validate --theory refined --plot errors.svg --csv errors.csv",
     "validate --subset 'post-causal-*' --max-error 0.3",
-    "validate --subset quick --run --data mine.json",
 )
 def validate(
     subset: Annotated[
@@ -201,20 +167,6 @@ def validate(
         list[TheoryName] | None,
         typer.Option(help="Which formulas; may be repeated. Left out: all.", show_default=False),
     ] = None,
-    run: Annotated[
-        bool, typer.Option("--run", help="Simulate first, continuing what --data holds.")
-    ] = False,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Simulations to read, or with --run to write (default: validation.json here); "
-            "without it, those that come with the package.",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="Where --run simulates, such as cpu or cuda.")
-    ] = "cpu",
     max_error: Annotated[
         float | None,
         typer.Option(
@@ -223,29 +175,18 @@ def validate(
         ),
     ] = None,
 ) -> Answer:
-    """Hold the theories against simulations of a fixed grid of whole models."""
+    """Compare every theory with stored simulations of a fixed grid of whole models."""
     from ..formulas.law import THEORIES
     from ..validation.errors import by_class, errors
     from ..validation.grid import subset as find
     from ..validation.report import class_tables, plot_errors
-    from ..validation.store import load, run_grid
 
     configurations = find(subset)
     theories = [t for t in THEORIES if t in {name.value for name in theory or TheoryName}]
     if max_error is not None and "refined" not in theories:
         raise DomainError("--max-error judges the refined theory: add --theory refined")
-    held = None if run else load(data)
-    if held is None:
-        data = Path("validation.json") if data is None else data
-        with steps("simulating", sum(c.cost * c.seeds for c in configurations)) as advance:
-            held = run_grid(
-                configurations,
-                data,
-                device=device,
-                progress=lambda c: advance(c.cost * c.seeds),
-            )
     with steps(f"predicting {len(configurations)} models", len(configurations)) as advance:
-        frame = errors(theories, configurations, held, lambda c: advance(1))
+        frame = errors(theories, configurations, progress=lambda c: advance(1))
 
     refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
     return Answer(

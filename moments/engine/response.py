@@ -400,22 +400,23 @@ class Sum:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What follows one another in a layer, around its means; kernels (..., L, L).
+    """A response with a skip connection past it, around the means; kernels (..., L, L).
 
     Attributes:
         response: of the branch, or of the whole where there is no skip connection.
         residual: whether there is an addition.
-        skip, scale: (...,) squared factors of skip connection and branch; 0 and 1 where there is
-            none.
+        skip: (..., 1 or L, 1 or L) squared factor of the skip connection, 0 where there is none.
+        scale: (...,) squared factor of the branch.
         entering, leaving: kernels of the signal.
         grad_in, grad_out: kernels of the gradient, at the input and at the output, in units of the
             former's trace.
         kappa: (...,) d_model times the relative variance of |branch|^2.
-        back_kappa: the same of the gradient, beyond what `response` calls noise.
+        back_kappa: the same of the gradient; both beyond what `response` calls noise.
         inner: number of features of all heads, where the branch attends; else None.
         attends: (...,) share of attention in what the branch adds; 1 where it is all of it.
         scatter: relative covariance of factors of its tokens that all features share and a draw
             sets; None: there are none.
+        inside: part of `skip` by which the branch itself hands on what enters.
     """
 
     response: Response
@@ -432,27 +433,33 @@ class Sublayer:
     inner: float | None
     attends: Array = 1.0
     scatter: Matrix | None = None
+    inside: Array = 0.0
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        """What a sensitivity to the gradient sent says; see `GradientAdjoint`."""
         result = self.response.gradient_adjoint(sensitivity)
-        onward = per_pair(self.scale) * result.sensitivity + per_pair(self.skip) * sensitivity
-        return result._replace(sensitivity=onward)
+        onward = per_pair(self.scale) * result.sensitivity
+        return result._replace(
+            sensitivity=onward + (self.skip - self.inside) * sensitivity,
+            noise=result.noise
+            + self._noise(sensitivity, self.kept_gradient, self.grad_in, self.back_kappa),
+        )
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        """What a sensitivity to the signal that leaves says; see `SignalAdjoint`."""
         result = self.response.signal_adjoint(per_pair(self.scale) * sensitivity, exposure)
-        return result._replace(sensitivity=result.sensitivity + per_pair(self.skip) * sensitivity)
+        return result._replace(
+            sensitivity=result.sensitivity + (self.skip - self.inside) * sensitivity,
+            noise=result.noise + self._noise(sensitivity, self.kept, self.leaving, self.kappa),
+        )
 
-    def gradient_noise(self, sensitivity: Array) -> Array:
-        """Variance that the addition of the gradients adds."""
-        carried = per_pair(self.skip) * self.grad_out
-        return self._noise(sensitivity, carried, self.grad_in - carried, self.back_kappa)
+    @functools.cached_property
+    def kept(self) -> Matrix:
+        """Of the signal that leaves, what the skip connection kept."""
+        return self.skip * self.entering
 
-    def signal_noise(self, sensitivity: Array) -> Array:
-        """Variance that the addition of the signals adds."""
-        carried = per_pair(self.skip) * self.entering
-        return self._noise(sensitivity, carried, self.leaving - carried, self.kappa)
+    @functools.cached_property
+    def kept_gradient(self) -> Matrix:
+        """The same of the gradient that the part sends."""
+        return self.skip * self.grad_out
 
     def floor(self, carried: Array, added: Array, coherent: Array, overlap: Array) -> Array:
         """Covariance of what the addition does to different directions of random overlap.
@@ -470,9 +477,11 @@ class Sublayer:
         common = 0.0 if np.all(self.attends == 1) else self.kappa * coherent**2 * overlap
         return (cross + twice * (self.attends * added) ** 2 + common) / self.width
 
-    def _noise(self, sensitivity: Array, carried: Array, added: Array, kappa: Array) -> Array:
+    def _noise(self, sensitivity: Array, carried: Array, whole: Array, kappa: Array) -> Array:
+        """Variance that an addition to what is carried adds."""
         if not self.residual:
             return np.zeros(sensitivity.shape[:-2])
+        added = whole - carried
         skipped, branch = sensitivity @ carried, sensitivity @ added
         own = total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
         if self.scatter is None:
@@ -513,7 +522,9 @@ class Around:
         """A part without a skip connection."""
         answer, none = record.component.response(record, self), 0.0
         kernels, width = self.kernels(record), float(record.output.width)
-        return Sublayer(answer, False, 0.0, 1.0, *kernels, none, none, width, heads_width(record))
+        return Sublayer(
+            answer, False, per_pair(none), 1.0, *kernels, none, none, width, heads_width(record)
+        )
 
     def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Sublayer:
         """What `branch` adds to a skip connection; squared factors of both."""
@@ -522,7 +533,7 @@ class Around:
         return Sublayer(
             answer,
             True,
-            skip,
+            per_pair(skip),
             scale,
             *self.kernels(record),
             kappa,

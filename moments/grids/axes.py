@@ -179,14 +179,14 @@ class Axes:
                 )
 
 
-def told(value: Any) -> Any:
-    """A value as tables have it: None is "none", beside names of schemes."""
+def as_shown(value: Any) -> Any:
+    """A value as tables have it: None is "none", as among names of schemes."""
     return "none" if value is None or value != value else value
 
 
 def in_words(value: Any) -> str:
     """The same in few signs."""
-    return f"{value:.4g}" if isinstance(value, float) else str(told(value))
+    return f"{value:.4g}" if isinstance(value, float) else str(as_shown(value))
 
 
 def numeric(values: Iterable[Any]) -> bool:

@@ -234,7 +234,7 @@ def _map(
 def _boundaries(
     ax: Panel, places: tuple[np.ndarray, np.ndarray], lines: tuple[LevelLine, ...]
 ) -> None:
-    """Rimmed lines, told apart by width and dashes and named in a legend."""
+    """Rimmed lines that differ in width and dashes, named in a legend."""
     if not lines:
         return
     from matplotlib.lines import Line2D
@@ -347,11 +347,11 @@ def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
     base, axes = sweep.model(), sweep.axes.values
     fixed = {a: values[0] for a, values in axes.items() if len(values) == 1 and a not in varied}
     fixed |= {axis: value for axis, value in sweep.inputs.items() if numeric([value])}
-    told = [f"{axis_title(axis)} {in_words(value)}" for axis, value in fixed.items()]
+    words = [f"{axis_title(axis)} {in_words(value)}" for axis, value in fixed.items()]
     activation = "" if "activation" in axes else base.activation
     plain = "theory" in axes or sweep.theory == "refined"
     theory = "" if plain else f"{sweep.theory} formulas"
-    parts = filter(None, (in_brief(base, axes), activation, *told, theory))
+    parts = filter(None, (in_brief(base, axes), activation, *words, theory))
     return f"{called(base, name)}: {', '.join(parts)}"
 
 

@@ -17,7 +17,7 @@ from ..formulas.law import THEORIES, Theory
 from ..model.transformer import Transformer
 from ..prediction.draws import QUANTITIES as STREAM
 from ..prediction.predict import predict
-from .axes import Axes, in_words, numeric, told
+from .axes import Axes, as_shown, in_words, numeric
 from .store import QUANTITIES, Row, of_another_version, read
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Sweep(Shown):
         frame = as_frame(points, columns=list(self.axes.labels))
         for label, values in zip(self.axes.labels, self.axes.values.values(), strict=True):
             if not numeric(values):
-                frame[label] = [told(value) for value in frame[label]]
+                frame[label] = [as_shown(value) for value in frame[label]]
         done = np.flatnonzero(self.done)
         if by_layer:
             return self._by_layer(frame, done)
@@ -302,7 +302,7 @@ class Sweep(Shown):
 def _coordinate(values: tuple[Any, ...]) -> Any:
     if numeric(values):
         return np.array(values)
-    return np.array([str(told(v)) for v in values], dtype=object)
+    return np.array([str(as_shown(v)) for v in values], dtype=object)
 
 
 def _span(values: tuple[Any, ...]) -> str:

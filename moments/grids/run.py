@@ -152,7 +152,7 @@ class _Work:
             "model": model,
             "axes": {name: list(values) for name, values in self.axes.values.items()},
             "theory": self.theory,
-            "inputs": {name: _told(value) for name, value in self.inputs.items()},
+            "inputs": {name: _in_header(value) for name, value in self.inputs.items()},
             "profile": self.profile,
         }
 
@@ -290,7 +290,7 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One configuration, declared, and what `predict` is told besides."""
+    """One configuration, declared, and the other arguments of `predict`."""
 
     index: int
     model: Transformer
@@ -342,7 +342,7 @@ def _results(
 
 
 def _rows(work: _Work, piece: Piece) -> list[Row]:
-    if os.getpid() == work.process:  # a thread, beside one that keeps warnings quiet for all
+    if os.getpid() == work.process:  # a thread of one that keeps warnings quiet for all
         return [row for rows in work.rows(piece) for row in rows]
     with without_warnings():  # they stand in the results, and one is given at the end
         return [row for rows in work.rows(piece) for row in rows]
@@ -362,12 +362,12 @@ def _check_inputs(grid: Axes, inputs: Mapping[str, Any]) -> None:
             raise domain_error(name, inputs[name], "an axis or an argument, not both")
 
 
-def _told(value: Any) -> Any:
+def _in_header(value: Any) -> Any:
     """An input as a file's header has it: numbers as they are, arrays by their digest."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _told(one) for name, one in value.items()}
+        return {str(name): _in_header(one) for name, one in value.items()}
     array = np.asarray(value)
     return {"shape": list(array.shape), "sha256": _digest(f"{array.dtype}{array.tolist()}")}
 

@@ -330,9 +330,9 @@ class Network:
         ups, sensitivity = self.walk.up(starts, self.top)
         last = self.end.gradient_adjoint(sensitivity)
         noise = last.noise / self.batch
-        for group, given, adjoint in ups:
-            added = (group.sublayer.gradient_noise(given) + adjoint.noise) / self.batch
-            noise[: len(added)] += group.summed(added)
+        for group, _, adjoint in ups:
+            added = group.summed(adjoint.noise / self.batch)
+            noise[: len(added)] += added
         self._known(ups)
         for group, floor in self._gradient_floors(ups, starts, noise):
             noise[: len(floor)] += group.summed(floor)
@@ -366,7 +366,7 @@ class Network:
             if not sublayer.residual:
                 continue
             whole = total(given * sublayer.grad_in)
-            carried = sublayer.skip * total(given * sublayer.grad_out)
+            carried = total(given * sublayer.kept_gradient)
             alone = ratio(paired(given, sublayer.grad_in, sublayer.grad_in), whole**2) / self.batch
             added, others = whole - carried, np.clip(1 - alone, 0.0, 1.0)
             coherent = adjoint.coherence * added
@@ -406,10 +406,9 @@ class Network:
         overlaps = self._signal_overlaps() if self.batch > 1 else {}
         for group, given, adjoint in downs:
             sublayer = group.sublayer
-            noise = (sublayer.signal_noise(given) + adjoint.noise) / self.batch
-            noise = noise + self._agreement(group) * adjoint.common
+            noise = adjoint.noise / self.batch + self._agreement(group) * adjoint.common
             if sublayer.residual and self.batch > 1:
-                carried = sublayer.skip * total(given * sublayer.entering)
+                carried = total(given * sublayer.kept)
                 added = total(given * sublayer.leaving) - carried
                 coherent = group.gathered(self._coherence) * added
                 floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
@@ -442,9 +441,7 @@ class Network:
         for group in self.walk.groups:
             sublayer = group.sublayer
             if sublayer.residual:
-                carried = ratio(
-                    sublayer.skip * trace_of(sublayer.entering), trace_of(sublayer.leaving)
-                )
+                carried = ratio(trace_of(sublayer.kept), trace_of(sublayer.leaving))
                 carried, kappa = np.broadcast_arrays(carried, sublayer.kappa)
                 pairs = zip(group.by_place(carried), group.by_place(kappa), strict=True)
                 shares |= {k: (one, more) for (k, one), (_, more) in pairs}
@@ -483,7 +480,7 @@ class Network:
             both = 4 * paired(sensitivity, kept, added)
             both = both + sublayer.kappa * paired(sensitivity, added, added)
             return (1 - 1 / self.batch) * both / self.width
-        kept = sublayer.skip * group.gathered(self.overlaps)
+        kept = sublayer.skip.mean((-2, -1)) * group.gathered(self.overlaps)
         added = group.gathered(self.overlaps[1:]) - kept
         noise = (4 * kept + sublayer.kappa * added) * added / self.width
         return (1 - 1 / self.batch) * noise * total(sensitivity) ** 2

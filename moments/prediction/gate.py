@@ -212,7 +212,7 @@ def validity_warnings(model: Transformer, theory: Theory, trace: Trace) -> tuple
         inputs = [p.signal.kernel.mean_diagonal() for p in trace.points if p.site != "embedding"]
         least = min(float(v.min()) if hasattr(v, "min") else float(v) for v in inputs)
         if model.norm_epsilon > 1e-3 * least:
-            share = f"{100 * model.norm_epsilon / least:.2g} % of" if least else "beside"
+            share = f"{100 * model.norm_epsilon / least:.2g} % of" if least else "added to"
             notes.append(
                 f"theory {theory!r} has no norm_epsilon: here it is {share} the least variance, "
                 f"{least:.2g}, in the network"

@@ -322,7 +322,7 @@ COPIES = 0.5
 """Share of the places of two texts that hold one word in both, from which they count as copies."""
 
 OF_COPIES = (
-    "texts of this batch are mostly copies of each other: what their tokens share besides those at "
+    "texts of this batch are mostly copies of each other: what their tokens share except those at "
     "one place is a mean over classes of positions, and gradients of weights were measured up to "
     "11 % low, those of queries and keys up to 23 % (two copies of 192 tokens in Llama's widths at "
     "a logit variance of 2.7; GPT-2's within 3 %); tokens=True resolves each"

@@ -15,7 +15,7 @@ from ..engine.layout import SequenceLayout
 from ..engine.texts import TextClasses
 from ..engine.trace import Trace
 from ..errors import DomainError, ValidityWarning
-from ..files import as_frame
+from ..files import Shown, as_frame
 from ..formulas.law import Theory
 from ..layers.architecture import declare
 from ..layers.experts.mixture import rows as expert_rows
@@ -44,7 +44,7 @@ POINT_COLUMNS = ("mean", *QUANTITIES)
 
 
 @dataclass(frozen=True, eq=False)
-class Prediction:
+class Prediction(Shown):
     """Moments of the residual stream and of every site inside the network.
 
     docs/theory/state.md has the state, docs/theory/index.md what every formula is from.
@@ -127,7 +127,7 @@ class Prediction:
         """Where one draw of the weights falls 95 % of the time, (2, ..., N + 1).
 
         It is that of `batch` sequences which share the weights. Resolved by token it follows the
-        token kernels themselves, but for a decoder as its encoder meets it, whose tokens are taken
+        token kernels themselves, but the decoder that reads an encoder has its tokens taken
         alike. What one draw makes of a head's loss is in it, and of what a decoder sends to its
         encoder; docs/theory/band.md has what it covers of simulated draws.
 
@@ -404,8 +404,8 @@ class Prediction:
                 "muon" (every hidden matrix by itself; all else by Adam at the same rate).
             learning_rate: positive.
             options: betas (of Adam and Lion; a first step does not depend on them), eps,
-                weight_decay (of every parameter, besides the step), clip (most that the norm of all
-                gradients together may be, as `clip_grad_norm_` cuts it), momentum and nesterov
+                weight_decay (of every parameter, added to the step), clip (most that the norm of
+                all gradients together may be, as `clip_grad_norm_` cuts it), momentum and nesterov
                 (SGD, and Muon, whose author's are .95 and True), adjust (of Muon: "original",
                 "match_rms_adamw" or "spectral"), steps (that many steps, each on as many of the
                 prediction's sequences, in order; the loss and its slope are then the last one's,
@@ -564,9 +564,9 @@ class Prediction:
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
-        from ..show.report import prediction_table, render
+        from ..show.report import prediction_table
 
-        return render(prediction_table(self))
+        return prediction_table(self)
 
     def plot(self, name: str | None = None) -> Figure:
         """Variance and correlation of signal and gradient along the depth, `name` in the title."""
@@ -607,7 +607,7 @@ class Prediction:
             f"gradient variance {growth})"
         )
 
-    def _repr_html_(self) -> str:
-        from html import escape
+    def __str__(self) -> str:
+        from ..show.screen import prediction_screen
 
-        return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
+        return prediction_screen(self)

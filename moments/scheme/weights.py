@@ -35,7 +35,7 @@ def _deepnorm(
     """x <- LayerNorm(alpha x + f(x)), Xavier with gain beta on `matrices`, and on the token table
     where `embedding`.
 
-    A stack alone has alpha = (2 N)^(1/4) and beta = (8 N)^(-1/4); a decoder of M layers beside an
+    A stack alone has alpha = (2 N)^(1/4) and beta = (8 N)^(-1/4); a decoder of M layers with an
     encoder of N has (3 M)^(1/4) and (12 M)^(-1/4), and its encoder .81 (N^4 M)^(1/16) and .87 (N^4
     M)^(-1/16). The authors' code takes the heads together (`per_head` False).
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from ..errors import DomainError
-from ..files import as_frame
+from ..files import Shown, as_frame
 from ..formulas.checks import NONNEGATIVE, check_in
 from ..noise.band import NORMAL_95
 from ..prediction.draws import QUANTITIES
@@ -20,7 +20,8 @@ from ..prediction.result import Prediction
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
 from .expected import TOLERANCE, Expected, expected
-from .report import comparison_tables, render, summary_table
+from .report import comparison_tables, summary_table
+from .screen import comparison_screen
 from .step import StepComparison, compare_steps
 from .verdict import verdict
 
@@ -32,7 +33,7 @@ __all__ = ["QUANTITIES", "Comparison", "compare"]
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Shown):
     """What was predicted against what was measured, at every site both know.
 
     Attributes:
@@ -204,7 +205,7 @@ class Comparison:
     def table(self) -> str:
         """The verdict, stream points side by side, the loss, then the errors, as text."""
         tables = (*comparison_tables(self), summary_table(self))
-        return "\n\n".join([self.verdict(), *map(render, tables)])
+        return "\n\n".join([self.verdict(), *tables])
 
     def plot(self, name: str | None = None) -> Figure:
         """The prediction as lines, the measurement as points; `name`, the model's, in the title."""
@@ -212,15 +213,13 @@ class Comparison:
 
         return plot_comparison(self, name)
 
+    def __str__(self) -> str:
+        return comparison_screen(self)
+
     def __repr__(self) -> str:
         stream = self.summary().query("points == 'stream'").set_index("quantity")["mean"]
         parts = ", ".join(f"{name} {value:.3g}" for name, value in stream.items())
         return f"Comparison(mean error along the stream: {parts})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self.table())}</pre>"
 
 
 def _r_squared(predicted: pd.Series, measured: pd.Series, stderr: pd.Series) -> float:

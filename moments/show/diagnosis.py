@@ -98,17 +98,17 @@ def diagnose_case(
                 left = distance(as_found, everything.measurement)
                 explained = 1 - float(left.sum() / distance.declared.sum())
                 shown = as_found
-    told = list(notes)
+    noted = list(notes)
     if math.isfinite(explained) and len(causes) > 1:
-        told.insert(0, f"all differences together explain {100 * explained:.0f} % of what is off")
+        noted.insert(0, f"all differences together explain {100 * explained:.0f} % of what is off")
     if judge(comparison).expected is False and not explained > ENOUGH:
-        told.append(
+        noted.append(
             "the rest comes from what weights, scales and the mask do not show: the chance of this "
             "draw, a mask or code of the module's own, dropout elsewhere, features that are not "
             "independent, or an error of the theory"
         )
     own = [c for c in causes if c.kind != TOKENS or abs(c.explains) >= SHARE]
-    told += [c.reason for c in causes if c not in own]
+    noted += [c.reason for c in causes if c not in own]
     findings = [Finding("warning", "wrong matrix", (), reason=sentence) for sentence in advice]
     findings += own
     if not judge(comparison).expected and not any(c.explains >= SHARE for c in own):
@@ -118,7 +118,7 @@ def diagnose_case(
         source=source,
         scheme="",
         findings=tuple(findings),
-        notes=tuple(told),
+        notes=tuple(noted),
         unchecked=tuple(unchecked),
         rows=tuple(_rows(comparison, points, by_point)),
         model=shown.model,

@@ -159,7 +159,7 @@ class Expects(Shown):
         return [every[n] for n in order[:TRIED] if off[n] < math.inf]
 
     def _of(self, model: Transformer) -> tuple[Point, ...] | None:
-        """What was measured beside another declaration; None where that predicts the same."""
+        """What was measured, against another declaration; None where that predicts the same."""
         asked = self.prediction.asked
         mine = np.array([point.predicted for point in self.points])
         if any(point.quantity != "variance" for point in self.points):

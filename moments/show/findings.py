@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-
 from ..errors import MomentsError
 from ..files import as_frame, plain
 from ..model.summary import in_short
 from ..model.transformer import Transformer
-from .html import document, fragment, picture, table
+from .html import document, fragment, picture, render
 from .precision import precision
-from .report import in_a_line, number, render, tabled, wrapped
+from .report import in_a_line, number, tabled, wrapped
 from .verdict import NAMES, choices, growths, judge
 
 if TYPE_CHECKING:
@@ -54,10 +51,15 @@ class Finding:
     mend: str = ""
     explains: float = math.nan
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`where`, names that differ in one part as one."""
+        return braced(self.where)
+
     def lines(self) -> list[str]:
         """What is wrong, where, and what to do, a paragraph each."""
         said = [f"{self.reason} [{self.severity}: {self.kind}]"]
-        said += [f"in {', '.join(braced(self.where))}"] if self.where else []
+        said += [f"in {', '.join(self.names)}"] if self.where else []
         return said + ([f"fix: {self.mend}"] if self.mend else [])
 
     def __str__(self) -> str:
@@ -394,11 +396,11 @@ class Report:
     def table(self) -> str:
         """The numbers as text."""
         states = {True: "ok", False: "out", None: ""}
-        rows = [(states[row.passed], *map(escape, row.cells())) for row in self.rows]
+        rows = [(states[row.passed], *row.cells()) for row in self.rows]
         noted = any(row.note for row in self.rows)
         rows = rows if noted else [row[:-1] for row in rows]
         heads = ("", *NUMBER_HEADS, *(("note",) if noted else ()))
-        return render(tabled(None, heads, rows, text=3), TABLE_WIDTH)
+        return tabled("", heads, rows, text=3)
 
     def to_html(self) -> str:
         """The whole report as one HTML file, its pictures inside it."""
@@ -437,7 +439,7 @@ class Report:
         return json.dumps(data, indent=2, allow_nan=False)
 
     def _repr_html_(self) -> str:
-        return fragment(_body(self, whole=False))  # a notebook has the picture beside it
+        return fragment(_body(self, whole=False))  # a notebook draws the picture on its own
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_why": None}  # which runs the module, that does not travel
@@ -453,7 +455,6 @@ LINES = 8
 NOTES = 3
 """Of a report, shown by their beginnings."""
 
-TABLE_WIDTH = 240  # parameter names stay whole
 ALL = "everything: print(report.text(whole=True)), or --all on the command line"
 NUMBER_HEADS = ("number", "parameter", "measured", "expected", "95 % of draws")
 
@@ -493,32 +494,23 @@ def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 def _body(report: Report, *, whole: bool) -> str:
     """What stands on a page; the picture and what formats lose where it is a whole one."""
-    parts = [f"<h1>{html.escape(report.headline)}</h1>"]
-    parts.append(f'<p class="soft">{html.escape(report.verdict())}</p>')
-    for found in report.findings:
-        names = ", ".join(f"<code>{html.escape(name)}</code>" for name in braced(found.where))
-        parts.append(
-            f'<div class="card {found.severity}"><span class="kind">{found.severity}: '
-            f"{html.escape(found.kind)}</span> {names}<br>{html.escape(found.reason)}<br>"
-            f'<span class="soft">Fix:</span> {html.escape(found.mend)}</div>'
-        )
-    parts.append("<h2>Measured and expected</h2>" if report.read else "<h2>Predicted</h2>")
     rows = [list(row.cells()) for row in report.rows]
-    out = {(place, 2) for place, row in enumerate(report.rows) if row.passed is False}
+    out = [(place, 2) for place, row in enumerate(report.rows) if row.passed is False]
     for place, column in out:
         rows[place][column] += " (out)"
-    parts.append(table((*NUMBER_HEADS, "note"), rows, text={0, 1, 5}, out=out))
-    if whole and report.prediction is not None:
-        parts.append(picture(report.plot()))
-        parts += ["<h2>What number formats lose</h2>", _precision(report)]
-    for title, said in (("Notes", report.notes), ("Not checked", report.unchecked)):
-        if said:
-            items = "".join(f"<li>{html.escape(words)}</li>" for words in said)
-            parts.append(f"<h2>{title}</h2><ul>{items}</ul>")
-    return "".join(parts)
+    heads = (*NUMBER_HEADS, "note")
+    numbers = {"heads": heads, "cells": rows, "text": (0, 1, 5), "out": out}
+    drawn = whole and report.prediction is not None
+    return render(
+        "check.html",
+        report=report,
+        numbers=numbers,
+        picture=picture(report.plot()) if drawn else None,
+        precision=_precision(report) if drawn else None,
+    )
 
 
-def _precision(report: Report) -> str:
+def _precision(report: Report) -> dict[str, Any]:
     """The worst point of every format, each way."""
     rows = []
     frame = report.precision()
@@ -530,4 +522,4 @@ def _precision(report: Report) -> str:
         where = f"{worst['site']}, layer {int(worst['layer'])}"
         rows.append((f"{form}, {way}", where, *shares))
     heads = ("unscaled, at its worst point", "point", "become 0", "subnormal", "overflow")
-    return table(heads, rows, text={0, 1})
+    return {"heads": heads, "cells": rows, "text": (0, 1)}

@@ -49,7 +49,7 @@ models of width 8192 drawn with deviation 0.02 have 1.6; what is beyond is spent
 before anything is learned."""
 
 COLLAPSED = 0.99
-"""Token correlation above which tokens count as alike: what tells two of them apart is then less
+"""Token correlation above which tokens count as alike: what distinguishes two of them is then less
 than a seventh of their size, |x_i - x_j|^2 = 2 (1 - r) v."""
 
 IDENTITY = 1e-4
@@ -62,7 +62,7 @@ product does not change with the units of the stream, which a norm divides out; 
 is what one learning rate, or one clipping norm, cannot serve at both ends."""
 
 POSITIONS = 0.95
-"""Share of positions in the variance that enters layer 1, above which tokens are told apart by a
+"""Share of positions in the variance that enters layer 1, above which tokens differ by a
 twentieth of it."""
 
 PEAKED = 0.5
@@ -195,8 +195,8 @@ def _loss(seen: Seen) -> Found:
     of = "token" if model.head.tied else "head"
     names = seen.of(of) or seen.of("token") or (of,)
     width = model.d_model * (model.head.output_scale or 1.0) ** 2
-    told = "" if logits is None else f"; logits have a mean square of {float(logits):.3g}, not 1"
-    told += ", and the head is the token table itself" if model.head.tied else ""
+    more = "" if logits is None else f"; logits have a mean square of {float(logits):.3g}, not 1"
+    more += ", and the head is the token table itself" if model.head.tied else ""
     yield Finding(
         "error" if judged > 2 * uniform else "warning",
         "initial loss",
@@ -205,7 +205,7 @@ def _loss(seen: Seen) -> Found:
         loss,
         uniform,
         f"the first loss is {loss:.3g}, {loss / uniform:.3g} times that of guessing, "
-        f"log({vocab}) = {uniform:.3g}{told}",
+        f"log({vocab}) = {uniform:.3g}{more}",
         f"draw {of} with a std of at most 1/sqrt(d_model) = {width**-0.5:.2g}, or multiply the "
         "logits down to a mean square of 1",
     )

@@ -1,4 +1,4 @@
-"""HTML of pages that need no other file, from the templates beside this: their style by day, by
+"""HTML of pages that need no other file, from the templates of this folder: their style by day, by
 night and on paper, tables, and pictures as matplotlib draws them.
 
 A page is a `fragment`, which a notebook shows as it is, or a `document` around one.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -44,7 +43,7 @@ _COLOURS = {
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A template of the folder beside this; strings are escaped unless they are Markup."""
+    """A template; strings are escaped unless they are Markup."""
     return Markup(TEMPLATES.get_template(template).render(**values))
 
 
@@ -56,19 +55,6 @@ def fragment(body: str) -> str:
 def document(title: str, body: str) -> str:
     """A whole file around HTML; what is folded opens when it is printed."""
     return str(render("page.html", title=title, body=Markup(body)))
-
-
-def table(
-    heads: Sequence[str],
-    cells: Iterable[Sequence[str]],
-    text: Collection[int] = (),
-    marked: int = -1,
-    out: Collection[tuple[int, int]] = (),
-) -> str:
-    """Cells; the columns `text` are read from the left, row `marked` is set apart, and the cells
-    `out` (row, column) stand out."""
-    macros: Any = TEMPLATES.get_template("macros.html").module
-    return str(macros.table(heads, cells, text, marked, out))
 
 
 def picture(figure: Figure) -> Markup:

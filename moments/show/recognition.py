@@ -24,7 +24,7 @@ FIT = 1e-4
 """Probability of a mean square this far from its variance, below which it is not explained."""
 
 ROUND = 4.0
-"""Standard errors within which an estimated deviation is taken for the round number beside it."""
+"""Standard errors within which an estimated deviation is taken for the round number next to it."""
 
 SLOW = ("dslm", "admin")
 """Schemes that solve for their constants, tried where no other explains all."""
@@ -298,7 +298,7 @@ def _base(weights: Sequence[Weight], rule: _Rule, model: Transformer) -> float:
     best: list[Weight] = []
     for group in groups.values():
         middle = sorted(group, key=lambda w: w.variance * rule.by(model, w.layer, w.name))
-        # The layer in the middle beside all of them, since one that is off moves their mean.
+        # The layer in the middle as well as all of them, since one that is off moves their mean.
         for pool in (group, middle[len(middle) // 2 :][:1]):
             start = _pooled(pool, rule, model)
             if start > 0:
@@ -337,8 +337,8 @@ def _published(base: Transformer, names: Sequence[str]) -> Iterator[WeightRule]:
                     found = known.apply(base, **options)
             except DomainError:
                 continue
-            told = ", ".join(f"{key}={value}" for key, value in options.items())
-            title = f"{name}{f' ({told})' if told else ''}: {known.title}"
+            given = ", ".join(f"{key}={value}" for key, value in options.items())
+            title = f"{name}{f' ({given})' if given else ''}: {known.title}"
             yield WeightRule(title, found, published=True)
     if "scaled-init" in names:
         for variant in ("olmo", "sun"):
@@ -390,10 +390,10 @@ def in_words(model: Transformer) -> str:
     names = [name for name in MATRICES if name in shapes and not name.startswith("cross_")]
     for name in names:
         values = (getattr(model.layer_weights(n), name) for n in layers)
-        told = tuple(dict.fromkeys(f"{math.sqrt(v):.3g}" for v in values))
-        alike.setdefault(told, []).append(name)
+        stds = tuple(dict.fromkeys(f"{math.sqrt(v):.3g}" for v in values))
+        alike.setdefault(stds, []).append(name)
     if len(alike) == 1:
         return f"std {' to '.join(next(iter(alike)))}"
-    largest = max(alike, key=lambda told: len(alike[told]))
+    largest = max(alike, key=lambda stds: len(alike[stds]))
     rest = (f"{', '.join(n)} std {' to '.join(t)}" for t, n in alike.items() if t != largest)
     return f"std {' to '.join(largest)}, {'; '.join(rest)}"

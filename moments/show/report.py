@@ -1,17 +1,12 @@
-"""Tables for people: predictions and comparisons as rich tables and as text."""
+"""Tables for people: predictions and comparisons as text."""
 
 from __future__ import annotations
 
-import io
 import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from ..model.summary import in_short
 from ..prediction.draws import QUANTITIES
@@ -47,31 +42,27 @@ def in_a_line(text: str) -> str:
     return textwrap.shorten(text, WIDTH, placeholder=" ...")
 
 
-def render(table: Table, width: int = 120) -> str:
-    """A rich table as plain text."""
-    buffer = io.StringIO()
-    Console(file=buffer, width=width, color_system=None).print(table)
-    return buffer.getvalue().rstrip()
-
-
 def tabled(
-    title: str | None,
+    title: str,
     heads: Sequence[str],
     rows: Iterable[Sequence[str]],
-    caption: str | None = None,
+    caption: str = "",
     *,
     text: int = 0,
-    whole: bool = True,
-) -> Table:
-    """Rows of cells under their heads, the first `text` columns read from the left; cells stay
-    `whole` on one line whatever the width."""
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
-    table.title_justify = table.caption_justify = "left"
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="left" if place < text else "right", no_wrap=whole)
-    for cells in rows:
-        table.add_row(*cells)
-    return table
+) -> str:
+    """Rows of cells under their heads, each column as wide as its longest cell, the first `text`
+    columns read from the left."""
+    lines = [tuple(heads), *(tuple(cells) for cells in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    said = [
+        "  ".join(
+            cell.ljust(width) if place < text else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in lines
+    ]
+    captions = [line for part in caption.splitlines() for line in wrapped(part, "", "  ")]
+    return "\n".join([*wrapped(title, "", "  "), *said, *captions])
 
 
 def number(value: float) -> str:
@@ -92,7 +83,7 @@ def _caption(prediction: Prediction) -> str:
     )
 
 
-def prediction_table(prediction: Prediction) -> Table:
+def prediction_table(prediction: Prediction) -> str:
     """The stream layer by layer; for a batch, one row per configuration."""
     if prediction.variance.ndim > 1:
         return _batch_table(prediction)
@@ -104,11 +95,10 @@ def prediction_table(prediction: Prediction) -> Table:
         ["layer", *(TITLES[name] for name in QUANTITIES)],
         zip(map(str, range(model.layers + 1)), *columns, strict=True),
         _caption(prediction),
-        whole=False,
     )
 
 
-def _batch_table(prediction: Prediction) -> Table:
+def _batch_table(prediction: Prediction) -> str:
     layers = prediction.model.layers
     columns = [getattr(prediction, name).reshape(-1, layers + 1).T for name in QUANTITIES]
     ends = [map(number, column[end]) for column in columns for end in (0, -1)]
@@ -116,14 +106,13 @@ def _batch_table(prediction: Prediction) -> Table:
         f"input and output of {layers} layers",
         ["configuration", *(h for name in QUANTITIES for h in (f"{TITLES[name]}, first", "last"))],
         zip(map(str, range(columns[0].shape[1])), *ends, strict=True),
-        whole=False,
     )
 
 
-def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
+def comparison_tables(comparison: Comparison) -> tuple[str, ...]:
     """Stream points, predicted next to measured: the signal and its gradient, the encoder's first,
     then the loss where there is one."""
-    tables: list[Table] = []
+    tables: list[str] = []
     for name, part in (("encoder, ", comparison.encoder), ("", comparison)):
         if part is not None:
             frame = part.to_frame()
@@ -141,7 +130,7 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def _outputs_table(outputs: Any) -> Table:
+def _outputs_table(outputs: Any) -> str:
     rows = []
     for row in outputs.to_dict("records"):
         error = row["predicted"] / row["measured"] - 1 if row["measured"] else math.nan
@@ -168,7 +157,7 @@ def _measured(value: float, stderr: float | None, digits: int = 3) -> str:
     return text if stderr is None or math.isnan(stderr) else f"{text} ±{_short(stderr, 1)}"
 
 
-def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> Table:
+def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> str:
     heads, lines = ["layer"], []
     for name in quantities:
         heads += [_HEADS[name.removeprefix("grad_")], "measured", "error"]
@@ -206,7 +195,7 @@ def _error(quantity: str, error: float) -> str:
     return f"{100 * error:+z.1f}%"
 
 
-def summary_table(comparison: Comparison) -> Table:
+def summary_table(comparison: Comparison) -> str:
     """Errors per quantity, over the stream and over all sites inside the layers."""
     rows = []
     for row in comparison.summary().to_dict("records"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 6
-"""Lines that one panel tells apart."""
+"""Lines that can be distinguished in one panel."""
 
 QUANTITIES = ("variance", "correlation", "gradient")
 TITLES = {

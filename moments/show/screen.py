@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..model.summary import in_short
-from .report import number, wrapped
+from .report import number, tabled, wrapped
 from .verdict import choices, growth
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ ROWS = 5
 """Layers that are shown, from the first to the last."""
 
 
-def prediction_screen(prediction: Prediction, name: str) -> str:
+def prediction_screen(prediction: Prediction, name: str | None = None) -> str:
     """What the depth does, and a few layers; of several configurations the table."""
     if prediction.variance.ndim > 1:
         return prediction.table()
@@ -28,11 +28,11 @@ def prediction_screen(prediction: Prediction, name: str) -> str:
     names = ("variance", "correlation", "grad_variance")
     rows = [[str(n), *(number(float(getattr(prediction, q)[n])) for q in names)] for n in few]
     heads = ("layer", "variance", "token correlation", "gradient variance")
-    lines = [*_table(heads, rows), *_loss(prediction)]
-    return _screen(f"{name}: {growth(prediction)}", prediction, lines)
+    lines = [*tabled("", heads, rows).splitlines(), *_loss(prediction)]
+    return _screen(growth(prediction), prediction, lines, name)
 
 
-def comparison_screen(comparison: Comparison, name: str) -> str:
+def comparison_screen(comparison: Comparison, name: str | None = None) -> str:
     """Whether what was measured is expected, and a few layers of both."""
     p, m = comparison.prediction, comparison.measurement
     points = comparison.points()
@@ -50,29 +50,22 @@ def comparison_screen(comparison: Comparison, name: str) -> str:
             cells += [predicted, measured + mark]
         rows.append([*cells, f"{p.correlation[n]:z.3f}", f"{m.correlation[n]:z.3f}"])
     heads = ("layer", "variance", "measured", "gradient variance", "measured")
-    lines = _table((*heads, "correlation", "measured"), rows)
+    lines = tabled("", (*heads, "correlation", "measured"), rows).splitlines()
     lines += _loss(p, None if m.loss is None else float(m.loss))
     if not all(inside.values()):
         lines.append("* outside its 95 % band")
-    return _screen(f"{name}: {comparison.verdict()}", p, lines)
+    return _screen(comparison.verdict(), p, lines, name)
 
 
-def _screen(verdict: str, p: Prediction, lines: Sequence[str]) -> str:
+def _screen(verdict: str, p: Prediction, lines: Sequence[str], name: str | None) -> str:
     """Without the prediction's warnings, which standard error has."""
+    verdict = f"{name or p.model.name or 'model'}: {verdict}"
     body = [*wrapped(in_short(p.model), "  ", "  "), *(f"  {line}" for line in lines)]
     return "\n".join([*wrapped(verdict, "", "  "), *body, "every layer: --all, or .table()"])
 
 
 def _few(layers: int) -> list[int]:
     return sorted({round(float(n)) for n in np.linspace(0, layers, ROWS)})
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in (heads, *rows)
-    ]
 
 
 def _loss(p: Prediction, measured: float | None = None) -> list[str]:

@@ -6,25 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.table import Table
 
 from ..errors import DomainError
-from ..files import as_frame
+from ..files import Shown, as_frame
 from ..step.measured import StepMeasurement
 from ..step.result import FirstStep
-from .report import number, render, tabled
+from .report import number, tabled
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 
-def first_step_text(step: FirstStep) -> str:
-    """`first_step_table` as plain text."""
-    return render(first_step_table(step))
-
-
-def first_step_table(step: FirstStep) -> Table:
+def first_step_table(step: FirstStep) -> str:
     """The stream layer by layer, and the loss."""
     changes = zip(step.variance, step.relative_change, strict=True)
     return tabled(
@@ -35,12 +29,11 @@ def first_step_table(step: FirstStep) -> Table:
         f"layer 0 is the input of layer 1; relative change: E |dh|^2/E |h|^2 before the step\n"
         f"slope {step.slope:.4g}: the loss would fall by "
         f"{-step.slope * step.learning_rate:.4g} if it were linear",
-        whole=False,
     )
 
 
 @dataclass(frozen=True, eq=False)
-class StepComparison:
+class StepComparison(Shown):
     """A predicted first step against a measured one.
 
     Attributes:
@@ -104,7 +97,6 @@ class StepComparison:
                 (quantity, *map(number, cells), f"{100 * error:+z.1f} %")
                 for quantity, *cells, error in self.outputs().to_numpy().tolist()
             ),
-            whole=False,
         )
         summary = tabled(
             "errors over sites and parameters (relative; alignment absolute)",
@@ -113,9 +105,8 @@ class StepComparison:
                 (quantity, *(f"{value:.3f}" for value in errors))
                 for quantity, *errors in self.summary().to_numpy().tolist()
             ),
-            whole=False,
         )
-        return f"{render(outputs)}\n{render(summary)}"
+        return f"{outputs}\n\n{summary}"
 
     def plot(self, name: str | None = None) -> Figure:
         """The coordinate check of the prediction with what was measured."""

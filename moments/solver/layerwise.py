@@ -71,7 +71,7 @@ def solve_blocks(
     of_sum: bool,
     memory: Signal | None = None,
 ) -> Found:
-    """Scale the free matrices, those of one block by the same factor, until every block meets its
+    """Scale the free matrices, those of one block by the same factor, until every block has its
     target.
 
     Args:
@@ -105,16 +105,16 @@ class _Walk:
         self.layout, self.free, self.target, self.of_sum = layout, free, target, of_sum
         self.memory, self.layer = memory, 0
         self.factors: dict[str, list[float]] = {name: [] for name in free}
-        self.met: set[str] = set()
+        self.seen: set[str] = set()
         self.shortfall = 0.0
         self.nearest: float | None = None
         self.missed: list[tuple[int, str]] = []
 
     def layer_above(self, number: int, body: Component, signal: Signal) -> Signal:
-        self.layer, self.met = number, set()
+        self.layer, self.seen = number, set()
         for part in flat(body):
             signal = self.step(part, signal)
-        for matrix in set(self.free) - self.met:
+        for matrix in set(self.free) - self.seen:
             raise DomainError(f"free has {matrix!r}, which layer {number} does not have")
         return signal
 
@@ -143,7 +143,7 @@ class _Walk:
         for block, factor in zip(blocks, chosen, strict=True):
             for matrix in block.free:
                 self.factors[matrix].append(factor)
-                self.met.add(matrix)
+                self.seen.add(matrix)
         known = tuple(map(KnownOutput, added))
         branch = known[0] if len(known) == 1 else Parallel(known)
         return dataclasses.replace(node, branch=branch)

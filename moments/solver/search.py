@@ -28,7 +28,7 @@ class Search(NamedTuple):
     reached there, inside the range and not merely in its limit."""
 
     at: Any
-    met: bool
+    reached: bool
 
 
 def or_nan(value: Callable[[], float]) -> float:
@@ -142,8 +142,8 @@ def least_squares(
         )
     except _Met:
         return Search(at, _inside(at, low, high))
-    met = float(np.max(np.abs(found.fun))) <= tolerance
-    return Search(found.x, met and _inside(found.x, low, high))
+    reached = float(np.max(np.abs(found.fun))) <= tolerance
+    return Search(found.x, reached and _inside(found.x, low, high))
 
 
 def _or_large(distances: Distances, x: np.ndarray, count: int) -> np.ndarray:

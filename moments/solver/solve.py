@@ -161,7 +161,7 @@ Inputs = Mapping[str, Any]
 
 
 def objectives() -> dict[str, str]:
-    """Name and meaning of every objective besides the schemes."""
+    """Name and meaning of every objective but the schemes."""
     found = dict(LAYERWISE)
     found |= {goal.name: goal.title for goal in (*GOALS.values(), *PROFILES.values())}
     return found | LARGEST
@@ -178,7 +178,7 @@ def solve_objective(
     progress: bool = False,
     **inputs: Any,
 ) -> Plan:
-    """A plan that meets one of `objectives()`, or several; `moments.solve` without the schemes."""
+    """A plan for one of `objectives()`, or several; `moments.solve` without the schemes."""
     names = names_of(free)
     if names is not None:
         check_free(model, names)
@@ -233,7 +233,7 @@ class _Task:
             return self._plan([(goal, wanted)], goal.name, names, self.model, True)
         found = root(distance, bounds(self.model, names), self.tolerance)
         solved = scaled(self.model, names, math.exp(found.at))
-        return self._plan([(goal, wanted)], goal.name, names, solved, found.met)
+        return self._plan([(goal, wanted)], goal.name, names, solved, found.reached)
 
     def several(self, pairs: list[tuple[Goal, float]], free: tuple[str, ...] | None) -> Plan:
         freed = dict.fromkeys(name for goal, _ in pairs for name in goal.free)
@@ -250,7 +250,7 @@ class _Task:
             lambda logs: np.array(self._distances(pairs, at(logs))), ends, self.tolerance
         )
         title = ", ".join(goal.name for goal, _ in pairs)
-        return self._plan(pairs, title, names, at(found.at), found.met)
+        return self._plan(pairs, title, names, at(found.at), found.reached)
 
     def profile(self, goal: Goal, target: Any, free: tuple[str, ...] | None) -> Plan:
         targets = per_layer_targets(self.model, target, goal.allowed)
@@ -269,7 +269,7 @@ class _Task:
         solved = scaled(self.model, names, np.exp(found.at))
         values = np.asarray(goal.value(self.predicted(solved)))
         far = np.abs(values / targets - 1)
-        met = found.met and float(far.max()) <= self.tolerance
+        met = found.reached and float(far.max()) <= self.tolerance
         return Plan(
             solved,
             goal.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ..errors import domain_error
-from ..files import as_frame, plain
+from ..files import Serialised, as_frame, plain
 from ..prediction.gate import computing
 from ..prediction.predict import predict
 from . import blocks as _blocks  # noqa: F401 (what the walk does at them)
@@ -40,7 +39,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FirstStep:
+class FirstStep(Serialised):
     """The network after the first step of an optimizer.
 
     docs/theory/first-step.md derives it.
@@ -161,9 +160,9 @@ class FirstStep:
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
-        from ..show.step import first_step_text
+        from ..show.step import first_step_table
 
-        return first_step_text(self)
+        return first_step_table(self)
 
     def plot(self, name: str | None = None) -> Figure:
         """A coordinate check: relative change of every site along the depth; sizes of steps and
@@ -190,20 +189,11 @@ class FirstStep:
             "weights": plain(self.weight_rows),
         }
 
-    def to_json(self) -> str:
-        """`to_dict` as one JSON object."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
-
     def __repr__(self) -> str:
         return (
             f"FirstStep({self.optimizer} at {self.learning_rate:g}: loss {self.loss_before:.4g} to "
             f"{self.loss:.4g}, stream changes by {self.relative_change[-1]:.3g} of its mean square)"
         )
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(repr(self))}\n\n{escape(self.table())}</pre>"
 
 
 def _site_rows(rows: list[dict[str, Any]], sites: list[SiteStep]) -> tuple[Mapping[str, Any], ...]:

@@ -6,7 +6,6 @@ Tensor Programs V, appendix J: the coordinate check).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..files import as_frame, plain
+from ..files import Serialised, as_frame, plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,7 +49,7 @@ class Slip:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TransferReport:
+class TransferReport(Serialised):
     """Whether learning rates hold along width or depth.
 
     Attributes:
@@ -104,18 +103,9 @@ class TransferReport:
             "notes": list(self.notes),
         }
 
-    def to_json(self) -> str:
-        """`to_dict` as one JSON object."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
-
     def __repr__(self) -> str:
         said = "passed" if self.passed else f"{len(self.findings)} findings"
         return f"TransferReport({self.axis} {self.sizes}, {self.optimizer}: {said})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self.table())}</pre>"
 
 
 def exponent(logs: np.ndarray, values: Sequence[float]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DomainError, ValidityWarning, domain_error
+from ..files import Serialised
 from ..formulas.checks import POSITIVE, check_choice, check_count, check_number
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
@@ -86,7 +86,7 @@ _SAID = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LearningRate:
+class LearningRate(Serialised):
     """At which learning rates a model will train, and how far one step goes.
 
     docs/theory/sharpness.md derives it and says how right it was.
@@ -184,21 +184,12 @@ class LearningRate:
             "warnings": list(self.warnings),
         }
 
-    def to_json(self) -> str:
-        """`to_dict` as one JSON object."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
-
     def __repr__(self) -> str:
         where = "range not known"
         if self.range is not None:
             low, high = self.range
             where = f"search {low:.2g} to {high:.2g}, edge at {self.edge:.2g}"
         return f"LearningRate({self.optimizer}: {where}, step size {self.step_size:.2g})"
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self.table())}</pre>"
 
 
 def learning_rate(

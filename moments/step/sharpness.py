@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.derivative import pullback
 from ..engine.response import sum_of
 from ..errors import DomainError, ValidityWarning
-from ..files import as_frame
+from ..files import Serialised, as_frame
 from ..formulas.algebra import NUMPY
 from ..formulas.checks import check_choice, check_count
 from ..layers.attention.gates import GatedHeads
@@ -91,7 +90,7 @@ models, a tenth of what they vary by between draws."""
 
 
 @dataclass(frozen=True, repr=False)
-class Sharpness:
+class Sharpness(Serialised):
     """The extreme eigenvalues of P^(-1/2) H P^(-1/2), H the Hessian of the loss on the batch.
 
     Attributes:
@@ -147,19 +146,11 @@ class Sharpness:
         """Plain numbers and lists, with a format version."""
         return {"format": 1} | dataclasses.asdict(self)
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
-
     def __repr__(self) -> str:
         return (
             f"Sharpness({self.optimizer}: largest {self.largest:.4g} +- {self.largest_stderr:.2g}, "
             f"least {self.least:.4g} +- {self.least_stderr:.2g})"
         )
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self.table())}</pre>"
 
 
 def sharpness(

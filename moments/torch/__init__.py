@@ -25,7 +25,6 @@ with optional("torch", "torch"):
     from .roles import HookPoint
     from .scales import AppliedScales
     from .sharpness import measure_sharpness
-    from .snippet import snippet, tensor_table
     from .step import measure_step
     from .weight_findings import audit
 
@@ -46,7 +45,5 @@ __all__ = [
     "measure_step",
     "predict",
     "same_initialization",
-    "snippet",
-    "tensor_table",
     "weight_statistics",
 ]

@@ -1,4 +1,4 @@
-"""Layers of one class held against one another, whatever they compute: tensors, operations, masks.
+"""Layers of one class compared with one another, whatever they compute: tensors, operations, masks.
 
 Asked of modules that no Transformer describes. Layers are the entries of a list of submodules of
 one class, with parameters of the same names and shapes, each of which runs once.
@@ -30,7 +30,7 @@ NORMS = re.compile(r"norm|sqrt$")
 """Operations that a norm has one of."""
 
 LEAST = 8
-"""Entries from which a parameter's variance is held against its namesakes'."""
+"""Entries from which a parameter's variance is compared with its namesakes'."""
 
 SEEN = 1e-4
 """Relative change of what earlier tokens get, by another last token, that is more than rounding."""
@@ -102,17 +102,20 @@ def _pattern(name: str) -> tuple[str, int] | None:
 
 
 def odd_namesakes(module: nn.Module) -> Iterator[Finding]:
-    """Tensors whose variance is unlike that of their namesakes in other layers."""
-    alike: dict[str, dict[int, list[tuple[str, EntryMoments]]]] = {}
+    """Tensors whose variance is unlike that of their namesakes in other layers of one class."""
+    alike: dict[tuple[str, type], dict[int, list[tuple[str, EntryMoments]]]] = {}
     for name, parameter in module.named_parameters():
         place = _pattern(name)
-        small = parameter.numel() < LEAST or not parameter.is_floating_point()
-        if place is None or small:
+        if place is None or parameter.numel() < LEAST or not parameter.is_floating_point():
             continue
-        of = alike.setdefault(place[0], {}).setdefault(place[1], [])
+        pattern, number = place
+        numbered = pattern.partition("*")[0] + str(number - 1)
+        kind = type(module.get_submodule(numbered))
+        of = alike.setdefault((pattern, kind), {}).setdefault(number, [])
         of.append((name, EntryMoments.of(parameter)))
-    for _, finding in odd_tensors(alike, len(alike)):
-        yield finding
+    for (pattern, _), by_layer in alike.items():
+        for _, finding in odd_tensors({pattern: by_layer}, len(alike)):
+            yield finding
 
 
 def _unused(module: nn.Module, graph: Graph) -> Iterator[Finding]:

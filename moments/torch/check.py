@@ -807,7 +807,10 @@ def architecture_read(
     if model is None:
         said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
         count = len(reading.roles.unidentified)
-        why = [*reading.reasons, *[f"{count} parameters of unknown role"] * bool(count)]
+        why = [
+            *dict.fromkeys(reading.reasons),
+            *[f"{count} parameters of unknown role"] * bool(count),
+        ]
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return model
 

@@ -169,7 +169,7 @@ class Description:
         return "\n".join(lines)
 
     def _patterns(self) -> list[str]:
-        """Names with {layer} in them, as `snippet` takes them, and their roles."""
+        """Names with {layer} in them, and their roles."""
         lines: dict[str, str] = {}
         for name, roles in self.roles.items():
             role = "+".join(dict.fromkeys(r.full_name for r in roles)) or "?"

@@ -7,13 +7,14 @@ that it declares, and against their namesakes in other layers.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import MomentsError, without_warnings
 from ..model.embedding import Embedding
@@ -27,12 +28,12 @@ from ..show.findings import Finding, Report, ranked
 from ..show.health import Seen, rules, stream_numbers
 from .alike import odd_namesakes
 from .batches import batch_shape, shortened
+from .dataflow.reading import recorded
 from .diagnose import Text, at_length, case_of
 from .entries import EntryMoments
 from .measure import Loss, needs_labels, one_draw
 from .open_check import NotRead, why_not
 from .roles import HookPoint, WeightPart, gathered_names
-from .running import hooked, in_mode, run, watch_tensor
 
 TOKENS = 32
 """Of the random text that a module is run on, or of the user's own that is read."""
@@ -112,29 +113,20 @@ def check_promised(
 
 def _layers(module: nn.Module, batch: Any, promised: Transformer) -> str:
     """The list of as many submodules that the batch reaches, and that give d_model features."""
-    reached: set[str] = set()
-    lists = {
-        path: part
-        for path, part in module.named_modules()
-        if isinstance(part, nn.ModuleList) and len(part) == promised.layers
+    graph, _ = recorded(module, batch, rows=1)
+    wide = {
+        path
+        for path, side, value, _ in graph.boundaries
+        if side == "output" and graph.tensor(value).shape[-1] == promised.d_model
     }
-
-    def watched() -> Iterator[RemovableHandle]:
-        for path, part in lists.items():
-
-            def seen(tensor: Tensor, path: str = path) -> None:
-                if tensor.shape[-1] == promised.d_model:
-                    reached.add(path)
-
-            yield watch_tensor(part[-1], "output", seen)
-
-    try:
-        with torch.no_grad(), in_mode(module, False), hooked(watched()):
-            run(module, batch)
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise MomentsError(f"{type(module).__name__} does not run ({line})") from error
-    outer = [p for p in reached if not any(p.startswith(f"{other}.") for other in reached)]
+    lists = [
+        path
+        for path, part in module.named_modules()
+        if isinstance(part, nn.ModuleList)
+        and len(part) == promised.layers
+        and f"{path}.{promised.layers - 1}" in wide
+    ]
+    outer = [p for p in lists if not any(p.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:
         raise MomentsError(f"{len(outer)} lists of {promised.layers} submodules")
     return outer[0]
@@ -163,64 +155,35 @@ def _table(module: nn.Module) -> tuple[str, ...]:
 
 def _declared(promised: Transformer) -> set[float]:
     """Every variance that the config declares, of whatever matrix."""
-    values: set[float] = set()
-
-    def gather(entry: Any, name: str) -> None:
-        if isinstance(entry, Mapping):
-            for key, value in entry.items():
-                gather(value, str(key))
-        elif isinstance(entry, list | tuple):
-            for value in entry:
-                gather(value, name)
-        elif isinstance(entry, int | float) and not isinstance(entry, bool) and entry > 0:
-            values.add(float(entry))
-
     given = promised.to_dict()
-    for part in ("weights", "embedding", "head", "mixer", "ffn"):
-        gather(given.get(part), part)
-    return values
+    parts = [given.get(part) for part in ("weights", "embedding", "head", "mixer", "ffn")]
+    return {float(v) for v in tree_leaves(parts) if type(v) in (int, float) and v > 0}
 
 
 def _off(module: nn.Module, promised: Transformer) -> Iterator[Finding]:
     """Matrices whose variance is none of those that the config declares."""
     values = _declared(promised)
     off: dict[float, list[tuple[str, EntryMoments]]] = {}
-    zero: list[str] = []
     for path, part in module.named_modules():
         if not isinstance(part, nn.Linear) or min(part.weight.shape) < LEAST:
             continue
         moments = EntryMoments.of(part.weight)
-        if not moments.square:
-            zero.append(f"{path}.weight")
-            continue
-        granted = NEAR + FAR * (max(moments.kurtosis - 1, 0.0) / moments.count) ** 0.5
-        if all(abs(moments.square / v - 1) > granted for v in values):
-            nearest = min(values, key=lambda v: abs(torch.log(torch.tensor(moments.square / v))))
+        ratio = {v: moments.square / v for v in values}
+        granted = NEAR + FAR * moments.spread if moments.square else 0.0
+        if all(abs(r - 1) > granted for r in ratio.values()):
+            nearest = min(values, key=lambda v: abs(math.log(ratio[v])) if ratio[v] else v)
             off.setdefault(nearest, []).append((f"{path}.weight", moments))
-    if zero:
-        yield Finding(
-            "error",
-            "wrong variance",
-            gathered_names(zero),
-            (),
-            0.0,
-            min(values),
-            "all entries are 0, where the config draws every matrix",
-            "draw it as the config says",
-        )
     for expected, rows in off.items():
         first = rows[0][1].square
-        yield Finding(
-            "error",
-            "wrong variance",
-            gathered_names([name for name, _ in rows]),
-            (),
-            first,
-            expected,
+        why = (
             f"the variance is {first:.3g}, {first / expected:.3g} times the nearest that the "
-            "config declares of any matrix",
-            "draw it as the config says, or declare in the config what was meant",
+            "config declares of any matrix"
+            if first
+            else "all entries are 0, where the config draws every matrix"
         )
+        names = gathered_names([name for name, _ in rows])
+        mend = "draw it as the config says, or declare in the config what was meant"
+        yield Finding("error", "wrong variance", names, (), first, expected, why, mend)
 
 
 def _left_out(module: nn.Module, seq_len: int) -> list[str]:

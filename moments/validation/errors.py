@@ -135,7 +135,7 @@ def errors(
     for c in configurations:  # before any work that one that is missing would waste
         entry = stored.get(c.name)
         if entry is None or entry.digest != c.digest or not entry.covers(c):
-            raise domain_error("configuration", c.name, "simulated first", "moments validate --run")
+            raise domain_error("configuration", c.name, "one of those simulated")
     for c in configurations:
         entry = stored[c.name]
         described = {"name": c.name, "mask": "causal" if c.causal else "full"}

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.box import SIMPLE
-from rich.table import Table
 
 from ..formulas.law import THEORIES
 from ..show.palette import BLACK, BLUE, GREY, VERMILION
@@ -20,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CAPTION = (
-    "means over layers and runs, of |log(predicted / simulated)|; >2σ: the part beyond two "
-    "standard errors; s.e.: of the simulated gradient; typical: of the geometric mean; "
-    "profile: by token; runs without numbers (not covered, or overflow) count in no mean"
+    "means over layers and runs of |log(predicted / simulated)|; >2σ: what is beyond two standard\n"
+    "errors; s.e.: of the simulated gradient; typical: of the geometric mean; profile: by token;\n"
+    "runs without numbers (not covered, or overflow) count in no mean"
 )
 COLUMNS = {
     "noise": "s.e.",
@@ -57,36 +55,27 @@ def _cell(measure: str, value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.0f}"
 
 
-def class_tables(frame: pd.DataFrame) -> tuple[Table, Table]:
+def class_tables(frame: pd.DataFrame) -> str:
     """Errors by class and theory, of the gradient and of the signal, for a terminal."""
     classes = by_class(frame)
     shown = [name for name in COLUMNS if classes[name].notna().any()]
     signal = [name for name in shown if name.startswith(("variance", "correlation"))]
     gradient = [name for name in shown if name not in signal]
-    return (
-        _class_table(classes, "gradient variance", gradient, CAPTION),
-        _class_table(classes, "signal", signal, ""),
-    )
+    of_gradient = _class_table(classes, "gradient variance", gradient)
+    return f"{of_gradient}\n{_class_table(classes, 'signal', signal)}\n\n{CAPTION}"
 
 
-def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str], caption: str) -> Table:
+def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str]) -> str:
     """A row per class and theory; what it shares with the row above is left blank."""
-    table = tabled(
-        f"errors of the theories against simulations: {title}",
-        ("models", "theory", "runs", *(COLUMNS[name] for name in names)),
-        (),
-        caption,
-        text=2,
-    )
-    table.box, table.padding = SIMPLE, (0, 1, 0, 0)
+    lines: list[tuple[str, ...]] = []
     for _, rows in classes.groupby(list(CLASS), sort=False):
-        table.add_section()
         for place, (_, row) in enumerate(rows.iterrows()):
             runs = f"{row['runs'] - row['failed']}/{row['runs']}" if row["failed"] else row["runs"]
             models = "" if place else " ".join(str(row[key]) for key in CLASS)
             cells = (_cell(name, row[name]) for name in names)
-            table.add_row(models, str(row["theory"]), str(runs), *cells)
-    return table
+            lines.append((models, str(row["theory"]), str(runs), *cells))
+    heads = ("models", "theory", "runs", *(COLUMNS[name] for name in names))
+    return tabled(f"errors of the theories against simulations: {title}", heads, lines, text=2)
 
 
 @styled

@@ -410,8 +410,9 @@ class DrawnLinearHeads(Head):
     def _drawn(self) -> int:
         if self.block.norm != "all":
             return 1
-        fit = max(1, self.most // self.block.d_value)
-        return int(min(self.block.heads, MOST_HEADS, fit))
+        block = self.block
+        fit = min(self.most, block.heads * block.d_value) // block.d_value
+        return int(min(block.heads, MOST_HEADS, max(1, fit)))
 
     @property
     def sections(self) -> dict[str, Section]:

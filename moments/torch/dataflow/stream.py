@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 
 import torch
@@ -363,7 +364,8 @@ class StreamReader:
         block = BranchUnit("ffn", one, output.made)
         self._before(block, [linear.read for linear in ins])
         if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
-            names = sorted({name for linear in matrices for name in linear.params})
+            every = {name for linear in matrices for name in linear.params}
+            names = sorted({re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in every})
             words = self._kind_of(one.stream, tip) or f"a feed-forward block of {len(matrices)}"
             self.doubts.append(f"{words} matrices ({', '.join(names)})")
             return block

@@ -20,6 +20,7 @@ from .variables import (
     Combination,
     Curve,
     Entries,
+    Field,
     Fixed,
     Joined,
     Mix,
@@ -221,6 +222,22 @@ class Laws:
         """E u v, (sites of u, sites of v)."""
         return self.covariance(u, v, replicas) + self.mean(u)[:, None] * self.mean(v)[None]
 
+    def shown(self, s: Field) -> tuple[Tensor, Tensor]:
+        """Means and covariance of the sites of a recorded tensor, of features as often as it has
+        them."""
+        v = s.variable
+        if not isinstance(v, Joined):
+            return self.mean(v), self.covariance(v, v)
+        counts = torch.bincount(s.feature.reshape(-1), minlength=v.features).to(F64)
+        mean, moment = torch.zeros(v.sites, dtype=F64), torch.zeros(v.sites, v.sites, dtype=F64)
+        for piece, first in v.pieces:
+            share = counts[first : first + piece.features].sum() / counts.sum()
+            mean, moment = (
+                mean + share * self.mean(piece),
+                moment + share * self.moment(piece, piece),
+            )
+        return mean, moment - mean[:, None] * mean[None]
+
     # --- covariances ------------------------------------------------------------------------------
 
     def covariance(self, u: Variable, v: Variable, replicas: Replicas | None = None) -> Tensor:
@@ -250,6 +267,8 @@ class Laws:
 
     def _covariance(self, u: Variable, v: Variable, where: Replicas) -> Tensor:
         match u, v:
+            case Combination(through=(a, i)), Combination(through=(b, j)) if torch.equal(i, j):
+                return self.covariance(a, b, where) * 1.0  # of which the gradient is whole then
             case Combination(), Combination() if u is v or (u.by_feature and v.by_feature):
                 return self._of_combinations(u, v, where)
         # Only the later one is taken apart, so that derivatives in the covariance of an earlier

@@ -55,7 +55,7 @@ from .variables import (
 _COPIES_NAMES = (
     "repeat index_select index gather roll flip unfold as_strided narrow embedding diagonal "
     "repeat_interleave view_as_real view_as_complex slice_copy expand_copy permute_copy "
-    "view_copy take_along_dim resolve_conj movedim view_as tile _conj im2col native_dropout "
+    "view_copy take_along_dim resolve_conj movedim view_as tile im2col native_dropout "
     "dropout split_copy unsafe_split squeeze_copy unsqueeze_copy alias_copy reflection_pad1d "
     "replication_pad1d unsafe_chunk chunk rot90 constant_pad_nd pad pixel_unshuffle "
     "pixel_shuffle channel_shuffle _unsafe_index upsample_nearest2d as_strided_scatter real"
@@ -63,15 +63,7 @@ _COPIES_NAMES = (
 _COPIES = VIEWS | frozenset(_COPIES_NAMES.split())
 """Operations that move entries: run on labels."""
 
-_SAME = (
-    "_to_copy",
-    "native_dropout",
-    "dropout",
-    "view_as_complex",
-    "_conj",
-    "real",
-    "view_as_real",
-)
+_SAME = ("_to_copy", "native_dropout", "dropout", "view_as_complex", "view_as_real")
 """Those among them that leave every entry where it is, or nearly."""
 
 _CURVES_NAMES = (
@@ -343,8 +335,8 @@ class Lowering:
             made.append(Weights(tensor, root, index))
         return made
 
-    def _slope(self, value: int, name: str) -> float | None:
-        """Mean squared derivative of a tensor that is a function of every entry of a parameter."""
+    def _slope(self, value: int, name: str) -> Tensor | None:
+        """Squared derivatives of a tensor that is a function of every entry of a parameter."""
         number = next((n for n, v in enumerate(self.graph.values) if v.name == name), None)
         if number is None or self._shape(number).numel() != self._shape(value).numel():
             return None
@@ -356,7 +348,7 @@ class Lowering:
             if not tensors[value].requires_grad:
                 return None
             (slope,) = torch.autograd.grad(tensors[value].sum(), leaf)
-        return float(slope.square().mean())
+        return slope.square().reshape(-1).to(F64)
 
     def _looked_up(
         self, name: str, of: Weights, tensor: Tensor, index: Tensor, live: bool
@@ -433,15 +425,19 @@ class Lowering:
 
     def _copied(self, node: Node, name: str, x: Field) -> Sequence[State]:
         rest = [Known(self.graph.tensor(v)) for v in node.outputs[1:]]
-        if name == "view_as_complex":
-            return [Field(x.variable, x.site[..., 0], x.feature[..., 0])]
-        if name == "view_as_real":
-            labels = (torch.stack((t, t), -1) for t in (x.site, x.feature))
-            return [Field(x.variable, *labels)]
+        complex_ = self.graph.tensor(node.inputs[0]).is_complex()
         if name in _SAME:
             return [Field(x.variable, x.site, x.feature), *rest]
+        if name == "real":
+            return [self._settled(x.variable, x.site[..., 0], x.feature[..., 0])]
 
         def moved(labels: Tensor) -> list[Tensor]:
+            if complex_:
+                parts = [of_part(labels[..., n]) for n in range(2)]
+                return [torch.stack(both, -1) for both in zip(*parts, strict=True)]
+            return of_part(labels)
+
+        def of_part(labels: Tensor) -> list[Tensor]:
             return again(self.graph, node, {node.inputs[0]: labels}, self.states)
 
         if name in ("constant_pad_nd", "pad"):
@@ -619,6 +615,8 @@ class Lowering:
 
     def _arithmetic(self, node: Node, name: str) -> Field | None:
         shape, args = self._shape(node.outputs[0]), [self._state(a) for a in node.args]
+        if any(self.graph.tensor(v).is_complex() for v in (*node.inputs, *node.outputs)):
+            return self._turned(args, shape) if name == "mul" else None
         if name == "neg":
             return self._scaled(_expanded(args[0], shape), number(-1))
         x, y = args[0], args[1]
@@ -632,6 +630,20 @@ class Lowering:
                 return None
             y = Known(1 / _tensor(y).to(F64))
         return self._multiplied(x, y, shape)
+
+    def _turned(self, args: list[Any], shape: torch.Size) -> Field | None:
+        """A complex field times known complex numbers, as rotary positions are spelled."""
+        x, numbers = args if isinstance(args[0], Field) else args[::-1]
+        if not isinstance(numbers, Known) or not numbers.tensor.is_complex():
+            return None
+        turns = torch.view_as_real(numbers.tensor.resolve_conj()).to(F64)
+        full = (*shape, 2)
+        along = turns[..., :1].expand(turns.shape)
+        across = turns[..., 1:] * torch.tensor([-1.0, 1.0], dtype=F64)
+        exchanged = Field(x.variable, x.site.flip(-1), x.feature.flip(-1))
+        one = self._multiplied(x, Known(along), full)
+        other = self._multiplied(exchanged, Known(across), full)
+        return one and other and self._added(one, other, (1.0, 1.0), full)
 
     def _by_feature(self, w: Weights, x: Field) -> bool:
         """Whether a few entries are one for every feature of a field."""
@@ -1332,6 +1344,10 @@ class Lowering:
             labels = self._labels(name, fields, self._shape(v))
             if labels is None:
                 raise Unlowered("no labels for what it gives")
+            if self.graph.tensor(v).is_complex():
+                site, feature = labels
+                parts = 2 * feature.unsqueeze(-1) + torch.arange(2)
+                labels = site.unsqueeze(-1).expand(parts.shape), parts
             made.append(self._opaque(node, v, *labels))
         self.sampled[name] += 1
         return made
@@ -1340,12 +1356,13 @@ class Lowering:
         self, name: str, fields: list[Field], shape: torch.Size
     ) -> tuple[Tensor, Tensor] | None:
         ranking = name in ("topk", "sort", "argsort")
-        if not ranking and _broadcast([f.site.shape for f in fields], shape):
+        scatters = name in ("scatter", "index_put", "scatter_add")
+        if not ranking and not scatters and _broadcast([f.site.shape for f in fields], shape):
             return self._joint(shape, fields)
         x, last = fields[0], fields[-1]
         if name == "gather" and last.site.shape == shape:
             return last.site, last.feature
-        if name in ("scatter", "index_put", "scatter_add") and x.site.ndim == len(shape):
+        if scatters and x.site.ndim == len(shape):
             site = of_rows(x.site, -1).unsqueeze(-1)
             if site.shape[:-1] == shape[:-1]:
                 return site.expand(shape), torch.arange(shape[-1]).expand(shape)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -19,7 +18,7 @@ from ...files import as_frame, plain
 from ...formulas.checks import NONNEGATIVE, check_count, check_number
 from ...layers.head.cross_entropy import softmax_expectations
 from ...layers.head.softmax_agreement import agreement_share
-from ...show.report import render
+from ...show.report import tabled
 from ..dataflow.graph import Graph
 from ..dataflow.reading import recorded
 from ..roles import gathered_names
@@ -138,14 +137,14 @@ class ModulePrediction:
     def table(self, depth: int = 3) -> str:
         """Submodules down to a depth of their paths, as text."""
         shown = [row for row in self.outputs if row.module.count(".") < depth]
-        table = Table(title=f"by submodule, {self.tokens} tokens")
-        for name in ("module", "variance", "correlation", "grad variance", "grad correlation"):
-            table.add_column(name, justify="left" if name == "module" else "right")
+        heads = ("module", "variance", "correlation", "grad variance", "grad correlation")
+        rows = []
         for row in shown:
             numbers = (row.variance, row.correlation, row.grad_variance, row.grad_correlation)
-            cells = ("" if x is None else f"{x:.3g}" for x in numbers)
-            table.add_row((row.module or "(the module)") + (" ~" if row.sampled else ""), *cells)
-        lines = [render(table), f"gradients are those of {self.gradient}"]
+            name = (row.module or "(the module)") + (" ~" if row.sampled else "")
+            rows.append((name, *("" if x is None else f"{x:.3g}" for x in numbers)))
+        table = tabled(f"by submodule, {self.tokens} tokens", heads, rows, text=1)
+        lines = [table, f"gradients are those of {self.gradient}"]
         lines += ["~ rests on operations without a law, which were drawn"] if self.sampled else []
         lines += [
             f"{name}: not followed ({why}), {n} times" for (name, why), n in self.unread.items()
@@ -264,7 +263,7 @@ class Lowered:
         for root, leaf in self.replicas.weights.items():
             name = root.partition("#")[0]
             if leaf.grad is not None and name in total:
-                total[name] += float(leaf.grad) * self.lowering.sampler.slopes.get(root, 1.0)
+                total[name] += float(leaf.grad) * self.lowering.sampler.slope(root)
         return total
 
 
@@ -451,8 +450,8 @@ def _row(
     sites = torch.unique(state.site)
     if isinstance(variable, Square):  # which has a mean alone
         return None
-    covariance = laws.covariance(variable, variable)[sites][:, sites]
-    mean = float(laws.mean(variable)[sites].mean())
+    means, covariance = laws.shown(state)
+    mean, covariance = float(means[sites].mean()), covariance[sites][:, sites]
     node = graph.producer(value)
     own, pairs = _own_and_pairs(covariance)
     crossed = replicas.known.get((variable.number, variable.number))

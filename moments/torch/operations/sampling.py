@@ -103,7 +103,7 @@ class _Shared(torch.autograd.Function):
         kernel = kernel * (there[:, None] & there[None])
         queries = sampler.laws.covariance(shared.queries, shared.queries)
         square = float((kernel * queries).sum()) / shared.key_variance
-        sampler.add_square(shared.key_root, square)
+        sampler.add_square(shared.key_root, square * sampler.slope(shared.key_root))
         return received[0], kernel, None, None
 
 
@@ -144,7 +144,7 @@ class Sampler:
 
     Attributes:
         squares: squared gradients of parameters inside what is drawn.
-        slopes: mean squared derivatives of tensors that are made of one parameter, by root.
+        slopes: squared derivatives of tensors that are made of one parameter, entry by entry.
     """
 
     laws: Laws
@@ -152,16 +152,20 @@ class Sampler:
     def __init__(self, graph: Graph, states: dict[int, State], draws: int, seed: int) -> None:
         self.graph, self.states, self.draws, self.seed = graph, states, draws, seed
         self.squares: dict[str, float] = {}
-        self.slopes: dict[str, float] = {}
+        self.slopes: dict[str, Tensor] = {}
         self._plans: dict[int, _Plan] = {}
         self._laws: dict[int, tuple[Tensor, Tensor]] = {}
         self._choices: dict[int, Tensor] = {}
-        self._shared: dict[int, _SharedSource | None] = {}
+        self._shared: dict[int, list[_SharedSource]] = {}
 
     def add_square(self, root: str, square: float) -> None:
         """Count a part of a parameter's squared gradient."""
         name = root.partition("#")[0]
-        self.squares[name] = self.squares.get(name, 0.0) + square * self.slopes.get(root, 1.0)
+        self.squares[name] = self.squares.get(name, 0.0) + square
+
+    def slope(self, root: str) -> float:
+        """Mean squared derivative of a tensor in the parameter that it is made of."""
+        return float(self.slopes[root].mean()) if root in self.slopes else 1.0
 
     # --- draws ------------------------------------------------------------------------------------
 
@@ -240,10 +244,15 @@ class Sampler:
         with torch.set_grad_enabled(weights is not None):
             for value, at in plan.cuts.items():
                 x = fields[at.variable.number][at.site, at.feature]
-                values[value] = x.to(self.graph.tensor(value).dtype)
+                values[value] = self._spelled(value, x)
             for index in plan.nodes:
                 again(self.graph, self.graph.nodes[index], values, self.states)
         return values[v.value], fields
+
+    def _spelled(self, value: int, x: Tensor) -> Tensor:
+        """Entries as of the recorded tensor's kind."""
+        recorded = self.graph.tensor(value)
+        return (torch.view_as_complex(x) if recorded.is_complex() else x).to(recorded.dtype)
 
     def field(self, v: Sampled, drawn: Tensor) -> Tensor:
         """A draw of the recorded tensor by site and feature."""
@@ -345,42 +354,39 @@ class Sampler:
                 continue
             total = torch.zeros(int(state.index.max()) + 1, dtype=F64)
             total = total.index_add(0, state.index.reshape(-1), x.reshape(-1).to(F64))
-            self.add_square(state.root, float((total**2).sum()) / self.draws)
+            slope = self.slopes.get(state.root, torch.ones(()))
+            square = total**2 * (slope[: len(total)] if slope.ndim else slope)
+            self.add_square(state.root, float(square.sum()) / self.draws)
 
     # --- keys and values of one tensor ------------------------------------------------------------
 
     def shared_source(self, mix: Mix, total: Tensor, replicas: Replicas) -> Tensor:
         """The covariance of a mix with itself, whose way back also counts what keys and values
         share where they read one tensor: E[Gram x Gram] = Gram x Gram + (tr J K)^2 / width."""
-        shared = self._shared_source(mix)
-        if shared is None:
-            return total
-        queries = self.laws.covariance(shared.queries, shared.queries, replicas)
-        made: Tensor = _Shared.apply(total, queries, self, shared)
-        return made
-
-    def _shared_source(self, mix: Mix) -> _SharedSource | None:
         if mix.number not in self._shared:
             self._shared[mix.number] = self._find_shared(mix)
-        return self._shared[mix.number]
+        for shared in self._shared[mix.number]:
+            queries = self.laws.covariance(shared.queries, shared.queries, replicas)
+            total = _Shared.apply(total, queries, self, shared)
+        return total
 
-    def _find_shared(self, mix: Mix) -> _SharedSource | None:
+    def _find_shared(self, mix: Mix) -> list[_SharedSource]:
         """With keys and values of one x, a query's gradient holds one matrix times the row's
         gradient g_t: s sum_s D_ts R_(s-t) W_k W_v' g_t, D_ts = (J_t K)_ss, J_t = diag(A_t) - A_t
         A_t', K the covariance of x and R rotary positions; its Gram matrix for unit W_k W_v' g."""
         soft, of_values = mix.weights, self._reading(mix.values)
         if not isinstance(soft, Sampled) or of_values is None:
-            return None
+            return []
         plan = self.plan(soft)
         inside = [self.graph.nodes[i] for i in plan.nodes]
         softmaxes = [node for node in inside if "softmax" in node.name]
         if len(softmaxes) != 1:
-            return None
+            return []
         before = softmaxes[0].inputs[0]
         origins = {f.variable.number: _origin(f.variable) for f in plan.cuts.values()}
         ends = {o.number: o for o in origins.values() if o is not None and self._reading(o)}
         if not ends:
-            return None
+            return []
         state = self.states[soft.value]
         assert isinstance(state, Field)
         width = self.graph.tensor(before).shape[-1]
@@ -389,9 +395,10 @@ class Sampler:
             values: dict[int, Tensor] = {}
             for value, cut in plan.cuts.items():
                 origin = origins[cut.variable.number]
-                x = None if origin is None else self._expressed(cut.variable, origin, fields)
-                if x is not None:
-                    values[value] = x[cut.site, cut.feature].to(self.graph.tensor(value).dtype)
+                v = cut.variable
+                x = None if origin is None else self._expressed(v, origin, fields)
+                x = torch.zeros(v.sites, v.features, dtype=F64) if x is None else x
+                values[value] = self._spelled(value, x[cut.site, cut.feature])
             for node in inside:
                 if before in values:
                     break
@@ -416,28 +423,33 @@ class Sampler:
             for n, o in ends.items()
         }
 
-        def marked(row: int, at: list[int]) -> list[Tensor]:
+        def marked(row: int, at: list[int], fields: Mapping[int, Tensor]) -> list[Tensor]:
             mark = torch.zeros(soft.sites, dtype=F64)
             mark[mix.weights_at[row]] = 1.0
-            return [g != 0 for g in pull(mark[state.site], ones, at)]
+            return [g != 0 for g in pull(mark[state.site], fields, at)]
 
         # Features of queries are those of which a row's scores read one site.
-        reached = dict(zip(ends, (hit.sum(0) for hit in marked(-1, list(ends))), strict=True))
+        hits = (hit.sum(0) for hit in marked(-1, list(ends), ones))
+        reached = dict(zip(ends, hits, strict=True))
         queries = [n for n, sites in reached.items() if bool((sites == 1).any())]
-        keys = [n for n, sites in reached.items() if bool((sites > 1).any())]
-        if len(queries) != 1 or len(keys) != 1:
-            return None
-        (query,), (key,) = queries, keys
-        chosen, of_keys = reached[query] == 1, self._reading(ends[key])
-        if of_keys is None or of_keys.source is not of_values.source:
-            return None
+        readings = {
+            n: self._reading(ends[n]) for n, hit in reached.items() if bool((hit > 1).any())
+        }
+        same = {n: r for n, r in readings.items() if r and r.source is of_values.source}
+        if len(queries) != 1 or len(same) != 1:
+            return []
+        (query,), ((key, of_keys),) = queries, same.items()
+        ones = {n: ones[n] for n in (query, key)}
+        (hit,) = marked(-1, [query], ones)  # of which other keys do not count
+        chosen = hit.sum(0) == 1
         row = torch.full((ends[query].sites,), -1, dtype=torch.long)
         for i in range(mix.sites):
-            (hit,) = marked(i, [query])
+            (hit,) = marked(i, [query], ones)
             row[hit[:, chosen].any(1)] = i
-        kernel = self._keys_by_values(mix, of_keys, of_values)
-        width_of = int(chosen.sum())
-        gram = torch.zeros(ends[query].sites, ends[query].sites, dtype=F64)
+        kernel, variance = self._keys_by_values(mix, of_keys, of_values), of_keys.variance
+        groups = self._groups(ends[query], chosen, [f.variable for f in plan.cuts.values()])
+        sites = ends[query].sites
+        grams = torch.zeros(len(groups), sites, sites, dtype=F64)
         random, draws = self._random(soft), 4 * self.draws
         sent = torch.zeros(soft.sites, soft.features, dtype=F64)
         for n in range(draws):
@@ -453,10 +465,30 @@ class Sampler:
             zeros = torch.zeros(ends[query].sites, ends[query].features, dtype=F64)
             fields[query] = zeros.requires_grad_(True) + fields.get(query, 0.0)
             (g,) = pull(sent[state.site, state.feature], fields, [query])
-            gram = gram + g[:, chosen] @ g[:, chosen].T / width_of / draws
-        gram = gram * (width_of / soft.features / of_values.count)
-        of_queries = self.laws.parts.of(ends[query], chosen.nonzero()[:, 0])
-        return _SharedSource(of_queries, row, gram, of_keys.root, of_keys.variance)
+            for gram, (_, group, _) in zip(grams, groups, strict=True):
+                gram += g[:, group] @ g[:, group].T / draws
+        count = soft.features * of_values.count
+        return [
+            _SharedSource(read, row, gram / (count * factor**2), of_keys.root, variance)
+            for gram, (read, _, factor) in zip(grams, groups, strict=True)
+        ]
+
+    def _groups(
+        self, origin: Variable, chosen: Tensor, read: list[Variable]
+    ) -> list[tuple[Variable, Tensor, float]]:
+        """Some features of a matrix's result by the largest parts of it that are read, each as the
+        variable that it is there, by its features in the result, and how many times that."""
+        left, groups = chosen.clone(), []
+        for v in sorted(read, key=lambda v: len(_taken(v, origin)), reverse=True):
+            taken = _taken(v, origin)
+            fresh = left[taken].nonzero()[:, 0]
+            if len(fresh):
+                group = taken[fresh]
+                factor = _factor(v, origin) if len(taken) == v.features else None
+                whole, at = (origin, group) if factor is None else (v, fresh)
+                groups.append((self.laws.parts.of(whole, at), group, factor or 1.0))
+                left[group] = False
+        return groups
 
     def _keys_by_values(self, mix: Mix, keys: _Reading, values: _Reading) -> Tensor:
         """(rows, keys, keys) of every row, width times the covariance of what keys and values
@@ -538,9 +570,30 @@ def _origin(v: Variable) -> Product | None:
     return None
 
 
+def _taken(v: Variable, origin: Variable) -> Tensor:
+    """Features of a matrix's result that a variable behind it has."""
+    if v is origin:
+        return torch.arange(origin.features)
+    if isinstance(v, Part) and v.whole is origin:
+        return v.chosen
+    return next((_taken(p, origin) for p in v.parents if _origin(p) is origin), torch.arange(0))
+
+
+def _factor(v: Variable, origin: Variable) -> float | None:
+    """The number that multiplies a matrix's result or a part of it, with a bias or without."""
+    if not isinstance(v, Combination):
+        same = v is origin or (isinstance(v, Part) and v.whole is origin)
+        return 1.0 if same else None
+    terms = [t for t in v.terms if _origin(t.variable) is origin]
+    if len(terms) != 1 or terms[0].at is not None or terms[0].coefficient.numel() != 1:
+        return None
+    inner = _factor(terms[0].variable, origin)
+    return None if inner is None else inner * float(terms[0].coefficient)
+
+
 def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int) -> Tensor:
     """Entries of a recorded tensor as (sites, features); where none is, 0."""
-    x = x.real if x.is_complex() else x
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     flat = torch.zeros(sites * features, dtype=F64)
     at = (site * features + feature).reshape(-1)
     return flat.index_put((at,), x.reshape(-1).to(F64)).reshape(sites, features)

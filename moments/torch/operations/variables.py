@@ -108,10 +108,11 @@ class Term:
 
 @dataclass(eq=False, kw_only=True)
 class Combination(Variable):
-    """A sum of terms, and a shift (sites, 1)."""
+    """A sum of terms and a shift (sites, 1); `through` a larger sum that has these features."""
 
     terms: list[Term]
     shift: Tensor | None = None
+    through: tuple[Combination, Tensor] | None = None
 
     @property
     def parents(self) -> tuple[Variable, ...]:
@@ -253,7 +254,8 @@ class Weights:
 
 @dataclass
 class Field:
-    """Entries of a variable: `site` and `feature` of each, in the recorded tensor's shape."""
+    """Entries of a variable: `site` and `feature` of each, in the recorded tensor's shape; of a
+    complex tensor with a last axis of two, its real and imaginary part."""
 
     variable: Variable
     site: Tensor
@@ -349,7 +351,10 @@ class Parts:
             sizes = {t.variable.features for t in whole.terms}
             if sizes <= {1, whole.features}:
                 terms = [self._cut(term, chosen, whole.features) for term in whole.terms]
-                return combination(whole.sites, len(chosen), terms, whole.shift)
+                part = combination(whole.sites, len(chosen), terms, whole.shift)
+                if isinstance(part, Combination) and not whole.by_feature:
+                    part.through = whole, chosen
+                return part
         if isinstance(whole, Blend):
             inner = self.of(whole.inner, chosen)
             return replace(whole, inner=inner, features=len(chosen), number=next(NUMBERS))
