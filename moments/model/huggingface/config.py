@@ -15,6 +15,7 @@ from ...errors import DomainError, Undeclared, ValidityWarning, brief, domain_er
 from ...files import read_object
 from ..transformer import Transformer
 from . import NEAREST, PARTS, READERS, REFUSED, Family
+from .entries import IRRELEVANT
 
 
 def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
@@ -129,14 +130,15 @@ def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
             stacklevel=4,
         )
         return {**entries, "model_type": own}
-    sides = [name for name in entries if name.endswith("_config") and name != "text_config"]
+    shared = ("_name_or_path", "tie_word_embeddings")
+    silent = IRRELEVANT | _OUTER | {"text_config", *shared}
+    sides = [name for name in entries if name not in silent]
     warnings.warn(
         f"model_type = {kind!r}: its text side, {own!r}, is read; what it reads pictures or sound "
         f"with ({', '.join(sides) or 'its other sides'}) is left out",
         ValidityWarning,
         stacklevel=4,
     )
-    shared = ("_name_or_path", "tie_word_embeddings")
     return {**text, "model_type": own} | {k: entries[k] for k in shared if k in entries}
 
 

@@ -92,6 +92,23 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """What families call the same thing; none has two of these."""
 
+ROTARY = ("rope_scaling", "rope_parameters")
+"""Objects of rotary entries, the second by their present name."""
+_TURNED = (
+    "partial_rotary_factor rope_theta rope_type type"
+    " mrope_interleaved mrope_section"  # of pictures; those of a text are equal in all sections
+)
+_YARN = "beta_fast beta_slow factor mscale mscale_all_dim original_max_position_embeddings"
+_SCALED = {
+    "linear": "factor",
+    "dynamic": f"alpha {_YARN}",  # Hunyuan's released ones, of which its module reads alpha
+    "yarn": f"attention_factor llama_4_scaling_beta max_position_embeddings truncate {_YARN}",
+    "longrope": "attention_factor factor long_factor original_max_position_embeddings short_factor",
+    "llama3": "factor high_freq_factor low_freq_factor original_max_position_embeddings",
+    "proportional": "factor",
+}
+"""Their names, by the type of positions."""
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers, with all tokens and with those of a window."""
 MOST_LAYERS = 100_000
@@ -115,6 +132,7 @@ class Entries:
     def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
         self.kind = kind
         self.notes: list[str] = []
+        self._objects: dict[str, Entries] = {}
         self._given = given
         self._defaults = defaults
         self.read = {"model_type"}
@@ -174,7 +192,10 @@ class Entries:
     def inside(self, name: str, usual: Any = None) -> Entries:
         """The entries of an object, none where it is left out; `usual` are their defaults."""
         given = _of_kind(name, self(name, {}), {})
-        return Entries(given, f"{self.kind}.{name}", usual or {})
+        found = Entries(given, f"{self.kind}.{name}", usual or {})
+        found.notes = self.notes
+        self._objects[name] = found
+        return found
 
     def several(self, name: str, like: Any, count: int | None = None) -> list[Any]:
         """A list of as many entries of the kind of `like`; empty where there is none."""
@@ -318,7 +339,7 @@ class Entries:
     def rope(self) -> Mapping[str, Any]:
         """`rope_parameters`, or the entry that preceded it."""
         given: Mapping[str, Any] = {}
-        for name in ("rope_scaling", "rope_parameters"):
+        for name in ROTARY:
             value = self(name, {}) if self.has(name) else {}
             given = given or _of_kind(name, value, {})
         return given
@@ -405,15 +426,32 @@ class Entries:
         Raises:
             DomainError: an entry of another kind than the family's default.
         """
-        known = {**USUAL, **usual}
+        known, (kind, *inner) = {**USUAL, **usual}, self.kind.split(".")
         for name, value in self._given.items():
             if name in IRRELEVANT or value is None:
                 continue
             _of_kind(name, value, self._defaults.get(name))
+            if name in ROTARY and isinstance(value, Mapping):
+                self._turned(name, value)
+            elif name in self._objects:
+                self._objects[name].finish(usual)
             silent = name in known and (value == known[name] or known[name] is ...)
             if name not in self.read and not silent:
-                why = "it is left out" if name in known else f"no entry of {self.kind!r} known here"
-                self.notes.append(f"{name} = {brief(value)} is not modelled: {why}")
+                why = "it is left out" if name in known else f"no entry of {kind!r} known here"
+                path = ".".join((*inner, name))
+                self.notes.append(f"{path} = {brief(value)} is not modelled: {why}")
+
+    def _turned(self, path: str, given: Mapping[str, Any]) -> None:
+        """Note what stands in an object of rotary entries, or in those of kinds of layers, and is
+        none of those that its type of positions has."""
+        scaled = str(given.get("rope_type") or given.get("type") or "default")
+        known = f"{_TURNED} {_SCALED.get(scaled, '')}".split()
+        for name, value in given.items():
+            if isinstance(value, Mapping):
+                self._turned(f"{path}.{name}", value)
+            elif name not in known and value is not None:
+                why = f"no entry of {scaled!r} positions known here"
+                self.notes.append(f"{path}.{name} = {brief(value)} is not modelled: {why}")
 
 
 # What an entry must be, by the kind of its default, and the same in words.

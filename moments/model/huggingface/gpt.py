@@ -50,7 +50,6 @@ def _gpt_neo(read: Entries, seq_len: int | None) -> Transformer:
 
 def _neo_kinds(read: Entries, layers: int) -> list[str]:
     """Kind of attention in every layer, from [[["global", "local"], repetitions], ...]."""
-    read("attention_layers", None)
     given = read("attention_types", [[["global", "local"], layers // 2]])
     try:
         named = sum(len(group) * times for group, times in given)
@@ -58,7 +57,11 @@ def _neo_kinds(read: Entries, layers: int) -> list[str]:
         named = 0
     if named != layers or any(times < 0 for _, times in given):
         raise domain_error("attention_types", given, f"one kind for each of {layers} layers")
-    return [kind for group, times in given for _ in range(times) for kind in group]
+    kinds = [kind for group, times in given for _ in range(times) for kind in group]
+    if not set(kinds) <= {"global", "local"}:
+        raise domain_error("attention_types", given, "of 'global' and 'local'")
+    read.expect("attention_layers", kinds, "attention_types says it")
+    return kinds
 
 
 def _opt(read: Entries, seq_len: int | None) -> Transformer:

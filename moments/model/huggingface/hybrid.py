@@ -65,7 +65,7 @@ def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
     kinds = [_NAMES.get(kind, kind) for kind in given]
     if not set(kinds) <= set(named.values()):
         raise domain_error("layers_block_type", kinds, f"of {', '.join(named.values())}")
-    read.read.add("num_hidden_layers")  # the pattern's length, whatever it says
+    read.expect("num_hidden_layers", len(kinds), "there are as many layers as kinds of them")
     read = read.replaced(num_hidden_layers=len(kinds), tie_word_embeddings=False)
     variance, heads = read.variance(), read.count("mamba_num_heads")
     inner, activation = heads * read.count("mamba_head_dim"), read.activation("mlp_hidden_act")
@@ -186,6 +186,9 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
     full = [n for n in range(1, layers) if n % 4 == 0]
     if own.has("kda_layers") and own.has("full_attn_layers"):
         full = [n - 1 for n in own.several("full_attn_layers", 0)]
+        others = sorted(n + 1 for n in set(range(layers)) - set(full))
+        if sorted(own.several("kda_layers", 0)) != others:
+            raise domain_error("kda_layers", own("kda_layers"), "those not in full_attn_layers")
     usual = [FULL if n in full else _LINEAR for n in range(layers)]
     block = GatedDeltaNet(
         *(heads, heads, width, width, variance, variance, variance),
@@ -233,18 +236,22 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         )
     else:
         shared = None
-    own = Entries({str(n): of for n, of in read("per_layer_config", {}).items()}, read.kind, {})
+    # those of a layer that is named take the place of both usual ones
+    named = {str(n).lstrip("0") or "0": of for n, of in read("per_layer_config", {}).items()}
+    own = read.replaced(per_layer_config=named).inside("per_layer_config")
     width, mixers, temperatures = read.count("head_dim"), [], []
+    if named:
+        wide, shared = width, None
     own_keys = len(kinds) - int(read.number("num_kv_shared_layers"))
     sources = {kind: number for number, kind in enumerate(kinds[: max(own_keys, 0)], 1)}
     if own_keys < len(kinds) and set(sources) != set(kinds):
         allowed = "so few that layers of every kind before have keys of their own"
         raise domain_error("num_kv_shared_layers", len(kinds) - own_keys, allowed)
     for number, kind in enumerate(kinds):
-        head, several = width, None
-        if kind == FULL:
-            layer = own.inside(str(number))
-            head, several = layer.count("head_dim", wide), layer("num_key_value_heads", shared)
+        usual_of = (wide, shared) if kind == FULL else (width, None)
+        layer = own.inside(str(number))
+        head = layer.count("head_dim", usual_of[0])
+        several = layer("num_key_value_heads", usual_of[1])
         source = sources[kind] if number >= own_keys else None
         mixers.append(LayerAttention(head, several, "rmsnorm", value_norm=True, keys_of=source))
         temperatures.append(head**-0.5)

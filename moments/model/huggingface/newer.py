@@ -154,7 +154,10 @@ def _mistral4(read: Entries, seq_len: int | None) -> Transformer:
     """Latent attention; softmax over all experts, of which groups score by their best two."""
     _longer(read, seq_len)
     given = dict(read.rope() or read.usual("rope_parameters"))
-    given.pop("partial_rotary_factor", None)  # the share that qk_rope_head_dim already says
+    parts = read.count("qk_rope_head_dim"), read.count("qk_nope_head_dim")
+    usual = parts[0] / sum(parts)
+    if (said := given.pop("partial_rotary_factor", usual)) != usual:
+        read.leave_out("partial_rotary_factor", said, "qk_rope_head_dim says it")
     read = read.replaced(rope_parameters=given, rope_scaling=None)
     width = read.count("moe_intermediate_size")
     experts = softmax_experts(

@@ -293,11 +293,6 @@ def _mpt(read: Entries, seq_len: int | None) -> Transformer:
     """ALiBi, neither biases nor those of norms; one probability of attn_config drops what blocks
     give and attention's weights."""
     given = read.inside("attn_config")
-    for name, value in read("attn_config", {}).items():
-        if name == "clip_qkv" and value is not None:
-            read.leave_out(name, value, "queries, keys and values are not clipped")
-        elif name in _MPT_ATTENTION and value != _MPT_ATTENTION[name]:
-            read.leave_out(name, value, "its module does not read it")
     d_model, heads = read.count("d_model"), read.count("n_heads")
     usual = math.sqrt(heads / d_model)
     return declared(
@@ -356,7 +351,6 @@ def _xglm(read: Entries, seq_len: int | None) -> Transformer:
     return _biogpt(read, seq_len, positions="sinusoidal", position_base=base)
 
 
-_MPT_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False}
 EARLIER: dict[str, Reader] = {
     "biogpt": _biogpt,
     "codegen": _gptj,

@@ -37,7 +37,8 @@ def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
         raise unknown_name("model_type", kind, sorted(READERS))
     changed = {name: value for name, value in entries.items() if name not in _PER_LAYER}
     pattern = READERS[kind].defaults.get("layers_block_type")
-    if pattern is not None:  # one entry for every layer, and none for how many there are
+    if pattern is not None:  # one entry for every layer, which says how many there are
+        changed |= dict.fromkeys({"num_hidden_layers"} & set(entries), layers)
         letters = entries.get("hybrid_override_pattern")
         if letters and "layers_block_type" not in entries:
             return changed | {"hybrid_override_pattern": (letters * layers)[:layers]}

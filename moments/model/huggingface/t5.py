@@ -68,9 +68,8 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
         "norm_gain": gain,
         "embedding": embedding,
     }
-    if read.kind in ("mt5", "umt5"):  # tie in any case; the one never scales, the other does
+    if read.kind in ("mt5", "umt5"):  # the one never scales, the other does
         scaled = read.kind == "umt5"
-        read("tie_word_embeddings", None)
     elif read.has("scale_decoder_outputs"):
         scaled = read.flag("scale_decoder_outputs")
         read("tie_word_embeddings", None)
@@ -93,10 +92,10 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
 
 def _feed_forward(read: Entries) -> tuple[str, bool]:
     given = read("feed_forward_proj")
-    read("dense_act_fn", None)
-    read("is_gated_act", None)
     kind, _, name = str(given).rpartition("-")
     name = "gelu_new" if given == "gated-gelu" else name
+    read.expect("dense_act_fn", name, "feed_forward_proj says it")
+    read.expect("is_gated_act", kind == "gated", "feed_forward_proj says it")
     if name not in ACTIVATIONS or kind not in ("", "gated"):
         raise domain_error("feed_forward_proj", given, "an activation, or 'gated-' and one")
     return ACTIVATIONS[name], kind == "gated"
