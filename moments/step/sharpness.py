@@ -7,17 +7,17 @@ moves the input of l, which the gradient of W_l reads. With steps dW = V/sqrt(P)
 
 K the Gram matrix over tokens of what W_k reads, B that of the gradient behind W_l, P the root mean
 square of an entry of a matrix's gradient (Adam's preconditioner once it has seen some batches; 1
-for SGD), and T the linearised network between the two. A matrix is a lower and an upper one in
-directions that hardly overlap, so that the Hessian acts on (lower steps, upper steps) as
+for SGD), and T the linearised network between the two. A matrix is taken for a lower and an upper
+one in directions of their own, so that the Hessian acts on (lower steps, upper steps) as
 
     [ Q + G   M^T ]
     [   M      0  ],
 
 G the Gauss-Newton part of the logits, and Q what norms, activations and products of a gated unit
-add by their second derivatives. K, B and P are the prediction's; T and Q are drawn, with fewer
-features than the network has, whose matrices have the same gain: K, B, P and the norms of random
-matrices hold all that depends on the width. Left out: second derivatives of softmaxes, and that
-lower and upper steps of one matrix overlap.
+add by their second derivatives. Rows of a table that is also the matrix to the logits are one step
+in both. K, B and P are the prediction's; T and Q are those of one network that is drawn, signal and
+gradient, with fewer features than the real one has and matrices of the same gain: K, B, P and the
+norms of random matrices hold all that depends on the width.
 
 See docs/theory/sharpness.md.
 """
