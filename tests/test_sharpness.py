@@ -267,20 +267,18 @@ def test_post_norms_have_a_range_of_their_own_and_other_places_none() -> None:
         for norm in ("pre", "post", "sandwich")
     )
     shares = [rates.range[1] / rates.edge for rates in (pre, post) if rates.range is not None]
-    assert shares == pytest.approx([0.35, 0.04])
+    assert shares == pytest.approx([0.26, 0.04])
     assert other.range is None
     assert other.first_instability is None
     assert other.edge is not None
     assert "norm = 'sandwich'" in other.table()
 
 
-@pytest.mark.parametrize(
-    ("name", "early"), [("OPT, 3 x 96", 0.5), ("OPT Post-LN, 4 x 96", 0.4), ("GPT-2, 6 x 96", 0.5)]
-)
-def test_stored_training_bears_the_rates_out(name: str, early: float) -> None:
+@pytest.mark.parametrize("name", ["OPT, 3 x 96", "OPT Post-LN, 2 x 64", "GPT-2, 6 x 96"])
+def test_stored_training_bears_the_rates_out(name: str) -> None:
     """Modules on which nothing was fixed: the middle of the range within a factor 2 of the best of
     a sweep of 300 steps, the first unstable rate of where that is damaged,
-    and the onset of where the loss on one batch first rises (early by .45 in one of eleven). All:
+    and the onset of where the loss on one batch first rises. All:
     `python benchmarks/learning_rate.py table`."""
     assert name not in benchmark.FIXED
     with warnings.catch_warnings():
@@ -291,7 +289,7 @@ def test_stored_training_bears_the_rates_out(name: str, early: float) -> None:
     best = benchmark.at(int(benchmark.best_of(losses)))
     assert rates.range is not None
     assert 0.5 < math.sqrt(math.prod(rates.range)) / best < 2.0
-    assert early < benchmark.first_rise(row) / rates.onset < 2.0
+    assert 0.5 < benchmark.first_rise(row) / rates.onset < 2.0
     assert 0.5 < rates.first_instability / benchmark.damaged(losses) < 2.0
 
 

@@ -441,8 +441,8 @@ class Prediction(Shown):
             optimizer: "sgd" (the Hessian itself), "adam" or "adamw" (divided by the root mean
                 square of an entry of every parameter's gradient).
             options: eps and clip, and multipliers of the learning rate, as in `after`; draws of the
-                network that are averaged (3), features of a drawn one at least (64), and their
-                seed.
+                network that are averaged (3), features of a drawn one (at least 64, more for fewer
+                tokens), and their seed.
 
         Returns:
             A Sharpness: `largest`, `least`, `by_matrix`, `table()`, `to_json()`.

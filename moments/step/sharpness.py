@@ -7,17 +7,17 @@ moves the input of l, which the gradient of W_l reads. With steps dW = V/sqrt(P)
 
 K the Gram matrix over tokens of what W_k reads, B that of the gradient behind W_l, P the root mean
 square of an entry of a matrix's gradient (Adam's preconditioner once it has seen some batches; 1
-for SGD), and T the linearised network between the two. A matrix is a lower and an upper one in
-directions that hardly overlap, so that the Hessian acts on (lower steps, upper steps) as
+for SGD), and T the linearised network between the two. A matrix is taken for a lower and an upper
+one in directions of their own, so that the Hessian acts on (lower steps, upper steps) as
 
     [ Q + G   M^T ]
     [   M      0  ],
 
 G the Gauss-Newton part of the logits, and Q what norms, activations and products of a gated unit
-add by their second derivatives. K, B and P are the prediction's; T and Q are drawn, with fewer
-features than the network has, whose matrices have the same gain: K, B, P and the norms of random
-matrices hold all that depends on the width. Left out: second derivatives of softmaxes, and that
-lower and upper steps of one matrix overlap.
+add by their second derivatives. Rows of a table that is also the matrix to the logits are one step
+in both. K, B and P are the prediction's; T and Q are those of one network that is drawn, signal and
+gradient, with fewer features than the real one has and matrices of the same gain: K, B, P and the
+norms of random matrices hold all that depends on the width.
 
 See docs/theory/sharpness.md.
 """
@@ -57,7 +57,7 @@ from .drawn import Block, bend, copies
 from .ends import Words
 from .leaves import SHARED_KEY, block_of, latent_block, mixture_block
 from .rules import Optimizer, named_optimizer, spread
-from .sites import Reading, Site
+from .sites import Reading, Site, Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,11 +76,16 @@ Space = tuple[str, Key]
 Step = tuple[Callable[[Array], Array], Callable[[Array], Array]]
 """What a component makes of a change of its input, (T, features), and the way back."""
 
+Made = tuple[Step, Array]
+"""A component's step, and what it makes of the drawn features that enter."""
+
 OPTIMIZERS = ("sgd", "adam", "adamw")
 """Those whose step is a fixed multiple of the gradient by parameter, once it has seen batches."""
 
-FEATURES = 64
-"""Of the drawn network: at least so many, in whole heads."""
+FEATURES, NUMBERS = 64, 2**14
+"""Of the drawn network: at least so many features, in whole heads, and as many as make up these
+numbers of all tokens. Fewer lose what its random matrices have beyond: of width 128 half the
+features 4 to 8 % of an eigenvalue, a quarter 20 %."""
 
 DRAWS = 3
 
@@ -161,16 +166,18 @@ def sharpness(
     clip: float | None = None,
     multipliers: Mapping[str, float] | None = None,
     draws: int = DRAWS,
-    features: int = FEATURES,
+    features: int | None = None,
     seed: int = 0,
 ) -> Sharpness:
     """See `Prediction.sharpness`."""
     check_choice("optimizer", optimizer, OPTIMIZERS)
-    for name, value in {"draws": draws, "features": features}.items():
-        check_count(name, value)
+    check_count("draws", draws)
     check_count("seed", seed, least=0)
     named = named_optimizer(optimizer, eps=eps, clip=clip, multipliers=multipliers)
     stepping: Stepping = prediction._sharpening
+    if features is None:
+        features = max(FEATURES, NUMBERS // len(stepping.reading.main.before))
+    check_count("features", features)
     reading, squares, chosen = stepping.reading, stepping.squares, stepping.clipped(named)
     if float(np.max(reading.logit_variance)) > WIDE_LOGITS:
         warnings.warn(
@@ -287,6 +294,15 @@ class Hessian:
         root = self._root(kernel)
         return np.asarray(root @ self._normal((root.shape[1], self._features(width))))
 
+    def _weights(self, shape: tuple[float, float], variance: float, rows: int = 0) -> Array:
+        """An (n, m) matrix, of which so many `rows` are drawn, or the share of all."""
+        drawn = self._normal((self._features(shape[0]), rows or self._features(shape[1])))
+        return np.asarray(drawn * np.float32((variance / self.share) ** 0.5))
+
+    def _shifted(self, y: Array, variance: float) -> Array:
+        """With a bias of that variance."""
+        return y + np.float32(variance**0.5) * self._normal(y.shape[1:]) if variance else y
+
     # --- parameters ----------------------------------------------------------------------------
 
     def _inverse(self, key: Key, entries: float) -> float:
@@ -335,23 +351,19 @@ class Hessian:
     def _matrix(
         self,
         key: Key,
+        weights: Array,
         kernel: Array,
         gradient: Array,
         shape: tuple[float, float],
-        variance: float,
         bias: bool,
         inverse: float | None = None,
-        rows: int | None = None,
     ) -> Step:
-        """An (n, m) matrix that reads tokens of that kernel and receives that gradient; `rows` of
-        it are drawn, if not as many as the share of all features."""
-        n, m = shape
+        """An (n, m) matrix, drawn as `weights`, that reads tokens of that kernel and receives that
+        gradient."""
+        (n, m), rows = shape, weights.shape[1]
         if inverse is None:
             inverse = self._inverse(key, n * m)
-        rows = self._features(m) if rows is None else rows
         spread = rows / (m * self.share)
-        weights = self._normal((self._features(n), rows))
-        weights *= np.float32((variance / self.share) ** 0.5)
         random = (lambda x: x @ weights), (lambda delta: delta @ weights.T)
         sees = self._upper(key, gradient, m * inverse, n)
         steps = [sees, random, self._lower(key, kernel, spread * n * inverse, rows)]
@@ -364,72 +376,125 @@ class Hessian:
     def _build(self) -> None:
         reading, stream = self.reading, self.reading.main
         width = float(reading.model.d_model)
-        steps = [
-            self._lower(
-                (0, table.name),
-                table.same,
-                table.amplitude**2 * self._inverse((0, table.name), table.count * width),
+        words, table = Words.of(reading), stream.token_table
+        lookups = {
+            one.name: self._lower(
+                (0, one.name),
+                one.same,
+                one.amplitude**2 * self._inverse((0, one.name), one.count * width),
                 self._features(width),
             )
-            for table in stream.tables
-        ]
+            for one in stream.tables
+            if not (one is table and reading.tied)
+        }
+        head = self._head(words)
+        if reading.tied and table is not None:
+            lookups[table.name], reads = self._tied(words, table)
+            head.insert(0, reads)
+        rows = self._normal((len(words.rows), self._features(width)))
+        rows *= np.sqrt(words.rows * reading.readout.weight_variance)[:, None].astype(np.float32)
+        others, x = stream.before, np.zeros((), np.float32)
+        if reading.tied and table is not None:
+            others = others - table.amplitude**2 * table.variance * table.same
+            x = np.float32(table.amplitude) * rows[words.read]
+        x = x + self._drawn(others, width)
         tables = Site(-1, 0, "tables", None, stream.before, stream.received, width)
-        steps.append(self._through(stream.embedding, tables)[0])
+        step, _, x = self._through(stream.embedding, tables, x)
+        steps = [*lookups.values(), step]
         site = next(self._points)
         for part in (stream.layers, stream.ending):
-            step, site = self._through(part, site)
+            step, site, x = self._through(part, site, x)
             steps.append(step)
-        self._network = _chained([*steps, self._head()])
+        forward, back = _chained(steps)
+        # the gradient at the end, which every part keeps of what comes back first
+        self._given = dict(self.split(np.zeros(self.size)))
+        self._made = dict(self._given)
+        forward(np.zeros((), np.float32))
+        back(self._sent(words, rows, x))
+        self._network = _chained([(forward, back), *head])
 
-    def _head(self) -> Step:
+    def _sent(self, words: Words, rows: Array, x: Array) -> Array:
+        """The gradient of the loss at what the logits read, x: of their rows, and along x, as the
+        softmax follows logits of variance s^2: E_p z - E z = s^2."""
+        readout = self.reading.readout
+        along = np.asarray(self.reading.targets >= 0, np.float32)
+        along *= np.float32(self.reading.logit_variance / along.sum() / readout.width)
+        size = (x * x).mean(1)
+        along /= np.where(size > 0, size, 1.0)
+        return np.asarray(readout.scale * words.sent @ rows + along[:, None] * x, np.float32)
+
+    def _head(self, words: Words) -> list[Step]:
         """The matrix to the logits as an upper one, and G of logits whose softmax is uniform."""
-        reading, words, readout = self.reading, Words.of(self.reading), self.reading.readout
+        reading, readout = self.reading, self.reading.readout
         rows, n = float(readout.vocab_size), float(readout.width)
-        name = (0, "token") if reading.tied else (reading.model.layers + 1, "head")
-        gram = readout.scale**2 * (words.sent * words.rows) @ words.sent.T
-        last = reading.model.layers + 1, "head"
-        sees = self._upper(last, gram, self._inverse(name, rows * n), n)
         matrix = self._normal((self._features(n), self._features(rows)))
         matrix *= np.float32(readout.scale * (readout.weight_variance / self.share / rows) ** 0.5)
         matrix -= matrix.mean(1, keepdims=True)
         judged = np.asarray(reading.targets >= 0, np.float32)[:, None]
         judged /= judged.sum()
         logits = (lambda x: judged * (x @ matrix)), (lambda delta: delta @ matrix.T)
-        return _chained([sees, logits])
+        if reading.tied:
+            return [logits]
+        key = reading.model.layers + 1, "head"
+        gram = readout.scale**2 * (words.sent * words.rows) @ words.sent.T
+        return [self._upper(key, gram, self._inverse(key, rows * n), n), logits]
 
-    def _through(self, part: Component, at: Site) -> tuple[Step, Site]:
-        """A component's step, and the site behind it."""
+    def _tied(self, words: Words, table: Table) -> tuple[Step, Step]:
+        """Steps of a table that is also the matrix to the logits: what tokens look up, and what
+        reads the stream at the end. As a row is a word's in both, they have much in common."""
+        key, width = (0, table.name), float(self.reading.readout.width)
+        space, root = ("lower", key), np.float32(self._inverse(key, table.count * width) ** 0.5)
+        self.shapes[space] = len(words.rows), self._features(width)
+        looked = np.asarray(root * table.amplitude * words.reads, np.float32)
+        sent = words.sent * np.sqrt(words.rows)
+        sent = np.asarray(root * self.reading.readout.scale * sent, np.float32)
+
+        def looked_up(delta: Array) -> Array:
+            self._made[space] = self._made[space] + looked.T @ delta
+            return delta
+
+        def read(x: Array) -> Array:
+            self._made[space] = sent.T @ x
+            return x
+
+        lookup = (lambda x: x + looked @ self._given[space]), looked_up
+        return lookup, (read, lambda delta: delta + sent @ self._given[space])
+
+    def _through(self, part: Component, at: Site, x: Array) -> tuple[Step, Site, Array]:
+        """A component's step, the site behind it, and what it makes of x."""
         if isinstance(part, Chain):
             steps = []
             for one in part.children:
-                step, at = self._through(one, at)
+                step, at, x = self._through(one, at, x)
                 steps.append(step)
-            return _chained(steps), at
+            return _chained(steps), at, x
         if isinstance(part, Layer):
-            step, _ = self._through(part.body, at)
-            return step, next(self._points)
+            step, _, x = self._through(part.body, at, x)
+            return step, next(self._points), x
         if isinstance(part, Residual):
             kept, added = np.float32(part.skip_scale), np.float32(part.branch_scale)
-            (forward, back), _ = self._through(part.branch, at)
+            (forward, back), _, y = self._through(part.branch, at, x)
             step = (
                 lambda x: kept * x + added * forward(x),
                 lambda delta: kept * delta + back(added * delta),
             )
-            return step, next(self._points)
+            site = next(self._points)
+            return step, site, _sized(kept * x + added * y, site.kernel)
         if isinstance(part, Parallel):
-            both = [self._through(branch, at) for branch in part.branches]
+            both = [self._through(branch, at, x) for branch in part.branches]
             step = (
-                lambda x: sum_of([forward(x) for (forward, _), _ in both]),
-                lambda delta: sum_of([back(delta) for (_, back), _ in both]),
+                lambda x: sum_of([forward(x) for (forward, _), *_ in both]),
+                lambda delta: sum_of([back(delta) for (_, back), *_ in both]),
             )
-            return step, both[-1][1]
+            return step, both[-1][1], sum_of([y for *_, y in both])
         inside = isinstance(part, GatedHeads)  # whose own sites are passed by
         leaving = next(p for p in self._points if not inside or p.name.endswith(part.label))
-        return self.leaf(part, at, leaving), leaving
+        step, y = self.leaf(part, at, leaving, x)
+        return step, leaving, _sized(y, leaving.kernel)
 
     @functools.singledispatchmethod
-    def leaf(self, leaf: Any, at: Site, leaving: Site) -> Step:
-        """A leaf's step, by its class; to be added to as `Walk.leaf`.
+    def leaf(self, leaf: Any, at: Site, leaving: Site, x: Array) -> Made:
+        """A leaf's step and what it makes of x, by its class; to be added to as `Walk.leaf`.
 
         Raises:
             DomainError: no step is known of it.
@@ -437,65 +502,67 @@ class Hessian:
         raise DomainError(f"sharpness does not cover {type(leaf).__name__} ({leaf.label})")
 
     @leaf.register(Linear)
-    def linear(self, leaf: Linear, at: Site, leaving: Site) -> Step:
+    def linear(self, leaf: Linear, at: Site, leaving: Site, x: Array) -> Made:
         given, key = leaf.parameters, (leaving.layer, leaf.weight)
         shape = float(given["fan_in"]), float(given["fan_out"])
-        variance = float(given["weight_variance"])
-        return self._matrix(key, at.kernel, leaving.gradient, shape, variance, leaf.has_bias)
+        weights = self._weights(shape, float(given["weight_variance"]))
+        step = self._matrix(key, weights, at.kernel, leaving.gradient, shape, leaf.has_bias)
+        return step, self._shifted(x @ weights, float(given.get("bias_variance", 0.0)))
 
     @leaf.register(Activation)
-    def activation(self, leaf: Activation, at: Site, leaving: Site) -> Step:
-        _, slope, bend = _derivatives(leaf.laws, self._drawn(at.kernel, at.width))
-        bend = bend * self._drawn(leaving.gradient, at.width)
-        return _bent(lambda x: slope * x, lambda delta: slope * delta, lambda x: bend * x)
+    def activation(self, leaf: Activation, at: Site, leaving: Site, x: Array) -> Made:
+        value, slope, bend = _derivatives(leaf.laws, x)
+        through = (lambda x: slope * x), (lambda delta: slope * delta)
+        return _bent(*through, lambda e, b: bend * b * e, leaving.gradient), value
 
     @leaf.register(GatedLinear)
-    def gated(self, leaf: GatedLinear, at: Site, leaving: Site) -> Step:
-        n, m = shape = float(leaf.fan_in), float(leaf.fan_out)
-        variances = {"gate": float(leaf.gate), "ffn_in": float(leaf.ffn_in)}
-        biases = float(leaf.gate_bias), float(leaf.bias)
+    def gated(self, leaf: GatedLinear, at: Site, leaving: Site, x: Array) -> Made:
+        shape = float(leaf.fan_in), float(leaf.fan_out)
+        matrices = {
+            "gate": (float(leaf.gate), float(leaf.gate_bias)),
+            "ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
+        }
+        every = {name: self._weights(shape, variance) for name, (variance, _) in matrices.items()}
         gate, factor = (
-            self._drawn(n * variance * at.kernel + bias, m)
-            for variance, bias in zip(variances.values(), biases, strict=True)
+            self._shifted(x @ every[name], bias) for name, (_, bias) in matrices.items()
         )
         value, slope, bend = _derivatives(leaf.activation, gate)
         slopes = slope * factor, value
-        received = self._drawn(leaving.gradient, m)
-        # second derivatives: at the gate alone, and of gate and factor
-        own, both = received * bend * factor, received * slope
         maps = []
-        for (name, variance), one in zip(variances.items(), slopes, strict=True):
+        for (name, weights), one in zip(every.items(), slopes, strict=True):
             wide = one.astype(float)
             gradient = leaving.gradient * (wide @ wide.T / wide.shape[1])
             key = (leaving.layer, f"{leaf.prefix}{name}")
-            maps.append(self._matrix(key, at.kernel, gradient, shape, variance, leaf.has_bias))
+            maps.append(self._matrix(key, weights, at.kernel, gradient, shape, leaf.has_bias))
         (to_gate, from_gate), (to_factor, from_factor) = maps
         moved: list[Array] = []
+        received = _Received(leaving.gradient)
 
         def forward(x: Array) -> Array:
             moved[:] = to_gate(x), to_factor(x)
             return np.asarray(slopes[0] * moved[0] + slopes[1] * moved[1])
 
         def back(delta: Array) -> Array:
-            at_gate = slopes[0] * delta + own * moved[0] + both * moved[1]
-            return np.asarray(from_gate(at_gate) + from_factor(slopes[1] * delta + both * moved[0]))
+            b = received(delta)
+            # second derivatives: at the gate alone, and of gate and factor
+            at_gate = slopes[0] * delta + b * (bend * factor * moved[0] + slope * moved[1])
+            at_factor = slopes[1] * delta + b * slope * moved[0]
+            return np.asarray(from_gate(at_gate) + from_factor(at_factor))
 
-        return forward, back
+        return (forward, back), value * factor
 
     @leaf.register(FiniteNormalization)
-    def norm(self, leaf: FiniteNormalization, at: Site, leaving: Site) -> Step:
+    def norm(self, leaf: FiniteNormalization, at: Site, leaving: Site, x: Array) -> Made:
         """y = x/rms(x) has the derivative d = (1 - y y^T/n) dx/rms, and with b the gradient at y,
         b.y has the second one -(y.e b.e' + b.e y.e' + b.y e.e' - 3 b.y y.e y.e'/n)/n, e = dx/rms.
         """
         if leaf.groups != 1:
             raise DomainError(f"sharpness does not cover norms of groups ({leaf.label})")
         centred = _about_mean if leaf.centres else _as_it_is
-        y = centred(self._drawn(at.kernel, at.width))
-        y = y / np.sqrt((y * y).mean(1, keepdims=True))
-        b = self._drawn(leaving.gradient, at.width)
+        y = centred(x)
+        y = y / np.sqrt(np.maximum((y * y).mean(1, keepdims=True), 1e-30))
         inverse = 1 / np.sqrt(np.diag(at.kernel) + float(leaf.epsilon))
         over_size, gain = np.asarray(inverse, np.float32)[:, None], np.float32(leaf.gain)
-        along = (b * y).mean(1, keepdims=True)
 
         def across(x: Array) -> Array:
             x = centred(over_size * x)
@@ -505,92 +572,91 @@ class Hessian:
             delta = delta - y * (y * delta).mean(1, keepdims=True)
             return np.asarray(over_size * centred(delta))
 
-        def bend(x: Array) -> Array:
+        def bend(x: Array, b: Array) -> Array:
             e = centred(over_size * x)
             by_y, by_b = (y * e).mean(1, keepdims=True), (b * e).mean(1, keepdims=True)
+            along = (b * y).mean(1, keepdims=True)
             sent = y * by_b + b * by_y + along * (e - 3 * by_y * y)
-            return np.asarray(-gain * over_size * centred(sent))
+            return np.asarray(-over_size * centred(sent))
 
-        return _chained([_bent(across, back, bend), self._affine(leaf, leaving.layer, y, b)])
-
-    def _affine(self, leaf: FiniteNormalization, layer: int, y: Array, b: Array) -> Step:
-        """A gain and a bias per feature, the gain's gradient being sum_t b_t y_t."""
-        gain = np.float32(leaf.gain)
+        steps = [_bent(across, back, bend, leaf.gain**2 * leaving.gradient)]
         if not leaf.affine:
-            return (lambda x: gain * x), (lambda delta: gain * delta)
-        steps = [self._gains((layer, f"{leaf.label}.gain"), y, b, gain)]
-        if leaf.bias:
-            entries = y.shape[1] / self.share
-            steps.append(self._bias((layer, f"{leaf.label}.bias"), entries, y.shape[1]))
-        return _chained(steps)
+            steps.append(((lambda x: gain * x), (lambda delta: gain * delta)))
+        else:
+            key = leaving.layer, f"{leaf.label}.gain"
+            steps.append(self._gains(key, y, leaving.gradient, gain))
+            if leaf.bias:
+                key, entries = (leaving.layer, f"{leaf.label}.bias"), y.shape[1] / self.share
+                steps.append(self._bias(key, entries, y.shape[1]))
+        return _chained(steps), gain * y
 
-    def _gains(self, key: Key, y: Array, b: Array, gain: Any) -> Step:
-        """Gains behind y that receive b."""
+    def _gains(self, key: Key, y: Array, gradient: Array, gain: Any) -> Step:
+        """Gains behind y, whose gradient is sum_t b_t y_t of what they receive."""
+        received = _Received(gradient)
         factor = np.float32(self._inverse(key, y.shape[1] / self.share) ** 0.5)
         lower, upper = ("lower", key), ("upper", key)
         self.shapes[lower] = self.shapes[upper] = (y.shape[1],)
 
         def forward(x: Array) -> Array:
-            self._made[upper] = factor * (b * x).sum(0)
+            self._made[upper] = factor * (received.value * x).sum(0)
             return np.asarray(gain * x + factor * y * self._given[lower])
 
         def back(delta: Array) -> Array:
+            b = received(delta)
             self._made[lower] = factor * (y * delta).sum(0)
             return np.asarray(gain * delta + factor * b * self._given[upper])
 
         return forward, back
 
     @leaf.register(Dropout)
-    def dropout(self, leaf: Dropout, at: Site, leaving: Site) -> Step:
+    def dropout(self, leaf: Dropout, at: Site, leaving: Site, x: Array) -> Made:
         kept, shape = 1.0 - float(leaf.parameters["drop_prob"]), self._features(at.width)
         mask = (self.rng.random((len(at.kernel), shape), np.float32) < kept) / np.float32(kept)
-        return (lambda x: mask * x), (lambda delta: mask * delta)
+        return ((lambda x: mask * x), (lambda delta: mask * delta)), mask * x
 
     @leaf.register(Scale)
-    def scale(self, leaf: Scale, at: Site, leaving: Site) -> Step:
+    def scale(self, leaf: Scale, at: Site, leaving: Site, x: Array) -> Made:
         factor = np.float32(float(leaf.parameters["weight_variance"]) ** 0.5)
-        return (lambda x: factor * x), (lambda delta: factor * delta)
+        return ((lambda x: factor * x), (lambda delta: factor * delta)), factor * x
 
     @leaf.register(Pool)
-    def pool(self, leaf: Pool, at: Site, leaving: Site) -> Step:
+    def pool(self, leaf: Pool, at: Site, leaving: Site, x: Array) -> Made:
         weights = np.asarray(leaf.weights(len(at.kernel)), np.float32)
-        return (lambda x: weights @ x), (lambda delta: weights.T @ delta)
+        return ((lambda x: weights @ x), (lambda delta: weights.T @ delta)), weights @ x
 
     @leaf.register(LayerScale)
-    def layer_scale(self, leaf: LayerScale, at: Site, leaving: Site) -> Step:
+    def layer_scale(self, leaf: LayerScale, at: Site, leaving: Site, x: Array) -> Made:
         """Gains that multiply the branch behind this, and are 1 here."""
-        y, b = (self._drawn(kernel, at.width) for kernel in (at.kernel, leaving.gradient))
-        key, gain = (leaving.layer, leaf.label), float(leaf.gain)
-        return self._gains(key, y / np.float32(gain), b / np.float32(gain), 1.0)
+        key, gain = (leaving.layer, leaf.label), np.float32(leaf.gain)
+        return self._gains(key, x / gain, leaving.gradient / gain**2, 1.0), x
 
     @leaf.register(SelfAttention)
     @leaf.register(GatedHeads)
     @leaf.register(Mixer)
-    def drawn(self, leaf: Any, at: Site, leaving: Site) -> Step:
-        return self._block(block_of(leaf, self.reading, at, leaving), leaving.layer)
+    def drawn(self, leaf: Any, at: Site, leaving: Site, x: Array) -> Made:
+        return self._block(block_of(leaf, self.reading, at, leaving), leaving.layer, x)
 
     @leaf.register(LatentHeads)
-    def latent(self, leaf: LatentHeads, at: Site, leaving: Site) -> Step:
+    def latent(self, leaf: LatentHeads, at: Site, leaving: Site, x: Array) -> Made:
         block, latents = latent_block(leaf, self.reading, at, leaving)
         before, d = [], float(leaf.attention.d_model)
         layer, shared = leaving.layer, int(leaf.block.rope_dim)
         for one in latents:
             shape = d, one.at.width
-            rows = one.at.width + (shared if one.name == "kv_down" else 0)
-            inverse = self._inverse((layer, one.name), d * rows)
-            down = self._matrix(
-                (layer, one.name), at.kernel, one.at.gradient, shape, one.variance, False, inverse
-            )
-            norm = self.norm(one.norm, one.at, dataclasses.replace(one.behind, layer=layer))
-            before.append((one.readers, _chained([down, norm])))
-        return self._block(block, layer, before)
+            key, rows = (layer, one.name), one.at.width + (shared if one.name == "kv_down" else 0)
+            inverse, weights = self._inverse(key, d * rows), self._weights(shape, one.variance)
+            down = self._matrix(key, weights, at.kernel, one.at.gradient, shape, False, inverse)
+            behind = dataclasses.replace(one.behind, layer=layer)
+            norm, y = self.norm(one.norm, one.at, behind, x @ weights)
+            before.append((one.readers, _chained([down, norm]), y))
+        return self._block(block, layer, x, before)
 
     @leaf.register(Mixture)
-    def mixture(self, leaf: Mixture, at: Site, leaving: Site) -> Step:
+    def mixture(self, leaf: Mixture, at: Site, leaving: Site, x: Array) -> Made:
         block, hidden, out, gates = mixture_block(leaf, self.reading, at, leaving)
         mean = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
-        parts, entering = self._entering(block)
-        own = block.head.gates(entering[leaf.name][:1])[0]
+        drawn = self._entering(block, dict.fromkeys(block.matrices, x))
+        own = block.head.gates(drawn[2][leaf.name][:1])[0]
         # tokens meet in the weights of the experts that this draw's router gives to both
         there = mean > 1e-9 * mean.max()
         met = np.where(there, own @ own.T / np.where(there, mean, 1.0), 0.0)
@@ -598,27 +664,31 @@ class Hessian:
         sent = {
             name: one if name == leaf.name else met * one for name, one in block.gradients.items()
         }
-        steps = [self._block(block, leaving.layer, gradients=sent, drawn=(parts, entering))]
+        step, y = self._block(block, leaving.layer, x, gradients=sent, drawn=drawn)
         key, shape = (leaving.layer, out.name), (float(out.fan_in), float(out.fan_out))
-        gradient = leaving.gradient
-        steps.append(self._matrix(key, hidden.kernel, gradient, shape, out.variance, False))
+        weights, gradient = self._weights(shape, out.variance), leaving.gradient
+        steps = [step, self._matrix(key, weights, hidden.kernel, gradient, shape, False)]
+        y = y @ weights
         if out.bias is not None:
             key = leaving.layer, f"{out.name}.bias"
             inverse = self._inverse(key, own.shape[1] * shape[1])
             steps.append(self._lower(key, own @ own.T, inverse, self._features(shape[1])))
-        return _chained(steps)
+        return _chained(steps), y
 
-    def _entering(self, block: Block) -> tuple[int, dict[str, Array]]:
-        """How many draws of a block its drawn features are, and preactivations (parts, T, rows)."""
+    def _entering(
+        self, block: Block, reads: Mapping[str, Array]
+    ) -> tuple[int, dict[str, Array], dict[str, Array]]:
+        """How many draws of a block its drawn features are, the matrices behind which it stands,
+        and the preactivations (parts, T, rows) that they make of what they read."""
         features = block.head.features
         parts = math.ceil(block.features / features * self.share - 1e-9)
-        result = {}
+        every, result = {}, {}
         for name, matrix in block.matrices.items():
-            kernel = matrix.fan_in * matrix.variance * block.reads[name] + (matrix.bias or 0.0)
-            root, rows = self._root(np.asarray(kernel)), self._rows(block, name)
-            drawn = root @ self._normal((root.shape[1], rows))
-            result[name] = block.parted(name, drawn[None], parts).astype(float)
-        return parts, result
+            shape, rows = (float(matrix.fan_in), float(matrix.fan_out)), self._rows(block, name)
+            every[name] = self._weights(shape, matrix.variance, rows)
+            y = self._shifted(reads[name] @ every[name], matrix.bias or 0.0)
+            result[name] = block.parted(name, y[None], parts).astype(float)
+        return parts, every, result
 
     def _rows(self, block: Block, name: str) -> int:
         """Rows of a section's matrix that are drawn, in whole draws."""
@@ -629,15 +699,22 @@ class Hessian:
         self,
         block: Block,
         layer: int,
-        before: Sequence[tuple[tuple[str, ...], Step]] = (),
+        x: Array,
+        before: Sequence[tuple[tuple[str, ...], Step, Array]] = (),
         gradients: Mapping[str, Array] | None = None,
-        drawn: tuple[int, dict[str, Array]] | None = None,
-    ) -> Step:
+        drawn: tuple[int, dict[str, Array], dict[str, Array]] | None = None,
+    ) -> Made:
         """A drawn function of preactivations, with its second derivatives: of <b, f(p)>, b what it
-        receives. `before` are steps from what enters to what some of the matrices read."""
+        receives. `before` are steps from what enters, x, to what some of the matrices read, and
+        that."""
         block = block.narrowed(self._features(block.features))
         head, sent = block.head, block.gradients if gradients is None else gradients
-        parts, entering = self._entering(block) if drawn is None else drawn
+        if drawn is None:
+            given_by = dict.fromkeys(block.matrices, x)
+            for names, _, y in before:
+                given_by |= dict.fromkeys(names, y)
+            drawn = self._entering(block, given_by)
+        parts, every, entering = drawn
         maps, rows = [], {name: self._rows(block, name) for name in entering}
         for name, matrix in block.matrices.items():
             shape, key = (float(matrix.fan_in), float(matrix.fan_out)), (layer, matrix.name)
@@ -647,13 +724,12 @@ class Hessian:
                 key = layer, f"{matrix.name}.{name}"
             step = self._matrix(
                 key,
+                every[name],
                 block.reads[name],
                 sent[name],
                 shape,
-                matrix.variance,
                 matrix.bias is not None,
                 inverse,
-                rows[name],
             )
             maps.append(step)
         own, fixed = block.parameters(self.rng, parts)
@@ -661,17 +737,26 @@ class Hessian:
         run, given = block.function(own, fixed), (*entering.values(), *own.values())
         output, pull = pullback(run, *given)
         _, push = pullback(pull, np.zeros(output.shape))
-        root = self._root(block.received)
-        features = parts * head.features
+        features, received = parts * head.features, _Received(block.received)
         kept, moved = self._features(block.features), list[tuple[Array, ...]]()
-        gradient = root @ self._normal((root.shape[1], features))
-        gradient[:, kept:] = 0.0
-        received = _apart(gradient, parts)
-        _, bent = pullback(lambda *p: pullback(run, *p)[1](received), *given)
+
+        def wide(delta: Array) -> Array:
+            result = np.zeros((len(delta), features))
+            result[:, :kept] = delta
+            return _apart(result, parts)
+
+        @functools.cache
+        def bent() -> Any:
+            b = wide(received.value)
+            return pullback(lambda *p: pullback(run, *p)[1](b), *given)[1]
+
+        def joined(y: Array) -> Array:
+            y = np.swapaxes(y, 0, 1)
+            return np.asarray(y.reshape(len(y), -1)[:, :kept], np.float32)
 
         def forward(x: Array) -> Array:
             reads = dict.fromkeys(entering, x)
-            for names, (to, _) in before:
+            for names, (to, _), _ in before:
                 reads |= dict.fromkeys(names, to(x))
             ways = [
                 block.parted(name, to(reads[name])[None], parts)
@@ -680,13 +765,11 @@ class Hessian:
             for space, read, size in spaces.values():
                 ways.append(size * self._given[space][read])
             moved[:] = [tuple(np.asarray(way, float) for way in ways)]
-            y = np.swapaxes(push(moved[0])[0], 0, 1)
-            return np.asarray(y.reshape(len(y), -1)[:, :kept], np.float32)
+            return joined(push(moved[0])[0])
 
         def back(delta: Array) -> Array:
-            wide = np.zeros((len(delta), features))
-            wide[:, :kept] = delta
-            both = zip(pull(_apart(wide, parts)), bent(moved[0]), strict=True)
+            received(delta)
+            both = zip(pull(wide(delta)), bent()(moved[0]), strict=True)
             every = [np.asarray(one + two, np.float32) for one, two in both]
             for one, (space, read, size) in zip(every[len(maps) :], spaces.values(), strict=True):
                 total = np.zeros(self.shapes[space], np.float32)
@@ -696,11 +779,11 @@ class Hessian:
                 name: back_from(block.gathered(one, parts, rows[name])[0])
                 for name, one, (_, back_from) in zip(entering, every, maps, strict=False)
             }
-            for names, (_, back_from) in before:
+            for names, (_, back_from), _ in before:
                 sent[names[0]] = back_from(sum_of([sent.pop(name) for name in names]))
             return np.asarray(sum_of(list(sent.values())))
 
-        return forward, back
+        return (forward, back), joined(output)
 
     def _own(
         self, block: Block, layer: int, name: str, values: Array
@@ -758,16 +841,38 @@ def _chained(steps: list[Step]) -> Step:
 def _bent(
     forward: Callable[[Array], Array],
     back: Callable[[Array], Array],
-    bend: Callable[[Array], Array],
+    bend: Callable[[Array, Array], Array],
+    gradient: Array,
 ) -> Step:
-    """A step whose second derivative sends what `bend` makes of its input's change."""
-    moved: list[Array] = []
+    """A step whose second derivative sends what `bend` makes of its input's change and of what it
+    receives, of that kernel."""
+    moved, received = list[Array](), _Received(gradient)
 
     def through(x: Array) -> Array:
         moved[:] = [x]
         return forward(x)
 
-    return through, lambda delta: back(delta) + bend(moved[0])
+    return through, lambda delta: back(delta) + bend(moved[0], received(delta))
+
+
+class _Received:
+    """The gradient at a point: what is sent back there first, of its kernel's size by token."""
+
+    def __init__(self, gradient: Array) -> None:
+        self._gradient = gradient
+        self.value: Array = np.zeros((), np.float32)
+
+    def __call__(self, delta: Array) -> Array:
+        if not self.value.shape:
+            self.value = _sized(delta, self._gradient)
+        return self.value
+
+
+def _sized(x: Array, kernel: Array) -> Array:
+    """Tokens of the mean squares that are the kernel's."""
+    square = (x * x).mean(1)
+    size = np.sqrt(np.where(square > 0, np.diag(kernel) / np.where(square > 0, square, 1.0), 0.0))
+    return np.asarray(x * size[:, None], np.float32)
 
 
 def _derivatives(laws: Any, x: Array) -> tuple[Array, Array, Array]:
