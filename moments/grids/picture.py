@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.summary import in_brief
 from ..show import palette
-from ..show.plot import Picture, called, round_ticks, scale, styled, ticks
+from ..show.plot import Picture, round_ticks, scale, styled, ticks, titled
 from .axes import in_words, numeric
 from .store import QUANTITIES
 
@@ -148,7 +149,9 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
     values = _array(sweep, sweep.values[quantity], (x, by))
     curves = values.T if by is not None else values[None]
     places = _places(sweep.axes.values[x])
-    colors = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.75, len(curves)))
+    colors: Any = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.75, len(curves)))
+    if by is not None and not numeric(sweep.axes.values[by]):
+        colors = list(itertools.islice(itertools.cycle(palette.SERIES), len(curves)))
     marker = "o" if len(places) <= 30 else ""
     for i, curve in enumerate(curves):
         label = None if by is None else in_words(sweep.axes.values[by][i])
@@ -285,7 +288,11 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
         else:
             round_ticks(getattr(ax, f"{which}axis"), places.min(), places.max())
     elif all(isinstance(v, int) for v in values):
-        getattr(ax, f"{which}axis").get_major_locator().set_params(integer=True)
+        axis = getattr(ax, f"{which}axis")
+        if len(values) > 8:
+            axis.set_major_locator(MaxNLocator(integer=True))
+        else:
+            axis.set_ticks(places)
 
 
 def _edges(places: np.ndarray, scale: str) -> np.ndarray:
@@ -352,7 +359,7 @@ def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
     plain = "theory" in axes or sweep.theory == "refined"
     theory = "" if plain else f"{sweep.theory} formulas"
     parts = filter(None, (in_brief(base, axes), activation, *words, theory))
-    return f"{called(base, name)}: {', '.join(parts)}"
+    return titled(base, name, ", ".join(parts))
 
 
 def _note(sweep: Sweep) -> str:

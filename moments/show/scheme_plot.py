@@ -14,7 +14,7 @@ from ..prediction.predict import predict
 from ..scheme import Scheme
 from ..scheme.registry import scheme
 from .palette import DASHES, PALE, SERIES
-from .plot import DEPTH, Picture, along_layers, called, plot_change, round_ticks, styled
+from .plot import DEPTH, Picture, along_layers, plot_change, round_ticks, styled, titled
 from .scheme_table import SchemeComparison, scheme_model
 
 if TYPE_CHECKING:
@@ -71,9 +71,12 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
         _scale(axes[0, column], quantity, [c[quantity] for c in curves.values()])
     model = comparison.model
     figure.head(
-        f"{called(model, name)}, {len(curves)} schemes: {model.layers} layers, "
-        f"d_model {model.d_model}, {model.seq_len} tokens, {model.activation}, "
-        f"dropout {model.dropout:g}"
+        titled(
+            model,
+            name,
+            f"{len(curves)} schemes, {model.layers} layers, d_model {model.d_model}, "
+            f"{model.seq_len} tokens, {model.activation}, dropout {model.dropout:g}",
+        )
     )
     figure.below(
         "Predictions at initialisation, each scheme at its authors' placement. "
@@ -89,7 +92,7 @@ def plot_scheme(
     with without_warnings():
         before = predict(model, **inputs)
         after = predict(scheme_model(model, found, inputs), **inputs)
-    title = f"{called(model, name)}, {model.layers} layers: what {found.name} changes"
+    title = titled(model, name, f"what {found.name} changes, {model.layers} layers")
     about = textwrap.fill(f"{found.title} ({found.source})", 95)
     return plot_change(before, after, f"{title}\n{about}")
 
