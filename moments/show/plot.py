@@ -363,25 +363,6 @@ def plot_plan(plan: Plan, name: str | None = None) -> Figure:
     return figure
 
 
-@styled
-def plot_change(before: Prediction, after: Prediction, title: str) -> Figure:
-    """Two predictions of one model along the depth: as it is in grey, and changed."""
-    figure, axes = _panels(title)
-    figure.below(f"as it is: {growth(before)}\nchanged: {growth(after)}")
-    for quantity, ax in axes.items():
-        curves = []
-        for found, color, dash, label in (
-            (before, GREY, DASHES[1], "as it is"),
-            (after, _color(quantity), "-", "changed"),
-        ):
-            curves.append(getattr(found, quantity))
-            (line,) = ax.plot(np.arange(found.model.layers + 1), curves[-1], label=label)
-            line.set(color=color, linestyle=dash)
-        scale(ax, quantity, *curves)
-    axes["variance"].legend()
-    return figure
-
-
 def _steps(ax: Axes, layers: np.ndarray, curves: dict[str, np.ndarray]) -> None:
     """Numbers of every layer, later lines thinner and dashed so that those below are seen."""
     for index, (label, values) in enumerate(curves.items()):

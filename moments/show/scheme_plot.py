@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import without_warnings
-from ..model.transformer import Transformer
-from ..prediction.predict import predict
 from ..scheme import Scheme
 from ..scheme.registry import scheme
 from .palette import DASHES, PALE, SERIES
-from .plot import DEPTH, Picture, along_layers, plot_change, round_ticks, styled, titled
-from .scheme_table import SchemeComparison, scheme_model
+from .plot import DEPTH, Picture, along_layers, round_ticks, styled, titled
+from .scheme_table import SchemeComparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,18 +78,6 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
         "Grey: the schemes of the other rows; a line that leaves a panel is off its scale."
     )
     return figure
-
-
-def plot_scheme(
-    found: Scheme, model: Transformer, name: str | None, inputs: Mapping[str, Any]
-) -> Figure:
-    """A model as it is, and under one scheme."""
-    with without_warnings():
-        before = predict(model, **inputs)
-        after = predict(scheme_model(model, found, inputs), **inputs)
-    title = titled(model, name, f"what {found.name} changes, {model.layers} layers")
-    about = textwrap.fill(f"{found.title} ({found.source})", 95)
-    return plot_change(before, after, f"{title}\n{about}")
 
 
 def _curves(found: Any) -> dict[str, np.ndarray]:
