@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.summary import in_brief
@@ -230,7 +229,7 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
     elif all(isinstance(v, int) for v in values):
         axis = getattr(ax, f"{which}axis")
         if len(values) > 8:
-            axis.set_major_locator(MaxNLocator(integer=True))
+            axis.get_major_locator().set_params(integer=True)
         else:
             axis.set_ticks(places)
 
