@@ -17,6 +17,7 @@ import numpy as np
 import moments
 from moments.show.plot import save
 from studies.analysis import boundaries
+from studies.analysis.boundary import draw
 
 DOCS = Path(__file__).parent.parent / "docs"
 DEPTHS = [1, 2, 4, 8, 16, 32, 64]
@@ -29,7 +30,8 @@ def logits() -> Any:
     sweep = moments.sweep(model, {"weights.query": queries, "layers": DEPTHS}, correlation=0.1)
     kinds = ("entropy", "rank", "correlation")
     lines = boundaries(sweep, "weights.query", "layers", kinds, correlation=0.75)
-    return sweep.plot("weights.query", "layers", "correlation", name="Pre-LN", lines=lines)
+    found = sweep.plot("weights.query", "layers", "correlation", name="Pre-LN")
+    return draw(found, sweep, "weights.query", "layers", lines)
 
 
 def branches() -> Any:
@@ -63,7 +65,8 @@ def trainability() -> Any:
     sweep = moments.sweep(made, axes, correlation=0.3)
     kinds = ("angle", "gradient", "rank", "correlation")
     lines = boundaries(sweep, "attention_gain", "hidden_gain", kinds)
-    found = sweep.plot("attention_gain", "hidden_gain", "correlation", name="Post-LN", lines=lines)
+    found = sweep.plot("attention_gain", "hidden_gain", "correlation", name="Post-LN")
+    draw(found, sweep, "attention_gain", "hidden_gain", lines)
     found.axes[0].set(
         xlabel="width × variance of value weights",
         ylabel="width × variance of hidden weights",
@@ -79,9 +82,9 @@ def main() -> None:
     parser.add_argument("--only", choices=PICTURES, help="one of the pictures")
     chosen = parser.parse_args().only
     warnings.simplefilter("ignore", moments.ValidityWarning)
-    for name, draw in PICTURES.items():
+    for name, picture in PICTURES.items():
         if chosen in (None, name):
-            save(draw(), DOCS / f"phase-{name}.png")
+            save(picture(), DOCS / f"phase-{name}.png")
 
 
 if __name__ == "__main__":

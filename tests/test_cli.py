@@ -263,7 +263,6 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
             ["audit", "bert-tiny", "--plan", "pyproject.toml"],
             "'pyproject.toml': must be valid JSON (",
         ),
-        (["compare", "llama-7b", "--theory", "published"], "'published' does not cover"),
         (["predict", "missing.json"], "missing.json"),
         (["predict", "--layers", "3"], "add --d-model, --heads, --seq-len"),
         (["solve", "--layers", "3"], "no MODEL given: name a preset or a config.json\n"),

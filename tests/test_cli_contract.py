@@ -262,3 +262,62 @@ def test_a_bad_model_file_says_why(text: str, said: str, tmp_path: Path) -> None
     result = RUNNER.invoke(app, ["predict", str(file)])
     assert isinstance(result.exception, moments.DomainError)
     assert said in str(result.exception)
+
+
+# --- what the documents say to type ---------------------------------------------------------------
+
+PLACEHOLDERS = re.compile(r"\b(?:COMMAND|CONFIG|FILE|MODEL|NAME|PATTERN)\b")
+SMALLER = {
+    "compare": ("--layers", "1", "--seq-len", "16", "--seeds", "1", "--no-picture"),
+    "first-step": ("--layers", "2", "--seq-len", "16"),
+    "predict": ("--layers", "3", "--seq-len", "16"),
+    "report": ("--seq-len", "16", "--scheme", "lns"),
+    "validate": ("--theory", "published", "--subset", "quick"),
+}
+"""Options of less work, behind those of the documents."""
+
+
+def written() -> list[str]:
+    """Commands of README and docs, without placeholders."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    found = re.findall(r"`(moments [a-z][^`\n]*)`", text)
+    for block in re.findall(r"```bash\n(.*?)```", text, re.S):
+        found += re.findall(r"\b(moments [a-z][^#>\n]*)", block)
+    lines = dict.fromkeys(line.partition(" > ")[0].strip() for line in found)
+    alone = ("moments compare", "moments explore")  # their names; test_pages.py has the latter
+    return [line for line in lines if not PLACEHOLDERS.search(line) and line not in alone]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the documents name."""
+    pytest.importorskip("transformers")
+    from moments.torch.huggingface_modules import build_module
+
+    place = tmp_path_factory.mktemp("documents")
+    config = {**TINY, "n_layer": 2, "n_embd": 16, "n_positions": 16}
+    (place / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (place / "deep.json").write_text(run("predict", *SMALL, "--json").stdout, encoding="utf-8")
+    build_module(config, seed=0).save_pretrained(place / "checkpoint")
+    (place / "model.py").write_text(
+        "from torch import nn\n\n\n"
+        "def build():\n"
+        "    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)\n"
+        "    return nn.Sequential(nn.Embedding(99, 32), nn.TransformerEncoder(layer, 2))\n\n\n"
+        "GPT = build\n",
+        encoding="utf-8",
+    )
+    return place
+
+
+@pytest.mark.parametrize("line", written())
+def test_commands_of_the_documents_run(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    command, *words = shlex.split(line.replace("@24=", "@2="))[1:]
+    result = RUNNER.invoke(app, [command, *words, *SMALLER.get(command, ())])
+    assert result.exit_code in (0, 1), result.output
+    assert not isinstance(result.exception, Exception), result.exception
+    assert result.stdout

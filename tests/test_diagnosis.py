@@ -183,7 +183,7 @@ def test_a_fault_in_a_simulation() -> None:
     diagnosis = diagnosed(measured, found)
     assert diagnosis.causes()[0].kind == "output"
     assert diagnosis.explained > 0.6
-    assert diagnosis.findings_frame().kind.iloc[0] == "output"
+    assert diagnosis.findings[0].kind == "output"
 
 
 # --- batches --------------------------------------------------------------------------------------

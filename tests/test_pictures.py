@@ -84,20 +84,10 @@ def test_titles_name_the_model() -> None:
         MODEL.replace(name=3)
 
 
-def test_a_scheme_draws_what_it_changes() -> None:
-    (scheme,) = (s for s in moments.schemes() if s.name == "lns")
-    figure = scheme.plot(MODEL, correlation=0.2)
-    assert "little, 4 layers: what lns changes" in words(figure)
-    curves = [line.get_ydata() for line in figure.axes[0].lines]
-    before = moments.predict(MODEL, correlation=0.2).variance
-    after = moments.predict(MODEL.with_scheme("lns"), correlation=0.2).variance
-    np.testing.assert_array_equal(curves, [before, after])
-
-
 def test_a_plan_draws_its_weights_and_scales() -> None:
     plan = moments.solve(MODEL, "block_variance", target=0.5, correlation=0.2)
     figure = plan.plot()
-    assert "little, 4 layers: variance of every block" in words(figure)
+    assert "little: 4 layers, variance of every block" in words(figure)
     assert plan.state in words(figure)
     assert r"$\lambda$" in words(figure)
     assert r"$\beta$" in words(figure)

@@ -16,6 +16,7 @@ from studies.analysis import (
     exponents,
     random_energy,
 )
+from studies.analysis.boundary import draw
 from studies.formulas.random_energy import RANDOM_ENERGY
 
 POST = moments.Transformer(4, 256, 4, 64, norm="post", activation="tanh")
@@ -193,7 +194,8 @@ def test_lines_over_a_map() -> None:
     assert lines[0].values[-1, -1] == pytest.approx(last.angle, abs=1e-5)
     assert lines[1].values[-1, -1] == pytest.approx(last.gradient, abs=1e-6)
     assert np.array_equal(lines[4].values, sweep["correlation"][:, :, 0])
-    figure = sweep.plot("weights.query", "weights.value", "correlation", lines=lines)
+    figure = sweep.plot("weights.query", "weights.value", "correlation")
+    draw(figure, sweep, "weights.query", "weights.value", lines)
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert len(names) == 5
     assert names[3].endswith("not on this map") == (

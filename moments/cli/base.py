@@ -117,14 +117,25 @@ SchemeOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
-        help="Of a scheme: NAME=VALUE, such as per_head=false (`moments schemes` lists them); "
+        help="An option of the scheme, such as per_head=false (`moments schemes` lists them); "
         "may be repeated.",
         show_default=False,
     ),
 ]
-TheoryOption = Annotated[TheoryName, typer.Option(help="Which formulas to use.")]
-InputVariance = Annotated[float | None, typer.Option("--variance", help="Of what enters layer 1.")]
-InputCorrelation = Annotated[float | None, typer.Option("--correlation", help="Of its tokens.")]
+TheoryOption = Annotated[
+    TheoryName,
+    typer.Option(
+        help="Whose formulas: refined is this package's own, published and simplified are those "
+        "of the papers."
+    ),
+]
+InputVariance = Annotated[
+    float | None, typer.Option("--variance", help="Variance of what enters layer 1.")
+]
+InputCorrelation = Annotated[
+    float | None,
+    typer.Option("--correlation", help="Correlation of the tokens that enter layer 1."),
+]
 
 
 def _silence(context: typer.Context, quiet: bool) -> bool:
@@ -140,7 +151,7 @@ QuietOption = Annotated[
         "--quiet",
         "-q",
         callback=_silence,
-        help="No notes, warnings or progress on standard error; errors are still said.",
+        help="Print no notes, warnings or progress.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -164,7 +175,8 @@ def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
 
 
 CsvOption = Annotated[
-    Path | None, typer.Option("--csv", help="Write the rows as CSV.", callback=writable)
+    Path | None,
+    typer.Option("--csv", help="Write the rows to this file, as CSV.", callback=writable),
 ]
 PlotOption = Annotated[
     Path | None,

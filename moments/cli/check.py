@@ -29,8 +29,6 @@ from .base import (
     PlotOption,
     SchemeOption,
     SeqLenOption,
-    TheoryName,
-    TheoryOption,
     command,
     complete_scheme,
     declared,
@@ -80,7 +78,7 @@ def audit(
     ] = None,
     layers: LayersOption = None,
     option: SchemeOption = None,
-    seed: Annotated[int, typer.Option(help="Of a fresh module's weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of a module that is drawn afresh.")] = 0,
     whole: WholeOption = False,
 ) -> Answer:
     """Check a module's weights, gains and residual multipliers against a scheme or plan.
@@ -185,8 +183,8 @@ def check(
     measured: Annotated[
         list[str] | None,
         typer.Option(
-            help="What was measured of the stream elsewhere, such as variance@24=20 (behind layer "
-            "24), once for each number: is it expected, and what else would give it?",
+            help="A number that you measured, such as variance@24=20 (the residual stream's behind "
+            "layer 24), once for each: is it expected, and what else would give it?",
         ),
     ] = None,
     precision: Annotated[
@@ -200,7 +198,7 @@ def check(
 ) -> Answer:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
-    A config is judged by its predictions alone. Exit status 1 where there are findings, 2 where it
+    A config is judged by its predictions. Exit status 1 where there are findings, 2 where it
     cannot be read.
     """
     if scheme is not None and plan is not None:
@@ -327,7 +325,7 @@ SEQ_LEN = 128
     CHECK,
     "compare bert-base",
     "compare config.json --seq-len 64 --seeds 8 --plot mine.pdf",
-    "compare gpt2 --layers 4 --theory published --json",
+    "compare gpt2 --layers 4 --json",
     "compare bert-tiny --max-error 0.05 --quiet",
     json=False,
     csv=False,
@@ -341,19 +339,10 @@ def compare(
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences or pictures per seed.")] = 2,
     seeds: Annotated[int, typer.Option(help="Draws of the weights.")] = 4,
-    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
-    theory: TheoryOption = TheoryName.refined,
-    measured_gradient: Annotated[
-        bool,
-        typer.Option(
-            "--measured-gradient",
-            help="Start the backward pass from the gradient measured at the last layer, "
-            "not from the predicted loss.",
-        ),
-    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     max_error: Annotated[
         float | None,
-        typer.Option(help="Exit 1 if the stream's mean forward-variance error exceeds this."),
+        typer.Option(help="Exit 1 if the mean relative error of the variance exceeds this."),
     ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
@@ -361,7 +350,7 @@ def compare(
     whole: WholeOption = False,
     csv: CsvOption = None,
 ) -> None:
-    """Predict a model, measure the real module on real input, and put both side by side.
+    """Predict a model, measure the real module on real input, and show both side by side.
 
     The module is a randomly initialised Hugging Face model built from the same config; it reads
     English text or pictures and its own loss is differentiated. Where the theory covers the head,
@@ -380,14 +369,13 @@ def compare(
         check_count(name, value, least=least)  # before a module is built
     config = _config_at(model, layers)
     described, read = _described(config, seq_len, batch, seed)
-    check_coverage(described, theory.value)
+    check_coverage(described, "refined")
     from ..torch.huggingface_modules import build_module
     from ..torch.measure import measure
 
     build = functools.partial(build_module, config)
     measurement = measure(build, read, seeds=seeds, seed=seed, progress=True)
-    given = _given(described, read, measurement, theory.value, measured_gradient)
-    prediction = run(described, theory=theory.value, progress=True, **given)
+    prediction = run(described, progress=True, **_given(described, read, measurement))
     comparison = put_beside(prediction, measurement)
     summary = comparison.summary()
     if plot is None and picture and not as_json:
@@ -448,27 +436,13 @@ def _described(
     return from_huggingface(config, seq_len=seq_len), data
 
 
-def _given(
-    declared: Transformer,
-    data: dict[str, Any],
-    measurement: Measurement,
-    theory: str,
-    measured: bool,
-) -> dict[str, Any]:
-    """What `predict` is given of the input and of the gradient."""
+def _given(declared: Transformer, data: dict[str, Any], measurement: Measurement) -> dict[str, Any]:
+    """What `predict` is given of the input, and of the gradient where no loss is predicted."""
     from ..torch.batches import inputs_of, measured_gradient
 
     given = inputs_of(declared, data)
-    refined = theory == "refined"
-    if not refined:
-        given.pop("tokens", None)
     has_loss = declared.head is not None and declared.head.loss is not None
-    if has_loss and refined and measurement.loss is not None and not measured:
+    if has_loss and measurement.loss is not None:
         return given
     given.pop("targets", None)
-    if refined:
-        return given | measured_gradient(declared, measurement, given)
-    return given | {
-        "grad_variance": float(measurement.grad_variance[-1]),
-        "grad_correlation": float(measurement.grad_correlation[-1]),
-    }
+    return given | measured_gradient(declared, measurement, given)

@@ -104,11 +104,13 @@ def explore(
     seq_len: SeqLenOption = None,
     port: Annotated[
         int | None,
-        typer.Option(help="Of this machine; 8866, or the next that is free.", min=1, max=65535),
+        typer.Option(
+            help="Port of the page; left out: the first free one from 8866.", min=1, max=65535
+        ),
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
 ) -> None:
-    """Turn depth, width, scales, placement and scheme by hand, on a page of this machine.
+    """Change depth, width, scales, placement and scheme by hand, on a page in your browser.
 
     The app of `moments.explore`, served by Voilà (extra `notebook`). Ctrl-C ends it.
     """

@@ -69,8 +69,12 @@ def predict(
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="Causal mask.")] = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
-    grad_variance: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
-    grad_correlation: Annotated[float | None, typer.Option(help="At the last layer.")] = None,
+    grad_variance: Annotated[
+        float | None, typer.Option(help="Gradient variance at the last layer's output.")
+    ] = None,
+    grad_correlation: Annotated[
+        float | None, typer.Option(help="Gradient correlation of two tokens there.")
+    ] = None,
     scheme: OneScheme = None,
     option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
@@ -78,7 +82,7 @@ def predict(
 ) -> Answer:
     """Predict every layer's variance, token correlation and gradient moments.
 
-    Of a config that no declaration covers, those of every submodule of its module.
+    A config of a type that cannot be declared is predicted submodule by submodule.
     """
     from ..prediction.predict import predict as run
     from ..scheme.registry import input_options
@@ -163,10 +167,10 @@ def solve(
         typer.Option(
             "--objective",
             "--scheme",
-            help="A scheme (`moments schemes`), or one of those above.",
+            help="A scheme (`moments schemes` lists them), or one of those above.",
         ),
     ] = "dslm",
-    target: Annotated[float, typer.Option(help="The wanted value.")] = 1.0,
+    target: Annotated[float, typer.Option(help="The value to reach.")] = 1.0,
     free: Annotated[
         list[str] | None,
         typer.Option(help="What to solve for; may be repeated.", show_default=False),
@@ -180,14 +184,16 @@ def solve(
     ] = None,
     bound: Annotated[
         str | None,
-        typer.Option(help="Of the largest: GOAL=MOST, such as final_correlation=0.9."),
+        typer.Option(
+            help="For largest_k and largest_depth: GOAL=MOST, such as final_correlation=0.9."
+        ),
     ] = None,
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
     option: SchemeOption = None,
-    tolerance: Annotated[float, typer.Option(help="Of the residual, relative.")] = 1e-9,
+    tolerance: Annotated[float, typer.Option(help="Relative error that is allowed.")] = 1e-9,
 ) -> Answer:
     """Solve for weight variances and scales; exit 1 where the target is infeasible.
 
@@ -274,21 +280,24 @@ def first_step(
     optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw, lion, sign or muon.")] = "adam",
     learning_rate: Annotated[
         float | None,
-        typer.Option("--learning-rate", "--lr", help="Of the step; else the one of --bound."),
+        typer.Option(
+            "--learning-rate", "--lr", help="Left out: the rate whose first step reaches --bound."
+        ),
     ] = None,
     bound: Annotated[
-        float, typer.Option(help="Without --lr: the stream's largest relative change.")
+        float,
+        typer.Option(help="Without --lr: the largest relative change of the residual stream."),
     ] = 0.1,
-    weight_decay: Annotated[float, typer.Option(help="Of every parameter.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of every parameter.")] = 0.0,
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
-    sequences: Annotated[int, typer.Option(help="Of text by Zipf's law.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of that text.")] = 0,
+    sequences: Annotated[int, typer.Option(help="Sequences of random text (Zipf's law).")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of that text.")] = 0,
     steps: Annotated[
-        int, typer.Option(help="Of the optimizer, each on its share of the sequences.")
+        int, typer.Option(help="Steps of the optimizer, each on its share of the sequences.")
     ] = 1,
     by_group: Annotated[
-        bool, typer.Option(help="Without --lr: also the rate of every group alone.")
+        bool, typer.Option(help="Without --lr: also the rate of every group of parameters alone.")
     ] = False,
 ) -> Answer:
     """Which learning rates to search, and the first step: loss, the stream's change, every step.
@@ -375,11 +384,16 @@ def sweep(
     quantity: Annotated[
         str, typer.Option(help="What is drawn; a wrong name lists all.")
     ] = "grad_variance",
-    x: Annotated[str | None, typer.Option(help="Axis along the picture; the first.")] = None,
-    y: Annotated[
-        str | None, typer.Option(help="Axis up a map; lines where the second is short.")
+    x: Annotated[
+        str | None, typer.Option(help="Axis along the picture; left out: the first.")
     ] = None,
-    by: Annotated[str | None, typer.Option(help="Axis of whose values each is drawn.")] = None,
+    y: Annotated[
+        str | None,
+        typer.Option(help="Axis up a map; left out: lines where the second is short."),
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(help="Axis with a line or a map for each value.")
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Keep every layer: a row each in --csv and --json.")
     ] = False,

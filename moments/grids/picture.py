@@ -1,4 +1,4 @@
-"""Pictures of a sweep: lines over one axis, maps over two with boundaries on them."""
+"""Pictures of a sweep: lines over one axis, maps over two."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name
 from ..model.summary import in_brief
 from ..show import palette
-from ..show.plot import Picture, called, round_ticks, scale, styled, ticks
+from ..show.plot import Picture, round_ticks, scale, styled, ticks, titled
 from .axes import in_words, numeric
 from .store import QUANTITIES
 
@@ -38,22 +38,6 @@ AXES = {
 }
 _ROUND = [m * 10**e for e in range(7) for m in (1, 2, 5)]
 STYLES = ("-", "--", ":", "-.")
-BOUNDARIES = (
-    (palette.VERMILION, "white", 2.4, "solid"),
-    (palette.BLACK, "white", 2.0, (0, (5, 2))),
-    ("white", palette.BLACK, 4.2, "solid"),
-    (palette.BLUE, "white", 1.6, (0, (6, 2, 1, 2))),
-)
-"""Colour, rim, width and dashes of lines over a map; one that lies on another leaves it seen."""
-
-
-class LevelLine(NamedTuple):
-    """A line over a map, named `label` in the legend: where `values`, of the shape (number of x,
-    number of y) of the map, cross a level."""
-
-    label: str
-    values: np.ndarray
-    level: float = 0.0
 
 
 def axis_title(name: str) -> str:
@@ -71,26 +55,15 @@ def plot_sweep(
     quantity: str,
     by: str | None,
     name: str | None,
-    lines: Iterable[LevelLine],
 ) -> Figure:
     """See `Sweep.plot`."""
     if quantity not in sweep.values:
         raise unknown_name("quantity", quantity, sweep.values)
     x, y, by = _chosen(sweep, x, y, by)
-    drawn = tuple(lines)
-    if y is None:
-        if drawn:
-            raise domain_error("lines", len(drawn), "none unless a map is drawn: name y")
-        figure = _lines(sweep, x, by, quantity)
-    else:
-        figure = _maps(sweep, x, y, by, quantity, drawn)
+    figure = _lines(sweep, x, by, quantity) if y is None else _maps(sweep, x, y, by, quantity)
     width = int(10.5 * figure.get_figwidth())
-    title = textwrap.fill(_title(sweep, name, {x, y, by}), width)
-    note = _note(sweep)
-    if note and drawn:  # whose names stand below
-        title, note = f"{title}\n{note}", ""
-    figure.head(title)
-    if note:
+    figure.head(textwrap.fill(_title(sweep, name, {x, y, by}), width))
+    if note := _note(sweep):
         figure.below(note)
     return figure
 
@@ -148,7 +121,9 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
     values = _array(sweep, sweep.values[quantity], (x, by))
     curves = values.T if by is not None else values[None]
     places = _places(sweep.axes.values[x])
-    colors = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.75, len(curves)))
+    colors: Any = mpl.colormaps[palette.SEQUENTIAL](np.linspace(0.0, 0.75, len(curves)))
+    if by is not None and not numeric(sweep.axes.values[by]):
+        colors = list(itertools.islice(itertools.cycle(palette.SERIES), len(curves)))
     marker = "o" if len(places) <= 30 else ""
     for i, curve in enumerate(curves):
         label = None if by is None else in_words(sweep.axes.values[by][i])
@@ -167,9 +142,7 @@ def _lines(sweep: Sweep, x: str, by: str | None, quantity: str) -> Picture:
 # --- maps -----------------------------------------------------------------------------------------
 
 
-def _maps(
-    sweep: Sweep, x: str, y: str, by: str | None, quantity: str, lines: tuple[LevelLine, ...]
-) -> Picture:
+def _maps(sweep: Sweep, x: str, y: str, by: str | None, quantity: str) -> Picture:
     values = _array(sweep, sweep.values[quantity], (by, x, y))
     panels = values if by is not None else values[None]
     count = len(panels)
@@ -196,7 +169,6 @@ def _maps(
         for flags, style in noted:
             at, up = np.nonzero(flags[i])
             ax.plot(places[0][at], places[1][up], linestyle="none", **style)
-        _boundaries(ax, places, lines)
         if by is not None:
             ax.set_title(f"{axis_title(by)} {in_words(sweep.axes.values[by][i])}")
     bar = figure.colorbar(
@@ -231,36 +203,6 @@ def _map(
     return mesh
 
 
-def _boundaries(
-    ax: Panel, places: tuple[np.ndarray, np.ndarray], lines: tuple[LevelLine, ...]
-) -> None:
-    """Rimmed lines that differ in width and dashes, named in a legend."""
-    if not lines:
-        return
-    from matplotlib.lines import Line2D
-    from matplotlib.patheffects import withStroke
-
-    handles, shape = [], (len(places[0]), len(places[1]))
-    for line, (color, rim, width, style) in zip(lines, itertools.cycle(BOUNDARIES)):
-        values = np.asarray(line.values, dtype=float)
-        if values.shape != shape:
-            raise domain_error("lines", f"{line.label!r} of shape {values.shape}", str(shape))
-        around = [withStroke(linewidth=width + 1.4, foreground=rim)]
-        finite = values[np.isfinite(values)]
-        there = finite.size and finite.min() < line.level < finite.max()
-        if there and min(shape) > 1:
-            drawn = ax.contour(
-                *places, values.T, levels=[line.level], colors=[color], linewidths=width
-            )
-            # the widest below all, so that none is hidden
-            drawn.set(linestyle=style, path_effects=around, zorder=4.0 - width / 5)
-        label = line.label if there else f"{line.label}: not on this map"
-        named = Line2D([], [], color=color, linestyle=style, linewidth=width, label=label)
-        named.set(path_effects=around)
-        handles.append(named)
-    ax.figure.legend(handles=handles, loc="outside lower center", ncols=1)
-
-
 # --- axes, colours and words ----------------------------------------------------------------------
 
 
@@ -285,7 +227,11 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
         else:
             round_ticks(getattr(ax, f"{which}axis"), places.min(), places.max())
     elif all(isinstance(v, int) for v in values):
-        getattr(ax, f"{which}axis").get_major_locator().set_params(integer=True)
+        axis = getattr(ax, f"{which}axis")
+        if len(values) > 8:
+            axis.get_major_locator().set_params(integer=True)
+        else:
+            axis.set_ticks(places)
 
 
 def _edges(places: np.ndarray, scale: str) -> np.ndarray:
@@ -352,7 +298,7 @@ def _title(sweep: Sweep, name: str | None, varied: set[str | None]) -> str:
     plain = "theory" in axes or sweep.theory == "refined"
     theory = "" if plain else f"{sweep.theory} formulas"
     parts = filter(None, (in_brief(base, axes), activation, *words, theory))
-    return f"{called(base, name)}: {', '.join(parts)}"
+    return titled(base, name, ", ".join(parts))
 
 
 def _note(sweep: Sweep) -> str:

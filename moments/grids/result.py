@@ -241,7 +241,6 @@ class Sweep(Shown):
         *,
         by: str | None = None,
         name: str | None = None,
-        lines: Any = (),
     ) -> Figure:
         """Lines over one axis, a map over two, small ones for every value of a third.
 
@@ -252,14 +251,13 @@ class Sweep(Shown):
             quantity: one of `QUANTITIES`.
             by: of whose values there is a line or a map each; None: what is left.
             name: of the model, for the title.
-            lines: boundaries to draw over a map (`LevelLine`s of `moments.grids.picture`).
 
         Raises:
             DomainError: no such axis or quantity, or axes left over that have several values.
         """
         from .picture import plot_sweep
 
-        return plot_sweep(self, x, y, quantity, by, name, lines)
+        return plot_sweep(self, x, y, quantity, by, name)
 
     @property
     def heading(self) -> str:

@@ -13,7 +13,7 @@ from ..formulas.law import Source
 from ..model.transformer import Transformer
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,6 @@ class Scheme:
         """Names of the options and the authors' defaults."""
         parameters = list(inspect.signature(self.transform).parameters.values())[1:]
         return {p.name: p.default for p in parameters}
-
-    def plot(self, model: Transformer, name: str | None = None, **inputs: Any) -> Figure:
-        """What the scheme, at its authors' placement, changes of a model along the depth.
-
-        Args:
-            model: what it is applied to.
-            name: of the model, for the title; None: its own.
-            inputs: what `predict` takes, for one configuration.
-
-        Raises:
-            DomainError: it cannot be applied to the model, or as `predict`.
-        """
-        from ..show.scheme_plot import plot_scheme
-
-        return plot_scheme(self, model, name, inputs)
 
     def apply(self, model: Transformer, **options: Any) -> Transformer:
         """The model as the scheme sets it, its encoder too.

@@ -110,7 +110,7 @@ class Explorer:
             import ipywidgets
         self._written_out = model is None
         self.model = model or Transformer(12, 768, 12, 128)
-        self.name = name or self.model.name or ("a declared model" if model else "a plain model")
+        self.name = name or self.model.name or "a Transformer"
         self._python = python or "model"
         self.controls = {control.name: control for control in _controls(self.model)}
         self.prediction: Prediction | None = None

@@ -264,11 +264,6 @@ class Report:
         names.insert(names.index("measured") + 1, "ratio")
         return as_frame([{n: getattr(row, n) for n in names} for row in self.rows], columns=names)
 
-    def findings_frame(self) -> pd.DataFrame:
-        """One row per finding: its attributes."""
-        columns = [f.name for f in dataclasses.fields(Finding)]
-        return as_frame([dataclasses.asdict(f) for f in self.findings], columns=columns)
-
     def precision(self, format: str | None = None) -> pd.DataFrame:
         """What few bits lose.
 

@@ -109,7 +109,7 @@ def report(
         compared = None
         if schemes is not False and names:
             compared = compare_schemes(model, names, step=step, **plain)
-    title = name or model.name or "a declared model"
+    title = name or model.name or "the model"
     return Report(title, prediction, compared, explanation)
 
 

@@ -167,15 +167,16 @@ def scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
 # --- one model along its depth --------------------------------------------------------------------
 
 
-def called(model: Transformer, name: str | None) -> str:
-    """What a title calls a model."""
-    return name or model.name or "a declared model"
+def titled(model: Transformer, name: str | None, words: str) -> str:
+    """A title, behind the model's name where it has one."""
+    name = name or model.name
+    return f"{name}: {words}" if name else words
 
 
 def _describe(prediction: Prediction, name: str | None) -> str:
     model = prediction.model
     theory = "" if prediction.theory == "refined" else f", {prediction.theory} formulas"
-    return f"{called(model, name)}: {in_brief(model)}{theory}"
+    return titled(model, name, f"{in_brief(model)}{theory}")
 
 
 def _color(quantity: str) -> str:
@@ -356,28 +357,9 @@ def plot_plan(plan: Plan, name: str | None = None) -> Figure:
         ax.set_title(title)
     for ax in axes[2:]:
         along_layers(ax, DEPTH)
-    title = f"{called(model, name)}, {model.layers} layers: {plan.title or plan.objective}"
+    title = titled(model, name, f"{model.layers} layers, {plan.title or plan.objective}")
     figure.head(title)
     figure.below(textwrap.fill(plan.state, 150))
-    return figure
-
-
-@styled
-def plot_change(before: Prediction, after: Prediction, title: str) -> Figure:
-    """Two predictions of one model along the depth: as it is in grey, and changed."""
-    figure, axes = _panels(title)
-    figure.below(f"as it is: {growth(before)}\nchanged: {growth(after)}")
-    for quantity, ax in axes.items():
-        curves = []
-        for found, color, dash, label in (
-            (before, GREY, DASHES[1], "as it is"),
-            (after, _color(quantity), "-", "changed"),
-        ):
-            curves.append(getattr(found, quantity))
-            (line,) = ax.plot(np.arange(found.model.layers + 1), curves[-1], label=label)
-            line.set(color=color, linestyle=dash)
-        scale(ax, quantity, *curves)
-    axes["variance"].legend()
     return figure
 
 

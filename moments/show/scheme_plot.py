@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import without_warnings
-from ..model.transformer import Transformer
-from ..prediction.predict import predict
 from ..scheme import Scheme
 from ..scheme.registry import scheme
 from .palette import DASHES, PALE, SERIES
-from .plot import DEPTH, Picture, along_layers, called, plot_change, round_ticks, styled
-from .scheme_table import SchemeComparison, scheme_model
+from .plot import DEPTH, Picture, along_layers, round_ticks, styled, titled
+from .scheme_table import SchemeComparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,27 +66,18 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
         _scale(axes[0, column], quantity, [c[quantity] for c in curves.values()])
     model = comparison.model
     figure.head(
-        f"{called(model, name)}, {len(curves)} schemes: {model.layers} layers, "
-        f"d_model {model.d_model}, {model.seq_len} tokens, {model.activation}, "
-        f"dropout {model.dropout:g}"
+        titled(
+            model,
+            name,
+            f"{len(curves)} schemes, {model.layers} layers, d_model {model.d_model}, "
+            f"{model.seq_len} tokens, {model.activation}, dropout {model.dropout:g}",
+        )
     )
     figure.below(
         "Predictions at initialisation, each scheme at its authors' placement. "
         "Grey: the schemes of the other rows; a line that leaves a panel is off its scale."
     )
     return figure
-
-
-def plot_scheme(
-    found: Scheme, model: Transformer, name: str | None, inputs: Mapping[str, Any]
-) -> Figure:
-    """A model as it is, and under one scheme."""
-    with without_warnings():
-        before = predict(model, **inputs)
-        after = predict(scheme_model(model, found, inputs), **inputs)
-    title = f"{called(model, name)}, {model.layers} layers: what {found.name} changes"
-    about = textwrap.fill(f"{found.title} ({found.source})", 95)
-    return plot_change(before, after, f"{title}\n{about}")
 
 
 def _curves(found: Any) -> dict[str, np.ndarray]:

@@ -59,7 +59,8 @@ def comparison_screen(comparison: Comparison, name: str | None = None) -> str:
 
 def _screen(verdict: str, p: Prediction, lines: Sequence[str], name: str | None) -> str:
     """Without the prediction's warnings, which standard error has."""
-    verdict = f"{name or p.model.name or 'model'}: {verdict}"
+    if name := name or p.model.name:
+        verdict = f"{name}: {verdict}"
     body = [*wrapped(in_short(p.model), "  ", "  "), *(f"  {line}" for line in lines)]
     return "\n".join([*wrapped(verdict, "", "  "), *body, "every layer: --all, or .table()"])
 

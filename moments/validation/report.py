@@ -114,6 +114,7 @@ def plot_errors(frame: pd.DataFrame) -> Figure:
         ax.set_yscale("log")
         ax.set_ylim(floor * 0.8, roof * 1.4)
         ax.set_xticks(range(len(depths)), [str(n) for n in depths])
+        ax.set_xlim(-0.6, len(depths) - 0.4)
         ax.set_title(f"{norm.capitalize()}-LN, {mask} attention")
     for ax in panels[1]:
         ax.set_xlabel("layers")

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 
 from moments.errors import MomentsError
 from moments.formulas.checks import PROBABILITY, check_choice, check_in
 from moments.grids.result import Sweep
 from moments.model.transformer import Transformer
+from moments.show import palette
 
 from .fixed_points import many_exponents, repeated
 from .frozen import RandomEnergy, random_energy
 
 if TYPE_CHECKING:
-    from moments.grids.picture import LevelLine
+    from matplotlib.figure import Figure
 
 KINDS = {
-    "angle": "tokens neither part nor meet (angle exponent 0, Cowsik et al.)",
+    "angle": "tokens neither part nor merge (angle exponent 0, Cowsik et al.)",
     "gradient": "gradients neither grow nor shrink (gradient exponent 0, Cowsik et al.)",
     "entropy": "attention freezes at infinite length (Giorlandino and Goldt)",
     "rank": "correlation {:g} at infinite size (Giorlandino and Goldt)",
@@ -28,6 +32,23 @@ KINDS = {
 """Which boundary, and its label."""
 
 TOGETHER = 128
+
+BOUNDARIES = (
+    (palette.VERMILION, "white", 2.4, "solid"),
+    (palette.BLACK, "white", 2.0, (0, (5, 2))),
+    ("white", palette.BLACK, 4.2, "solid"),
+    (palette.BLUE, "white", 1.6, (0, (6, 2, 1, 2))),
+)
+"""Colour, rim, width and dashes of lines over a map; one that lies on another leaves it seen."""
+
+
+class LevelLine(NamedTuple):
+    """A line over a map, named `label` in the legend: where `values`, of the shape (number of x,
+    number of y) of the map, cross a level."""
+
+    label: str
+    values: np.ndarray
+    level: float = 0.0
 
 
 def boundaries(
@@ -38,7 +59,7 @@ def boundaries(
     *,
     correlation: float = 0.9,
 ) -> list[LevelLine]:
-    """Lines for `sweep.plot(x, y, lines=...)`, at the sweep's values of both axes.
+    """Lines for `draw`, at the sweep's values of both axes.
 
     They are those of the model without dropout, which no theory of boundaries has, at the first
     value of every other axis.
@@ -55,8 +76,6 @@ def boundaries(
     Raises:
         DomainError: no such kind or axis.
     """
-    from moments.grids.picture import LevelLine
-
     for kind in kinds:
         check_choice("kinds", kind, tuple(KINDS))
     check_in("correlation", correlation, PROBABILITY)
@@ -78,6 +97,30 @@ def boundaries(
             values = _each(sweep, models, x, y, read)
         found.append(LevelLine(KINDS[kind].format(correlation), values, level))
     return found
+
+
+def draw(figure: Figure, sweep: Sweep, x: str, y: str, lines: Sequence[LevelLine]) -> Figure:
+    """A map of `sweep.plot(x, y)` with rimmed lines on it, of different widths and dashes, named in
+    a legend."""
+    (ax, *_), places = figure.axes, [np.array(sweep.axes.values[axis]) for axis in (x, y)]
+    handles = []
+    for line, (color, rim, width, style) in zip(lines, itertools.cycle(BOUNDARIES)):
+        values = np.asarray(line.values, dtype=float)
+        around = [withStroke(linewidth=width + 1.4, foreground=rim)]
+        finite = values[np.isfinite(values)]
+        there = finite.size and finite.min() < line.level < finite.max()
+        if there:
+            drawn = ax.contour(
+                *places, values.T, levels=[line.level], colors=[color], linewidths=width
+            )
+            # the widest below all, so that none is hidden
+            drawn.set(linestyle=style, path_effects=around, zorder=4.0 - width / 5)
+        label = line.label if there else f"{line.label}: not on this map"
+        named = Line2D([], [], color=color, linestyle=style, linewidth=width, label=label)
+        named.set(path_effects=around)
+        handles.append(named)
+    figure.legend(handles=handles, loc="outside lower center", ncols=1)
+    return figure
 
 
 def _undropped(sweep: Sweep, values: dict[str, Any]) -> Transformer | None:
