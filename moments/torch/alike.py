@@ -65,7 +65,7 @@ def lists_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
         layers = []
         for name, _ in part.named_children():
             path = f"{parent}.{name}" if parent else name
-            if len(ends := spans.get(path, ())) == 2:
+            if len(ends := spans.get(path, [])) == 2:
                 (given, first), (made, last) = ends
                 nodes = [n for n in graph.nodes[first:last] if graph.values[n.outputs[0]].live]
                 layers.append(Layer(path, nodes, given, made))
