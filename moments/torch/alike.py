@@ -21,6 +21,7 @@ from ..show.findings import Finding
 from .dataflow.graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node
 from .entries import EntryMoments
 from .roles import gathered_names, parted
+from .running import grouped
 from .tensors import odd_tensors
 
 BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
@@ -53,27 +54,34 @@ class Layer(NamedTuple):
         return int(self.path.rpartition(".")[2]) + 1
 
 
-def layers_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
-    """Lists of three layers or more."""
+def lists_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
+    """Of every list of submodules the entries that run once, in order."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for path, _, value, at in graph.boundaries:
         spans.setdefault(path, []).append((value, at))
     for parent, part in module.named_modules():
         if not isinstance(part, nn.ModuleList | nn.Sequential):
             continue
-        prefix = f"{parent}." if parent else ""
-        kinds: dict[object, list[Layer]] = {}
-        for name, child in part.named_children():
-            ends = spans.get(prefix + name, ())
-            if len(ends) != 2:
-                continue
-            (given, first), (made, last) = ends
-            named = child.named_parameters(remove_duplicate=False)
-            shapes = tuple((n, tuple(p.shape)) for n, p in named)
-            nodes = [n for n in graph.nodes[first:last] if graph.values[n.outputs[0]].live]
-            of = kinds.setdefault((type(child), shapes), [])
-            of.append(Layer(prefix + name, nodes, given, made))
-        yield from (layers for layers in kinds.values() if len(layers) > 2)
+        layers = []
+        for name, _ in part.named_children():
+            path = f"{parent}.{name}" if parent else name
+            if len(ends := spans.get(path, [])) == 2:
+                (given, first), (made, last) = ends
+                nodes = [n for n in graph.nodes[first:last] if graph.values[n.outputs[0]].live]
+                layers.append(Layer(path, nodes, given, made))
+        yield layers
+
+
+def layers_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
+    """Lists of three layers or more of one class, with parameters of the same names and shapes."""
+
+    def kind(layer: Layer) -> object:
+        part = module.get_submodule(layer.path)
+        named = part.named_parameters(remove_duplicate=False)
+        return type(part), tuple((name, tuple(p.shape)) for name, p in named)
+
+    for layers in lists_of(module, graph):
+        yield from (alike for alike in grouped(layers, kind).values() if len(alike) > 2)
 
 
 def differences(module: nn.Module, graph: Graph, ids: Tensor | None) -> Iterator[Finding]:

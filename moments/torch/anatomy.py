@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
 from .roles import HookPoint, WeightPart, is_gain, with_experts
+from .running import kept
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
 """Where to watch a module, and what its parameters are."""
@@ -150,10 +151,9 @@ def _readable(module: nn.Module) -> Iterator[None]:
     """With a finite signal: entries that are not finite are zero meanwhile; norms whose weights are
     all zero, and tables, as storage may be that was never drawn, have ones and normal entries.
     """
-    infinite = (p for p in module.parameters() if not bool(torch.isfinite(p).all()))
-    broken = {p: p.detach().clone() for p in infinite}
-    with torch.no_grad():
-        for parameter in broken:
+    infinite = [p for p in module.parameters() if not bool(torch.isfinite(p).all())]
+    with torch.no_grad(), kept(infinite), ExitStack() as stack:
+        for parameter in infinite:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
         for part in module.modules():
             weight = getattr(part, "weight", None)
@@ -161,14 +161,10 @@ def _readable(module: nn.Module) -> Iterator[None]:
                 continue
             table, norm = isinstance(part, nn.Embedding), "norm" in type(part).__name__.lower()
             if table or (norm and is_gain(part, weight)):
-                broken.setdefault(weight, weight.detach().clone())
+                stack.enter_context(kept([weight]))
                 generator = torch.Generator(weight.device).manual_seed(0)
                 weight.normal_(generator=generator) if table else weight.fill_(1.0)
-        try:
-            yield
-        finally:
-            for parameter, entries in broken.items():
-                parameter.copy_(entries)
+        yield
 
 
 def _says_its_input(module: nn.Module) -> bool:

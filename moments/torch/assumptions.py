@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..show.findings import Row
 from .entries import EntryMoments
 from .roles import Role, block_of, tensors_of
-from .running import grouped
+from .running import grouped, kept
 
 DEVIATIONS = 6
 """Standard errors beyond which a departure is named."""
@@ -210,13 +210,9 @@ def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
 def shuffled(module: nn.Module, found: Iterable[Copies], seed: int) -> Iterator[None]:
     """`shuffle`, and every tensor as it was afterwards."""
     found = list(found)
-    stored = [block.clone() for block in _copied(module, found)]
-    try:
+    with kept(_copied(module, found)):
         shuffle(module, found, seed)
         yield
-    finally:
-        for block, entries in zip(_copied(module, found), stored, strict=True):
-            block.copy_(entries)
 
 
 def _copied(module: nn.Module, found: Iterable[Copies]) -> list[Tensor]:

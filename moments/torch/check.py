@@ -550,16 +550,7 @@ class Checking:
         if frozen:
             names = ", ".join(gathered_names(list(dict.fromkeys(frozen))))
             yield f"frozen, without a gradient (requires_grad=False): {names}"
-        for layer, name, probability in read.dropped:
-            yield (
-                f"{name} of layer {layer} has a probability of {probability:g}, unlike that of the "
-                "other layers"
-            )
-        if read.turned:
-            yield (
-                f"rotary positions turn the values of layers {listed(read.turned)} too, not "
-                "queries and keys alone: what a token reads then depends on where it stands"
-            )
+        yield from read.remarks
         if read.model is not None and read.model.layernorm_scaling in (
             "attention-only",
             "ffn-only",

@@ -26,7 +26,7 @@ from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.findings import Finding, Report
 from ..show.health import Seen, rules, stream_numbers
-from .alike import odd_namesakes
+from .alike import lists_of, odd_namesakes
 from .batches import batch_shape, shortened
 from .dataflow.reading import recorded
 from .diagnose import Text, at_length, case_of
@@ -110,17 +110,11 @@ def check_promised(
 def _layers(module: nn.Module, batch: Any, promised: Transformer) -> str:
     """The list of as many submodules that the batch reaches, and that give d_model features."""
     graph, _ = recorded(module, batch, rows=1)
-    wide = {
-        path
-        for path, side, value, _ in graph.boundaries
-        if side == "output" and graph.tensor(value).shape[-1] == promised.d_model
-    }
-    lists: list[str] = [
-        path
-        for path, part in module.named_modules()
-        if isinstance(part, nn.ModuleList)
-        and len(part) == promised.layers
-        and f"{path}.{promised.layers - 1}" in wide
+    lists = [
+        layers[0].path.rpartition(".")[0]
+        for layers in lists_of(module, graph)
+        if len(layers) == promised.layers
+        and graph.tensor(layers[-1].made).shape[-1] == promised.d_model
     ]
     outer = [p for p in lists if not any(p.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:

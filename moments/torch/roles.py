@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import DomainError, domain_error
 from ..model.weights import MATRICES
-from .running import grouped
+from .running import grouped, kept
 
 Side = Literal["input", "output"]
 
@@ -288,16 +288,13 @@ def unit_gain(module: nn.Module, role: Role) -> bool:
 def is_gain(norm: nn.Module, weight: Tensor) -> bool:
     """Whether a norm's weight is its gain: at 0 it then gives nothing but its bias."""
     x = torch.linspace(-1.5, 1.7, weight.numel(), dtype=weight.dtype, device=weight.device)
-    stored = weight.detach().clone()
     bias = getattr(norm, "bias", None)
-    with torch.no_grad():
+    with torch.no_grad(), kept([weight]):
         weight.zero_()
         try:
             at_zero = type(norm).forward(norm, x) - (0 if bias is None else bias)
         except (RuntimeError, TypeError):  # no norm of a vector: its weight is taken as it is
             return True
-        finally:
-            weight.copy_(stored)
     return bool(at_zero.square().mean() < 0.5)
 
 

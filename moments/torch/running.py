@@ -266,6 +266,18 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Afterwards tensors hold the entries that they do now."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, entries in before:
+                tensor.copy_(entries)
+
+
+@contextmanager
 def thawed(module: nn.Module) -> Iterator[None]:
     """With every parameter open to gradients, which frozen ones are not to the streams they make;
     afterwards what was frozen is."""

@@ -40,6 +40,7 @@ from ..step.search import zipf_batch
 from ..step.walk import Walk, WeightStep
 from .describe import Description, describe
 from .roles import block_of, gathered_names, tensors_of
+from .running import kept
 
 TOKENS = 16
 """Of each of two sequences that are read."""
@@ -266,15 +267,11 @@ def _filled(module: nn.Module) -> Iterator[set[str]]:
     would pass, though it does from the second step on."""
     empty = {n: p for n, p in module.named_parameters() if p.ndim > 1 and not p.detach().any()}
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
+    with kept(empty.values()):
         for p in empty.values():
-            p.copy_(torch.randn(p.shape, generator=generator) / min(p.shape[-2:]) ** 0.5)
-    try:
+            with torch.no_grad():
+                p.copy_(torch.randn(p.shape, generator=generator) / min(p.shape[-2:]) ** 0.5)
         yield set(empty)
-    finally:
-        with torch.no_grad():
-            for p in empty.values():
-                p.zero_()
 
 
 def _by_role(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ...errors import DomainError, MomentsError
+from ...errors import DomainError, MomentsError, listed
 from ...model.embedding import Embedding
 from ...model.head import Head
 from ...model.patches import PatchEmbedding
@@ -72,8 +72,7 @@ class ModuleReading:
         over_queries: layers whose attention weights sum to one over queries, not over keys.
         unmasked: layers that see later tokens, where others do not; the model is causal.
         misplaced: layer and placement of the few whose norms sit elsewhere than the others'.
-        dropped: layer, what is dropped, and its probability, of the few that differ in it.
-        turned: layers whose values are turned by their position.
+        remarks: what few layers do otherwise and is no fault by itself, a phrase each.
         shared: parameters that several layers use, each with these layers.
         unlayered: why its layers could not be distinguished, a phrase each.
         sums: what every block's residual sum is.
@@ -93,8 +92,7 @@ class ModuleReading:
     over_queries: tuple[int, ...] = ()
     unmasked: tuple[int, ...] = ()
     misplaced: tuple[tuple[int, str], ...] = ()
-    dropped: tuple[tuple[int, str, float], ...] = ()
-    turned: tuple[int, ...] = ()
+    remarks: tuple[str, ...] = ()
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unlayered: tuple[str, ...] = ()
     sums: Sums = field(default_factory=dict)
@@ -337,7 +335,7 @@ class _Reading:
     misplaced: tuple[tuple[int, str], ...] = ()
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unlayered: list[str] = field(default_factory=list)
-    dropped: list[tuple[int, str, float]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     def reading(self) -> ModuleReading:
         leaves = (v for v in self.graph.values if v.name is not None and v.params)
@@ -415,6 +413,11 @@ class _Reading:
                 n for n, units in rows if any(u.name == "attention" and what(u) for u in units)
             )
 
+        if turned := layers_of(lambda u: u.attention is not None and u.attention.turned):
+            self.remarks.append(
+                f"rotary positions turn the values of layers {listed(turned)} too, not queries and "
+                "keys alone: what a token reads then depends on where it stands"
+            )
         looking = [u.attention for u in main.chain.blocks if u.attention is not None]
         alone = len(stacks) == 1 and not any(u.name == "cross" for u in main.chain.blocks)
         return ModuleReading(
@@ -427,7 +430,7 @@ class _Reading:
             over_queries=layers_of(lambda u: u.core is not None and not u.core.over_keys),
             unmasked=self.unmasked,
             misplaced=self.misplaced,
-            dropped=tuple(self.dropped),
+            remarks=tuple(self.remarks),
             shared=self.shared,
             unlayered=tuple(dict.fromkeys(self.unlayered)),
             ahead=not all(a.causal for a in looking) if alone and looking else None,
@@ -440,7 +443,6 @@ class _Reading:
                 for unit in units
                 if unit.summed
             },
-            turned=layers_of(lambda u: u.attention is not None and u.attention.turned),
         )
 
     def _sum(self, placement: str, layer: int, unit: BranchUnit) -> BlockSum:
@@ -691,7 +693,11 @@ class _Reading:
     def _most(self, name: str, values: list[float]) -> float:
         """A probability of dropping that most layers have."""
         most = max(values, key=values.count)
-        self.dropped += [(n, name, v) for n, v in enumerate(values, start=1) if v != most]
+        self.remarks += [
+            f"{name} of layer {n} has a probability of {v:g}, unlike that of the other layers"
+            for n, v in enumerate(values, start=1)
+            if v != most
+        ]
         if len(set(values)) > 1:
             self.doubts.append(f"{name} that differs between layers: taken for {most:g} in all")
         return most
