@@ -79,7 +79,7 @@ TABLE = (
     Constant(f"{KERNELS}.logits", "NORM_STEP", (0.2, 0.01), "precision", ("bare", *BY_TOKEN)),
     Constant(f"{KERNELS}.logits", "LEAST_WEIGHT", (1e-2, 1e-5), "precision", ("distances",)),
     Constant(f"{KERNELS}.joint_laws", "RHO_MIN", (1e-2, 1e-5), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.attention", "FAINT", (1e-4, 1e-7), "range", ("text",)),
+    Constant(f"{KERNELS}.rows", "FAINT", (1e-4, 1e-7), "range", ("text",)),
     Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
     Constant("layers.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
     Constant("layers.experts.routing", "STEP", (0.1, 0.4), "precision", ("experts",)),

@@ -15,8 +15,8 @@ from ...engine.state import Array, Kernel, ratio_or_zero
 from ...errors import MomentsError
 from ...model.positions import RelativeBias
 from .kernels import Paths, exact_rows
-from .kernels.attention import FAINT
 from .kernels.finite_rows import FiniteRows, Widths, finite_rows
+from .kernels.rows import FAINT
 from .projections import attention_diagnostics
 from .softmax.table import chebyshev_basis
 

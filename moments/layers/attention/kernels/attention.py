@@ -1,61 +1,51 @@
-"""Softmax attention on an arbitrary token kernel, at initialisation.
+"""Softmax attention on an arbitrary token kernel, at initialisation, by token.
 
-See docs/theory/attention.md.
+The joint laws of all rows are exact to first order in the logits given mean attention w and
+A_jl = E[a_j a_l]/E a_j, exact in everything for exchangeable kernels, an approximation otherwise.
+Rows are grouped: those with nearly the same keys share one A, and joint laws at nodes of their
+queries' correlation. Attention dropout adds E[J D J] with D = diag(C_jj):
+
+    E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(1-A) D (1-A)^T + u 1^T + 1 u^T]
+
+at rho = 1, where u keeps the marginals of F, and the trace is that of the exchangeable row with the
+same number of keys and E sum a^2. See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ....errors import domain_error
-from ..softmax.table import THETA_MAX
-from .closure import OverlapClosure, width_terms
-from .finite_rows import Widths
-from .logits import Logits, Rotation, prior_weights
-from .row_statistics import AttentionRows, dropped_by_own, saturation
+from . import exact_rows
+from .finite_rows import Calibration, Widths, calibrate, nodes_for
+from .joint_laws import ALIKE, Sums, own_response, sharpening
+from .logits import (
+    Logits,
+    Rotation,
+    RowClass,
+    as_slice,
+    find_patterns,
+    group_patterns,
+    prior_weights,
+    window,
+)
+from .row_groups import JointLaws, row_scale, single, turn_of
+from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
+from .rows import FAINT, PathFactors, Paths, RowAttention, of_shift
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-FAINT = 1e-5
-"""Logit variance, and share of the largest query's variance, that stand for less: attention is
-linear in them to five digits there, and what is linear is scaled on."""
-
-
-Moments = TypeVar("Moments")
-
-
-class Paths(NamedTuple, Generic[Moments]):
-    """Per-feature second moments of the gradient at the attention's input, by path: arrays (L, L),
-    kernels, or matrices on classes.
-
-    Attributes:
-        cross: correlation of the value and key paths, of order 1/d_model.
-    """
-
-    value: Moments
-    query: Moments
-    key: Moments
-    cross: Moments
-
-    @property
-    def total(self) -> Any:
-        """Their sum, where the tokens that ask are those attended to."""
-        parts: Any = self
-        return parts.value + parts.query + parts.key + parts.cross
-
-
-class KernelAttention:
+class KernelAttention(RowAttention):
     """Moments of one softmax attention layer with Gaussian weights, on a given token kernel.
 
     Logits of query i and key j have covariance tau C_ii' C_jj' over draws of the query and key
-    weights. The layer is the joint law of its attention rows (`closure.OverlapClosure`), for any
+    weights. The layer is the joint law of its attention rows, for any
     kernel and any mask; for exchangeable kernels (one correlation between all tokens) that law is
     exact, otherwise an approximation; docs/theory/attention.md has its measured errors.
 
@@ -66,7 +56,6 @@ class KernelAttention:
         effective_keys: (Lq,) number of independent keys of the row's reference (`row_statistics`).
         entropy: (Lq,) E[-sum_j a_ij log a_ij] in nats, of the reference row spread over the allowed
             keys: exact for exchangeable kernels.
-        beyond_tables: (Lq,) whether theta is beyond 8, where rows are those of `softmax.peaked`.
     """
 
     def __init__(
@@ -134,72 +123,33 @@ class KernelAttention:
         self._dropped = self.drop_prob / (1.0 - self.drop_prob)
         self._values = np.diag(self.kernel) + float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
-        self._closure = OverlapClosure(self.logits, self._widths)
+        every = np.arange(len(queries))
+        self._two_rows, self._alone = (every[:, None], every[None, :]), (every, every)
+        norm = self._sort_rows()
+        self._joint_laws(norm)
         if self._dropped > 0.0:
-            self._closure.respond_to(self._values)
-        temperature = self.logits.temperature
-        self._norm = np.sqrt(np.outer(temperature, temperature))
-        rows, pattern = self._closure.rows, self._closure.pattern
-        self.mean_attention = self._closure.weights
-        self.logit_variance = rows.unshared[pattern] * self.logit_scale * of_queries
-        self.effective_keys = rows.keys[pattern]
-        self.entropy = rows.entropy[pattern]
-        self.beyond_tables = self.logit_variance > THETA_MAX
+            self._respond_to_noise()
+        self.logit_variance = self._rows.unshared * self.logit_scale * of_queries
+        self.effective_keys, self.entropy = self._rows.keys, self._rows.entropy
+        weights = self.mean_attention
+        mean = weights @ self.kernel @ weights.T
+        moved = self._gather(self.kernel)
+        self._evaluate(mean, *moved, self.logits.queries, weights @ weights.T)
 
     @property
     def logit_scale(self) -> float:
         """tau."""
-        return self.logits.scale * self._linear
+        return float(self.logits.scale * self._linear)
 
     @property
     def sum_square(self) -> Array:
         """(Lq,) E sum_j a_ij^2, without dropout."""
-        return np.asarray(self._closure.squares.sum(1))
-
-    @functools.cached_property
-    def _forward(self) -> tuple[Array, Array, Array]:
-        """O, with the dropout of attention weights on its diagonal, and of `logits` the query path
-        per unit of G, likewise, and `overlap_path`."""
-        mean = self.mean_attention @ self.kernel @ self.mean_attention.T
-        closure, variance = self._closure, np.diag(self.kernel)
-        excess, slope = closure.gather(self.kernel)
-        linear = self._linear
-        gained, overlap_path = width_terms(closure, self._widths, mean, excess, slope)
-        output = mean + linear * (excess + gained)
-        query = closure.pairs.query * slope / self._norm + overlap_path / self._widths.d_model
-        group = closure.group[closure.pattern]
-        common = closure.calibration.common[group] * np.diag(slope) / self.logits.temperature
-        query = query + np.diag(common)
-        if self._dropped > 0.0:
-            noise = closure.gather_noise(self.logits.within)
-            output = output + self._dropped * np.diag(closure.squares @ variance)
-            query = query + self._dropped * self.logits.scale * np.diag(noise)
-        return output, query, overlap_path
-
-    @property
-    def amplification(self) -> Array:
-        """(Lq, Lq) `amplification` of every two rows."""
-        every = np.arange(len(self.allowed))
-        rows, pattern = self._closure.rows, self._closure.pattern
-        correlation = self.logits.correlation()
-        result = amplification(rows, pattern[:, None], pattern[None, :], correlation)
-        result[every, every] *= 1.0 + dropped_by_own(self._dropped, rows.unshared_fraction[pattern])
-        return result
-
-    @property
-    def overlap_path(self) -> Array:
-        """(Lq, Lq) what Q gains per unit of G, and of the relative variance of two tokens' overlap:
-        1/d_model of it is in `backward` (see `moments.noise.overlap`)."""
-        return self._linear * self._forward[2]
-
-    @property
-    def response(self) -> Array:
-        """(Lq, Lq) what the query path is per unit of G."""
-        return self._linear * self._forward[1]
+        return np.asarray(self._squares.sum(1))
 
     def forward(self) -> Array:
         """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
-        return self._forward[0].copy()
+        result: Array = self.output.copy()
+        return result
 
     def backward(self, gradient: ArrayLike) -> Paths[Array]:
         """Second moments per feature of the gradient at the attention's input.
@@ -215,13 +165,13 @@ class KernelAttention:
             DomainError: `gradient` is not a finite (Lq, Lq) matrix.
         """
         gradient = square("gradient", gradient, len(self.allowed))
-        value, key, cross = self._linear * self._closure.spread(gradient)
+        value, key, cross = self._linear * self._spread(gradient)
         value = value + self.mean_attention.T @ gradient @ self.mean_attention
         if self._dropped > 0.0:
             grad_out = np.diag(gradient)
-            value = value + self._dropped * np.diag(self._closure.squares.T @ grad_out)
+            value = value + self._dropped * np.diag(self._squares.T @ grad_out)
             sizes = self._dropped * self.logit_scale * grad_out * self.logits.temperature
-            noise, noise_cross = self._closure.spread_noise(sizes)
+            noise, noise_cross = self._spread_noise(sizes)
             if self.logits.rotation is not None:
                 noise, noise_cross = noise * self.logits.rotation.keys, noise_cross
             key, cross = key + noise, cross + noise_cross
@@ -230,26 +180,228 @@ class KernelAttention:
         value, key, cross = (0.5 * (path + path.T) for path in (value, key, cross))
         return Paths(value, query, key, cross)
 
+    # --- rows ----------------------------------------------------------------------------------
 
-def amplification(
-    rows: AttentionRows, first: Indices, second: Indices, correlation: Array
-) -> Array:
-    """How much more two rows move together than rows of their mean weights would: as those of
-    exchangeable keys whose log odds grow in proportion to the correlation of their queries.
+    def _sort_rows(self) -> Array:
+        """Patterns, numbered class by class; (Lq,) norm of a row's query over its pattern's."""
+        logits, temperature, kernel = self.logits, self.logits.temperature, self.logits.within
+        first, pattern = find_patterns(logits.prior, temperature, logits.biased)
+        groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
+        order = np.concatenate(groups)
+        pattern = np.argsort(order)[pattern]
+        patterns = logits.prior[first[order]]
+        pattern_temperature = _means(temperature, pattern)
+        ends = np.cumsum([len(group) for group in groups])
+        spans = [
+            slice(int(end) - len(one), int(end)) for end, one in zip(ends, groups, strict=True)
+        ]
+        shared = [_shared(patterns[span], logits.biased) for span in spans]
+        extended = np.vstack([patterns, *shared])
+        means = [pattern_temperature[span].mean() for span in spans]
+        self._statistics = rows_of_kernel(
+            kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
+        )
+        given = extended, self._statistics, kernel, logits.scale
+        classes = [_make_class(s, len(patterns) + k, *given) for k, s in enumerate(spans)]
+        compact = np.zeros(patterns.shape)
+        group = np.empty(len(patterns), dtype=np.intp)
+        for index, one in enumerate(classes):
+            compact[window(one.patterns, one.keys)] = one.weights
+            group[one.patterns] = index
+        self._pattern, self._group, self._classes = pattern, group, classes
+        self.mean_attention = compact[pattern]
+        return np.asarray(np.sqrt(temperature / pattern_temperature[pattern]))
 
-    Args:
-        first, second: which of them, of every pair.
-        correlation: of every pair's queries.
-    """
-    keys = np.maximum(rows.keys, 1.0 + 1e-6)
-    theta = np.maximum(rows.theta, FAINT)
-    odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
-    slopes = [
-        saturation(correlation, *(one[side] + 0.0 * correlation for one in (keys, theta, odds)))[1]
-        for side in (first, second)
-    ]
-    held = np.sqrt(rows.held)
-    return np.asarray(held[first] * held[second] * 0.5 * (slopes[0] + slopes[1]))
+    def _joint_laws(self, norm: Array) -> None:
+        """Of every two classes at nodes of the correlation, and what reads them for two rows."""
+        logits, stats, rotation = self.logits, self._statistics, self.logits.rotation
+        self._bare = lowest = logits.correlation()
+        if rotation is not None:
+            lowest = np.minimum(lowest * rotation.queries, 0.0)
+        self._nodes = nodes = nodes_for(lowest, float(stats.theta.max()))
+        leaders = stats.of(np.arange(len(self._group), len(stats.count)))
+        theta, keys, by_mean = leaders.theta, leaders.keys, leaders.unshared_by_mean
+        unshared = leaders.unshared_fraction
+        calibration = calibrate(theta, keys, unshared, by_mean, nodes, self._widths)
+        variance = np.maximum(leaders.logit_variance, exact_rows.THETA_LEAST)
+        gap = np.maximum(variance * leaders.strength**2, 1e-12)
+        sizes = logits.scale * leaders.temperature / gap
+        exponents = calibration.log_odds * sizes[:, None]
+        scale = row_scale(stats, self._group, self._classes, logits.within, nodes)
+        self._row_scale, scale = scale, scale[:, self._pattern] * norm
+        self._laws = JointLaws(self._classes, self._pattern, exponents, nodes.slopes, logits)
+        turned = self._turned(logits.values)
+        self._turn: Array | float = 1.0
+        if rotation is not None and turned is not None:
+            self._turn = turn_of(rotation, turned, self._bare, nodes.low)
+        self._correlation = self._bare * self._turn
+        value, slope = nodes.basis(self._correlation)
+        scales = scale[:, :, None] * scale[:, None, :]
+        self._read, self._read_slope = ((scales * x).astype(np.float32) for x in (value, slope))
+        self._rows = rows = stats.of(self._pattern)
+        self._calibration = Calibration(*(x[self._group[self._pattern]] for x in calibration))
+        sharp = sharpening(rows, *self._two_rows, self._correlation)
+        given = self._calibration, nodes, value, self._two_rows, sharp, self._widths
+        self._factors = factors = PathFactors.of(*given, None if rotation is None else self._bare)
+        self._key, self._terms = factors.key, None
+        if rotation is not None and factors.along is not None:
+            self._key = factors.key + rotation.queries * factors.along
+            amplitude = np.sqrt(logits.scale * logits.temperature * rows.softening)
+            terms = np.concatenate([(rotation.queries - self._turn)[None], rotation.query_terms])
+            self._terms = np.outer(amplitude, amplitude) * terms
+
+    # --- sums over pairs of rows ---------------------------------------------------------------
+
+    def _turned(self, kernel: Array) -> Array | None:
+        """(1 + t, Lq, Lq): tr(E J_i X_t E J_i' kernel^T) for each X_t of `Rotation.kernels`."""
+        rotation = self.logits.rotation
+        if rotation is None:
+            return None
+        parity = np.append(1.0, rotation.parity)
+        return self._laws.gather("turned", kernel, len(parity), parity)
+
+    def _gather(self, kernel: Array) -> tuple[Array, Array]:
+        """Two (Lq, Lq): tr((F_ii' - w_i w_i'^T) kernel^T), and for the values' kernel its
+        derivative in the correlation of i and i'."""
+        values = self._laws.gather("overlap", kernel, len(self._nodes.rho))
+        excess = np.einsum("rij,rij->ij", self._read, values)
+        slope = np.einsum("rij,rij->ij", self._read_slope, values) * self._turn
+        rest = self._turned(kernel)
+        if self._terms is not None and rest is not None:
+            rest = np.einsum("tij,tij->ij", self._terms, rest)
+            excess, slope = excess + self._bare * rest, slope + rest
+        return 0.5 * (excess + excess.T), 0.5 * (slope + slope.T)
+
+    def _spread(self, gradient: Array) -> Array:
+        """(3, Lk, Lk): sum_ii' G_ii' times F_ii' - w_i w_i'^T, and its derivative times what the
+        key path and the correlation of the key and value paths have of it."""
+        rotation, laws = self.logits.rotation, self._laws
+        scale, given = single(gradient)
+        value = (given * self._read)[None]
+        driven = given * np.stack([self._key, self._factors.cross]).astype(np.float32)
+        if self.logits.aligned:
+            weights = np.concatenate([value, driven[:, None] * self._read_slope])
+            return scale * laws.spread("overlap", laws.compressed(weights))
+        onward = laws.compressed(driven[:, None] * self._read)
+        total = np.concatenate(
+            [laws.spread("overlap", laws.compressed(value)), laws.spread("response", onward)]
+        )
+        if self._terms is not None and rotation is not None:
+            total[1:] *= rotation.keys
+            terms = laws.compressed(given * (self._bare * self._terms).astype(np.float32))
+            total[0] += laws.spread("turned", terms[None])[0]
+            plain = laws.spread("plain", terms[1:, None], rotation.parity)
+            total[1] += np.einsum("tij,tij->ij", plain, rotation.key_terms)
+        return scale * total
+
+    # --- single rows ---------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _squares(self) -> Array:
+        """(Lq, Lk) E a_ij^2."""
+        compact = np.zeros((len(self._group), len(self.logits.values)))
+        for block in self._laws.blocks:
+            if block.with_itself:
+                sums = block.overlap
+                for index, (group, _) in enumerate(block.pairs):
+                    diagonal = np.diagonal(sums.excess[index, 0]) - 2.0 * sums.left[index, 0]
+                    diagonal = diagonal + np.diagonal(sums.both[index, 0])[:, None]
+                    scale = self._row_scale[0, group.patterns, None] ** 2
+                    square = group.weights**2 * np.maximum(1.0 + scale * diagonal, 0.0)
+                    compact[window(group.patterns, group.keys)] = square
+        for group in self._classes:
+            if len(group.leader_weights) == 1:
+                compact[window(group.patterns, group.keys)] = 1.0
+        return compact[self._pattern]
+
+    def _split(self, of_pairs: Array) -> Array:
+        return of_pairs
+
+    def _attended(self) -> Array:
+        return self.mean_attention @ np.diagonal(self.kernel)
+
+    def _unshared(self, name: str) -> Array:
+        weights, kernel = self.mean_attention, getattr(self.logits, name)
+        held = np.einsum("ij,ij->i", weights @ kernel, weights)
+        return np.asarray(np.maximum(weights @ np.diagonal(kernel) - held, 0.0))
+
+    def _directed(self, shift: Array) -> Array:
+        rotation, weights, values = self.logits.rotation, self.mean_attention, self.kernel
+        if rotation is None:
+            return shift
+        # a key's part w_ij (C_jj - sum_l w_il C_lj) turns with its position
+        parts = of_shift(weights * (np.diagonal(values) - weights @ values), shift)
+        turned = parts @ np.exp(1j * rotation.key_angles)
+        return np.asarray(turned * np.exp(-1j * rotation.query_angles))
+
+    def _products(self) -> Array:
+        if self.logits.rotation is None:
+            return super()._products()
+        return np.asarray(((self._shift * self.logits.rotation.shares) @ self._shift.conj().T).real)
+
+    # --- dropped attention ---------------------------------------------------------------------
+
+    def _respond_to_noise(self) -> None:
+        """Form E[J D J], D = diag(C_jj) of the values."""
+        self._laws.respond_to(self._values)
+        members = np.unique(self._pattern, return_index=True)[1]
+        count = self._statistics.count[: len(self._group)]
+        trace = exact_rows.jacobian_square(self._squares[members].sum(1), count)
+        trace = trace * (self.mean_attention[members] @ self._values)  # tr J D J, were D uniform
+        bare = self._of_noise(np.eye(len(self._values)))[members]
+        usable = bare > 1e-300
+        scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
+        self._noise_scale = scale[self._pattern]
+
+    def _dropped_terms(self) -> tuple[Array, Array]:
+        overlap = self._noise_scale * self._of_noise(self.logits.within)
+        return self._squares @ np.diagonal(self.kernel), overlap
+
+    def _spread_noise(self, row_weights: Array) -> Array:
+        """(2, Lk, Lk): sum_i h_i E[J_i D J_i] in the key path and in its correlation with the value
+        path, for (Lq,) weights h."""
+        scale, given = single(self._noise_scale * row_weights)
+        factors = self._calibration.noise_key, self._calibration.noise_cross
+        weights = np.zeros((2, 1, len(self._group), len(self._group)), dtype=np.float32)
+        for total, factor in zip(weights[:, 0], factors, strict=True):
+            np.add.at(total, (self._pattern, self._pattern), given * factor)
+        return scale * self._laws.spread("noise", weights)
+
+    def _of_noise(self, kernel: Array) -> Array:
+        return np.diagonal(self._laws.gather("noise", kernel, 1)[0])
+
+
+def _shared(patterns: Array, biased: bool) -> Array:
+    """The prior of a class's own row: over every key that its patterns attend to."""
+    if biased:
+        return np.asarray(patterns.mean(0))
+    union = (patterns > 0.0).any(0)
+    return np.asarray(union / union.sum())
+
+
+def _make_class(
+    span: slice, leader: int, extended: Array, stats: AttentionRows, kernel: Array, scale: float
+) -> RowClass:
+    keys = as_slice(np.flatnonzero(extended[leader]))
+    members = np.append(np.arange(span.start, span.stop), leader)
+    inside = kernel[window(keys, keys)]
+    prior = extended[members][:, keys]
+    weights = mean_attention(inside, prior, stats, members, scale)
+    response = np.zeros_like(inside)
+    if len(inside) > 1:
+        one, every, ones = weights[-1:], slice(0, len(inside)), np.ones((1, len(inside)))
+        aims = ones[..., None]
+        sums = Sums.of(ALIKE, (every, every), (one, one), (one, one), (aims, aims))
+        pull = (stats.odds * scale * stats.temperature * stats.held)[leader]
+        given = np.diagonal(inside), [inside[None]], [ones], ones > 0.0, prior[-1:]
+        of_row = (np.array([x]) for x in (pull, stats.strength[leader], stats.step[leader]))
+        ((excess, pairs),), _ = own_response(sums, *given, *of_row)
+        response = pairs[0] + np.diag(excess[0])
+    return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
+
+
+def _means(values: Array, group: Indices) -> Array:
+    return np.asarray(np.bincount(group, values) / np.bincount(group))
 
 
 def square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:

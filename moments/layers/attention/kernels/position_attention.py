@@ -1,4 +1,4 @@
-"""Causal softmax attention on classes of positions: the closure of `closure` in their algebra.
+"""Causal softmax attention on classes of positions: the closure in their algebra.
 
 Every node of `classes.PositionClasses` is a row and a key. A matrix over keys is (diagonal, pairs);
 products of two are one. Masks and windows are `KeyCounts`, rotary positions `RotaryMeans`. The laws
@@ -22,10 +22,7 @@ from numpy.typing import NDArray
 from ....engine.classes import KeyCounts, Matrix, diagonal_of
 from ....engine.state import ratio_or_zero
 from ....engine.texts import Frequencies
-from ..softmax.table import THETA_MAX
 from . import exact_rows
-from .attention import Paths, amplification
-from .closure import fixed_norms, of_shift, toward_keys, unshared_part
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
     ALIKE,
@@ -43,7 +40,8 @@ from .joint_laws import (
 )
 from .relative_positions import RotaryMeans
 from .row_groups import single
-from .row_statistics import AttentionRows, attention_rows, dropped_by_own, log_weights
+from .row_statistics import AttentionRows, attention_rows, log_weights
+from .rows import PathFactors, Paths, RowAttention, of_shift
 
 # --- pairs of rows --------------------------------------------------------------------------------
 
@@ -352,6 +350,11 @@ class ClassLogits(NamedTuple):
     words: Words | None = None
 
     @property
+    def temperature(self) -> Array:
+        """(P,) of a row's query with itself."""
+        return np.asarray(self.queries[0])
+
+    @property
     def prior(self) -> Array:
         """(P, P) weight of a key's token where logits vanish; a row's sum to 1."""
         return np.asarray(self.key_counts.visible / self.key_counts.keys.sum(1, keepdims=True))
@@ -391,17 +394,13 @@ class ClassLogits(NamedTuple):
         return function(self.keys[0]), self.mixture().mean(several)
 
 
-class PositionAttention:
+class PositionAttention(RowAttention):
     """Moments of one causal softmax attention layer on classes of positions.
 
     Attributes:
         weights: (P, P) mean attention [row, key] to one token of a class.
         counted: (P, P) to all tokens of a class that a row attends to.
-        logit_variance, entropy, sum_square: (P,) as in `attention.KernelAttention`.
-        output: second moments per feature of sum_j a_ij x_j, attention dropout included.
-        response: what the query path is per unit of G.
-        overlap_path: what the query path gains per unit of G and of the relative variance of two
-            tokens' overlap.
+        entropy, sum_square: (P,) as in `attention.KernelAttention`.
         others: the same rows where two of them are of different documents, of one word, and of both
             where there are such.
     """
@@ -436,7 +435,7 @@ class PositionAttention:
         self._nodes: Nodes | None = None
         self._joint_laws()
         self.logit_variance, self.entropy = rows.logit_variance, rows.entropy
-        diagonal, inside = logits.mixture().mean_of(self._alone)
+        diagonal, inside = logits.mixture().mean_of(self._own_laws)
         self._squares = self.weights**2 * np.maximum(diagonal + diagonal_of(inside), 0.0)
         self.sum_square = (key_counts.keys * self._squares).sum(1)
         if self._dropped > 0.0:
@@ -484,11 +483,6 @@ class PositionAttention:
         result._forward()
         result._give_back()
         return result
-
-    @property
-    def beyond_tables(self) -> NDArray[np.bool_]:
-        """(P,) whether the logit variance is beyond the tables."""
-        return np.asarray(self.logit_variance > THETA_MAX)
 
     # --- rows ----------------------------------------------------------------------------------
 
@@ -616,7 +610,7 @@ class PositionAttention:
         )
         diagonal, between = coincidence.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
-        bare = pairs.joined(np.clip(diagonal / temperature, -1.0, 1.0), bare)
+        self._bare = bare = pairs.joined(np.clip(diagonal / temperature, -1.0, 1.0), bare)
         beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
         lowest = bare if rotary_means is None else np.minimum(bare * beside, 0.0)
         nodes = self._nodes
@@ -635,8 +629,8 @@ class PositionAttention:
 
         moved, unturned, along_values, turn = self._projections
         self._correlation = rho = np.clip(bare * turn, nodes.low, 1.0)
-        self._basis, slopes = nodes.basis(rho)
-        factor, slope = (np.vecdot(one.T, exponent) for one in (self._basis, slopes))
+        basis, slopes = nodes.basis(rho)
+        factor, slope = (np.vecdot(one.T, exponent) for one in (basis, slopes))
         self._slope = slope
         along = factor
         exponents: list[ByRelation] = moved
@@ -666,19 +660,14 @@ class PositionAttention:
             )
         ]
 
-        shared_part = 2.0 / self._widths.d_model
         sharp = sharpening(rows, pairs.long, pairs.short, rho)
-        self._growth = self._over_pairs(calibration.growth)
-        self._query = self._over_pairs(calibration.query) * sharp
-        cross = shared_part * self._growth * sharp
+        given = calibration, nodes, basis, (pairs.long, pairs.short), sharp, self._widths
+        self._factors = paths = PathFactors.of(*given, None if rotary_means is None else bare)
+        still = np.stack([paths.key, paths.cross])
         # of the derivative as keys turn with their rows, and as they turn alone
-        self._driven: tuple[Array, ...]
-        if rotary_means is None:
-            self._driven = (np.stack([self._over_pairs(calibration.key) * sharp, cross]),)
-            return
-        along = self._over_pairs(calibration.along) * bare * sharp
-        beside = self._over_pairs(calibration.key - nodes.rho * calibration.along) * sharp
-        self._driven = np.stack([along, 0.0 * cross]), np.stack([beside, cross])
+        self._driven: tuple[Array, ...] = (still,)
+        if paths.along is not None:
+            self._driven = np.stack([paths.along, 0.0 * paths.cross]), still
 
     def _between_keys(self, tile: Tile) -> tuple[list[Array], list[Array]]:
         """Kernel of keys of both rows: (o,) and (n, k) of each kind of pair."""
@@ -740,7 +729,7 @@ class PositionAttention:
         )
 
     @property
-    def _alone(self) -> ByRelation:
+    def _own_laws(self) -> ByRelation:
         """(P, P) and (P, P, P) joint law of every row with itself."""
         rows, size = self.weights.shape
         result = [
@@ -755,11 +744,6 @@ class PositionAttention:
                     excess[rows, tile.left] = beside[alone]
                     inside[rows, tile.left, tile.right] = pairs[alone]
         return result
-
-    def _over_pairs(self, values: Array) -> Array:
-        """(C,) of (P, r) values of rows at the nodes of the correlation."""
-        halves = 0.5 * (values[self._pairs.long] + values[self._pairs.short])
-        return np.asarray(np.vecdot(self._basis.T, halves))
 
     def _trace(self, tile: Tile, sums: Sums) -> ByRelation:
         """(c, o) and (c, n, k) what a law of pairs of rows is to be summed with for tr(F C), of the
@@ -791,61 +775,41 @@ class PositionAttention:
     # --- forward -------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        logits, weights, rows, key_counts = (
-            self.logits,
-            self.weights,
-            self._rows,
-            self.logits.key_counts,
-        )
-        coincidence, itself = self._kernels, self._kernels is logits
-        diagonal, pairs, calibration = logits.values[0], self._pairs, self._calibration
-        long, short, alone = pairs.long, pairs.short, pairs.alone
-        width = self._widths.d_model
-        whole = self.mean_output()
-        mean = pairs.joined(*whole)
-        excess, slope = self._gather(0) - mean, self._gather(1)
-        if itself:
-            self._shift = self._shifted(whole[0] + excess[alone])
-        looking = logits.scale * self._looking
-        output = mean + excess + looking * pairs.joined(*coincidence.queries) / width
-        if self._widths.deficit > 0.0:
-            held = np.zeros(len(long))  # of the same tokens, which two documents do not have
-            if coincidence.values is logits.values:
-                unshared_sum = self.counted @ diagonal - whole[0]
-                unshared = unshared_part(rows.keys, unshared_sum, (self.counted * weights).sum(1))
-                shared = np.einsum("psq,pq,sq->ps", key_counts.shared, weights, weights)
-                held = pairs.joined((self.counted * weights).sum(1), shared)
-                held = held * np.sqrt(unshared[long] * unshared[short])
-            of_pairs = (long, short), self._correlation, self._growth
-            of_rows = calibration.stiffness, calibration.against, rows.unshared_by_mean
-            output += fixed_norms(self._widths, *of_pairs, *of_rows, mean, excess, slope, held)
-        temperature = logits.queries[0]
-        norm = np.sqrt(temperature)
-        moved = self._query * slope / (norm[long] * norm[short])
-        if itself:
-            moved[alone] += calibration.common * slope[alone] / temperature
-        if self._dropped > 0.0:
-            output[alone] += self._dropped * ((key_counts.keys * self._squares) @ diagonal)
-            within = logits.mixture().mean(logits.within)
-            noise = calibration.noise_query * self._noise_overlap(logits.keys[0], within)
-            moved[alone] += self._dropped * logits.scale * noise
-        self.output, self.response = pairs.split(output), pairs.split(moved + looking / width)
-        self.overlap_path = pairs.split(looking)
+        kernels, pairs, weights = self._kernels, self._pairs, self.weights
+        self._two_rows, self._alone = (pairs.long, pairs.short), pairs.alone
+        mean = pairs.joined(*self.mean_output())
+        moved, together = (self._gather(0) - mean, self._gather(1)), None
+        if kernels.values is self.logits.values:  # two documents have no tokens in common
+            shared = np.einsum("psq,pq,sq->ps", self.logits.key_counts.shared, weights, weights)
+            together = pairs.joined((self.counted * weights).sum(1), shared)
+        queries = pairs.joined(*kernels.queries)
+        self._evaluate(mean, *moved, queries, together, kernels is self.logits)
 
-    def _shifted(self, output: Array) -> Array:
-        """What a row's direction adds to the tokens that it attends to, whose average has that
-        variance: (P,), or (P, m) of keys that turn with their positions."""
-        logits = self.logits
-        diagonal = logits.values[0]
-        shift = self.counted @ diagonal - output
-        if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-            moved, looked = (self._unshared(self._mean_of(name)) for name in ("values", "keys"))
-            shift = shift * toward_keys(moved, looked, self.counted @ diagonal)
-        if logits.rotary_means is None:
-            return np.asarray(shift)
-        values = self._mean_of("values")
+    def _split(self, of_pairs: Array) -> Matrix:
+        return self._pairs.split(of_pairs)
+
+    def _attended(self) -> Array:
+        return np.asarray(self.counted @ self.logits.values[0])
+
+    def _directed(self, shift: Array) -> Array:
+        rotary_means, values = self.logits.rotary_means, self._mean_of("values")
+        if rotary_means is None:
+            return shift
         parts = self.counted * (values[0] - self._rows_times(values))
-        return np.asarray(np.einsum("pq,pqm->pm", of_shift(parts, shift), logits.rotary_means.keys))
+        return np.asarray(np.einsum("pq,pqm->pm", of_shift(parts, shift), rotary_means.keys))
+
+    def _products(self) -> Array:
+        rotary_means, pairs = self.logits.rotary_means, self._pairs
+        if rotary_means is None or pairs.phases is None:
+            return super()._products()
+        both = self._shift[pairs.long] * self._shift[pairs.short].conj() * pairs.phases.conj()
+        return np.asarray((both @ rotary_means.shares).real)
+
+    def _dropped_terms(self) -> tuple[Array, Array]:
+        logits = self.logits
+        squares = (logits.key_counts.keys * self._squares) @ logits.values[0]
+        within = logits.mixture().mean(logits.within)
+        return squares, self._noise_overlap(logits.keys[0], within)
 
     def _mean_of(self, name: str) -> Matrix:
         """Means over cells of a kernel of keys or values."""
@@ -862,33 +826,10 @@ class PositionAttention:
         excess = kernel[0] - diagonal_of(kernel[1])
         return np.asarray(self.counted @ kernel[1] + self.weights * excess)
 
-    def _unshared(self, kernel: Matrix) -> Array:
-        """(P,) what the attended tokens of a row do not share."""
+    def _unshared(self, name: str) -> Array:
+        kernel = self._mean_of(name)
         held = (self.counted * self._rows_times(kernel)).sum(1)
         return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
-
-    @property
-    def amplification(self) -> Matrix:
-        """`attention.amplification` of a row with itself, and of two."""
-        rows, (diagonal, pairs) = self._rows, self._kernels.queries
-        size, every = np.sqrt(self.logits.queries[0]), np.arange(len(self.weights))
-        unshared = ratio_or_zero(rows.unshared, np.mean(self.logits.keys[0]))
-        alone = amplification(rows, every, every, ratio_or_zero(diagonal, size**2))
-        correlation = ratio_or_zero(pairs, np.multiply.outer(size, size))
-        both = amplification(rows, every[:, None], every[None, :], correlation)
-        return alone * (1.0 + dropped_by_own(self._dropped, unshared)), both
-
-    @property
-    def _looking(self) -> Array:
-        """(C,) products of two rows' shifts, each among its own document's keys; see
-        `closure._looking`."""
-        rotary_means, shift, pairs = self.logits.rotary_means, self._shift, self._pairs
-        first, second = shift[pairs.long], shift[pairs.short]
-        if rotary_means is None or pairs.phases is None:
-            return first * second
-        return np.asarray(
-            ((first * second.conj() * pairs.phases.conj()) @ rotary_means.shares).real
-        )
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
@@ -899,7 +840,7 @@ class PositionAttention:
         alone = (self.counted * self.weights) @ excess
         return diagonal_of(smooth) + alone, np.asarray(smooth + of_own)
 
-    # --- attention dropout (see `closure`) ------------------------------------------------------
+    # --- attention dropout (see `attention`) ------------------------------------------------------
 
     def _respond_to_noise(self) -> None:
         """E[J D J] of every row over its weights, (diagonal, pairs) of weighted mean 0."""
@@ -910,7 +851,7 @@ class PositionAttention:
             (response.whole * diagonal) @ np.swapaxes(response.pairs, -1, -2),
         )
         moved[1][...] += response.pairs * (diagonal * response.excess)[:, None, :]
-        law, every = self.logits.mixture().mean_of(self._alone), slice(0, len(diagonal))
+        law, every = self.logits.mixture().mean_of(self._own_laws), slice(0, len(diagonal))
         counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None].astype(float)
         sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
         direction = moved[0] + diagonal_of(moved[1]), moved[1]

@@ -12,14 +12,13 @@ pairs of classes of one shape, treated together. See docs/theory/attention.md, T
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import exact_rows
-from .finite_rows import Calibration, Nodes, Widths
+from .finite_rows import Nodes
 from .joint_laws import (
     ALIKE,
     JOINT_SWEEPS,
@@ -28,7 +27,6 @@ from .joint_laws import (
     Sums,
     bounded_exp,
     geometric_mean,
-    sharpening,
 )
 from .logits import Logits, Rotation, RowClass, as_slice, stacked, window
 from .row_statistics import AttentionRows
@@ -95,93 +93,12 @@ def single(array: Array) -> tuple[float, Single]:
     return scale, (array / scale).astype(np.float32)
 
 
-# --- weights of pairs of rows ---------------------------------------------------------------------
+# --- two rows and their classes -------------------------------------------------------------------
 
 Indices = NDArray[np.intp]
 
 
-@dataclass(frozen=True)
-class PairWeights:
-    """One entry per pair of rows; (Lq, Lq), behind a leading axis where stated.
-
-    Attributes:
-        value, slope: (r, ...) interpolation weights of the nodes for the excess and for its
-            derivative in the correlation, in single precision.
-        key, query: width factors of the key and query paths; the first includes the correlation.
-        cross: that of the correlation of the key and value paths.
-        growth: of the joint law in the logits' variance, over that in the correlation.
-        correlation: at which the joint law is read.
-        turn: the correlation at which the joint law is read, over that of the queries.
-        bare: correlation of the queries.
-        terms: (1 + t, ...) covariance per unit of `bare` along each of `Rotation.kernels` that this
-            leaves out; None without rotation.
-    """
-
-    value: Single
-    slope: Single
-    key: Array
-    query: Array
-    cross: Array
-    growth: Array
-    correlation: Array
-    turn: Array | float
-    bare: Array
-    terms: Array | None
-
-    @classmethod
-    def of(
-        cls,
-        logits: Logits,
-        stats: AttentionRows,
-        pattern: Indices,
-        group: Indices,
-        scale: Array,
-        nodes: Nodes,
-        calibration: Calibration,
-        widths: Widths,
-        overlaps: Array | None,
-    ) -> PairWeights:
-        """Weights at the correlations of the layer's queries.
-
-        Args:
-            logits: of the layer.
-            stats: of the patterns, then of the classes' own rows.
-            pattern, group: (Lq,) pattern of every row and (P,) class of every pattern.
-            scale: (r, Lq) amplitude of every row at the nodes over its class's.
-            nodes, calibration, widths: of the closure.
-            overlaps: (1 + t, Lq, Lq) what each of `Rotation.kernels` adds to the overlap of two
-                rows' outputs, to first order; None without rotation.
-        """
-        bare, rotation, of_class = logits.correlation(), logits.rotation, group[pattern]
-        turn: Array | float = 1.0
-        if rotation is not None and overlaps is not None:
-            turn = _turn(rotation, overlaps, bare, nodes.low)
-        correlation = bare * turn
-        value, slope = nodes.basis(correlation)
-        sharpened = sharpening(stats, pattern[:, None], pattern[None, :], correlation)
-
-        def between(values: Array) -> Array:
-            factor = np.einsum("rij,ir->ij", value, values[of_class])
-            return np.asarray(0.5 * (factor + factor.T))
-
-        query, growth = between(calibration.query) * sharpened, between(calibration.growth)
-        scales = scale[:, :, None] * scale[:, None, :]
-        read, read_slope = ((scales * one).astype(np.float32) for one in (value, slope))
-        shared = 2.0 / widths.d_model  # of the overlap that values and keys of one token have
-        if rotation is None:
-            key, cross = between(calibration.key) * sharpened, shared * growth * sharpened
-            return cls(read, read_slope, key, query, cross, growth, correlation, turn, bare, None)
-        # Products fluctuate together where keys are turned alike, however far apart their rows are.
-        beside = calibration.key - nodes.rho * calibration.along
-        key = bare * rotation.queries * between(calibration.along) + between(beside)
-        key, cross = key * sharpened, shared * growth * sharpened
-        amplitude = np.sqrt(logits.scale * logits.temperature * stats.softening[pattern])
-        left_out = np.concatenate([(rotation.queries - turn)[None], rotation.query_terms])
-        terms = np.outer(amplitude, amplitude) * left_out
-        return cls(read, read_slope, key, query, cross, growth, correlation, turn, bare, terms)
-
-
-def _turn(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array:
+def turn_of(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array:
     """Factor on the queries' correlation that gives two rows, by the keys' kernel alone, the same
     overlap of outputs as the rotated kernel gives them to first order."""
     usable = np.abs(overlaps[0]) > 1e-12 * np.abs(overlaps[0]).max(initial=1e-300)

@@ -8,7 +8,7 @@ The closure.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,6 +212,10 @@ class AttentionRows:
     own_response: Array
     kernel_response: Array
     variance_response: Array
+
+    def of(self, rows: Indices) -> AttentionRows:
+        """Of some rows, or of each as often as it is named."""
+        return AttentionRows(*(getattr(self, one.name)[rows] for one in fields(self)))
 
     @property
     def held(self) -> Array:

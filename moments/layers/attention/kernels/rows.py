@@ -1,0 +1,306 @@
+"""What attention makes of the joint laws of its rows, whichever way these are grouped.
+
+Finite widths add at order 1/d_model what a row's direction moves, and what tokens of fixed norm
+lack. Where delta is the deficit of the norms' fluctuation and u the fraction of a key that it does
+not share,
+
+    the same token's overlap keeps e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
+    that of different tokens that both attend to falls by u (1 + u) delta theta (1 - 3 P2 + 2 P3);
+    the keys' own variance gives back 2 (1 - u)^2 delta dO/dlog theta.
+
+See docs/theory/attention.md, The closure.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..softmax.table import THETA_MAX
+from .finite_rows import Calibration, Nodes, Widths
+from .row_statistics import AttentionRows, dropped_by_own, saturation
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+FAINT = 1e-5
+"""Logit variance, and share of the largest query's variance, that stand for less: attention is
+linear in them to five digits there, and what is linear is scaled on."""
+
+
+Moments = TypeVar("Moments")
+
+
+class Paths(NamedTuple, Generic[Moments]):
+    """Per-feature second moments of the gradient at the attention's input, by path: arrays (L, L),
+    kernels, or matrices on classes.
+
+    Attributes:
+        cross: correlation of the value and key paths, of order 1/d_model.
+    """
+
+    value: Moments
+    query: Moments
+    key: Moments
+    cross: Moments
+
+    @property
+    def total(self) -> Any:
+        """Their sum, where the tokens that ask are those attended to."""
+        parts: Any = self
+        return parts.value + parts.query + parts.key + parts.cross
+
+
+class PathFactors(NamedTuple):
+    """What the widths make of a joint law's derivative in the paths, of every two rows.
+
+    Attributes:
+        query: factor of the query path.
+        growth: of the joint law in the logits' variance, over that in the correlation.
+        key: factor of the key path, which includes the correlation; with rotary positions, of what
+            comes of fluctuating products alone, whatever the queries' correlation.
+        cross: that of the correlation of the key and value paths.
+        along: with rotary positions, the rest of `key`, as the rows turn; None without.
+    """
+
+    query: Array
+    growth: Array
+    key: Array
+    cross: Array
+    along: Array | None
+
+    @classmethod
+    def of(
+        cls,
+        calibration: Calibration,
+        nodes: Nodes,
+        basis: Array,
+        pairs: tuple[Indices, Indices],
+        sharp: Array | float,
+        widths: Widths,
+        turned: Array | None,
+    ) -> PathFactors:
+        """Args:
+        calibration: of every row.
+        basis: (r, ...) what multiplies values at the nodes, of every pair.
+        pairs: both rows of every pair.
+        sharp: `joint_laws.sharpening`.
+        turned: correlation of the queries, with rotary positions; None without.
+        """
+        first, second = pairs
+        weights = np.moveaxis(basis, 0, -1)
+
+        def between(values: Array) -> Array:
+            return np.asarray(np.vecdot(weights, 0.5 * (values[first] + values[second])))
+
+        query, growth = between(calibration.query) * sharp, between(calibration.growth)
+        cross = 2.0 / widths.d_model * growth * sharp  # of overlaps that values and keys share
+        if turned is None:
+            return cls(query, growth, between(calibration.key) * sharp, cross, None)
+        # Products fluctuate together where keys are turned alike, however far apart their rows are.
+        key = between(calibration.key - nodes.rho * calibration.along) * sharp
+        return cls(query, growth, key, cross, between(calibration.along) * turned * sharp)
+
+
+class RowAttention:
+    """Moments of a layer of attention from its rows, of which subclasses say how they are grouped.
+
+    Attributes:
+        output: second moments per feature of sum_j a_ij x_j, attention dropout included.
+        response: what the query path is per unit of G.
+        overlap_path: what the query path gains per unit of G and of the relative variance of two
+            tokens' overlap.
+        logit_variance: of every row, of its logits around their common part, theta.
+    """
+
+    output: Any
+    response: Any
+    overlap_path: Any
+    logits: Any
+    logit_variance: Array
+
+    _rows: AttentionRows  # of every row
+    _calibration: Calibration  # likewise
+    _factors: PathFactors
+    _widths: Widths
+    _dropped: float
+    _two_rows: tuple[Indices, Indices]  # of every pair
+    _alone: Any  # which pairs are a row with itself
+    _bare: Array  # correlation of every two queries
+    _correlation: Array  # at which the joint law is read
+    _shift: Array
+    _linear: float = 1.0
+
+    def _split(self, of_pairs: Array) -> Any:
+        """A symmetric number for every pair, in the layout of kernels."""
+        raise NotImplementedError
+
+    def _attended(self) -> Array:
+        """(rows,) mean second moment of the values that a row attends to."""
+        raise NotImplementedError
+
+    def _unshared(self, name: str) -> Array:
+        """(rows,) what the keys or values that a row attends to do not share, at least 0."""
+        raise NotImplementedError
+
+    def _directed(self, shift: Array) -> Array:
+        """What a row's direction adds to the tokens that it attends to: (rows,), or (rows, m) of
+        keys that turn with their positions."""
+        raise NotImplementedError
+
+    def _products(self) -> Array:
+        """Products of two rows' `_shift`, for every pair."""
+        first, second = self._two_rows
+        return np.asarray(self._shift[first] * self._shift[second])
+
+    def _dropped_terms(self) -> tuple[Array, Array]:
+        """(rows,) E a^2 times the values' second moments, and tr(E[J D J] C)."""
+        raise NotImplementedError
+
+    def _evaluate(
+        self,
+        mean: Array,
+        excess: Array,
+        slope: Array,
+        queries: Array,
+        together: Array | None,
+        itself: bool = True,
+    ) -> None:
+        """Form the attributes.
+
+        Args: of every pair:
+            mean: overlap of mean outputs.
+            excess: what the joint laws add to it.
+            slope: its derivative in the correlation of two queries.
+            queries: kernel of the queries.
+            together: sum_j w_ij w_i'j over the tokens of both; None: there are none.
+            itself: whether pairs of a row with itself are of one query.
+        """
+        logits, rows, widths, alone = self.logits, self._rows, self._widths, self._alone
+        (first, second), calibration = self._two_rows, self._calibration
+        temperature, attended = logits.temperature, self._attended()
+        if itself:
+            shift = attended - (mean + excess)[alone]
+            if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
+                looked, moved = self._unshared("keys"), self._unshared("values")
+                shift = shift * toward_keys(moved, looked, attended)
+            self._shift = self._directed(shift)
+        looking = logits.scale * self._products()
+        gained = excess + looking * queries / widths.d_model
+        if widths.deficit > 0.0:
+            held = np.zeros_like(mean)
+            if together is not None:
+                squares = together[alone]
+                unshared = np.sqrt(unshared_part(rows.keys, attended - mean[alone], squares))
+                held = together * unshared[first] * unshared[second]
+            of_rows = calibration.stiffness, calibration.against, rows.unshared_by_mean
+            of_pairs = self._two_rows, self._correlation, self._factors.growth
+            gained += fixed_norms(widths, *of_pairs, *of_rows, mean, excess, slope, held)
+        output, norm = mean + self._linear * gained, np.sqrt(temperature)
+        query = self._factors.query * slope / (norm[first] * norm[second])
+        query = query + looking / widths.d_model
+        if itself:
+            query[alone] += calibration.common * slope[alone] / temperature
+        if self._dropped > 0.0:
+            squares, noise = self._dropped_terms()
+            output[alone] += self._dropped * squares
+            query[alone] += self._dropped * logits.scale * calibration.noise_query * noise
+        several = output, self._linear * query, self._linear * looking
+        self.output, self.response, self.overlap_path = map(self._split, several)
+
+    @property
+    def amplification(self) -> Any:
+        """`amplification` of every two rows."""
+        result = amplification(self._rows, *self._two_rows, self._bare)
+        result[self._alone] *= 1.0 + dropped_by_own(self._dropped, self._rows.unshared_fraction)
+        return self._split(result)
+
+    @property
+    def beyond_tables(self) -> NDArray[np.bool_]:
+        """(rows,) whether theta is beyond 8, where rows are those of `softmax.peaked`."""
+        return np.asarray(self.logit_variance > THETA_MAX)
+
+
+def amplification(
+    rows: AttentionRows, first: Indices, second: Indices, correlation: Array
+) -> Array:
+    """How much more two rows move together than rows of their mean weights would: as those of
+    exchangeable keys whose log odds grow in proportion to the correlation of their queries.
+
+    Args:
+        first, second: which of them, of every pair.
+        correlation: of every pair's queries.
+    """
+    keys = np.maximum(rows.keys, 1.0 + 1e-6)
+    theta = np.maximum(rows.theta, FAINT)
+    odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
+    slopes = [
+        saturation(correlation, *(one[side] + 0.0 * correlation for one in (keys, theta, odds)))[1]
+        for side in (first, second)
+    ]
+    held = np.sqrt(rows.held)
+    return np.asarray(held[first] * held[second] * 0.5 * (slopes[0] + slopes[1]))
+
+
+def toward_keys(moved: Array, looked: Array, size: Array) -> Array:
+    """(Lq,) factor on a row's shift where it looks at keys and moves values.
+
+    Args:
+        moved, looked: what the attended tokens' values do not share, and their keys.
+        size: of the attended values.
+    """
+    usable = moved > 1e-9 * size
+    return np.sqrt(np.where(usable, looked / np.where(usable, moved, 1.0), 0.0))
+
+
+def of_shift(parts: Array, shift: Array) -> Array:
+    """(Lq, Lk) the keys' parts of a row's shift, in proportion to these."""
+    total = parts.sum(1)
+    usable = np.abs(total) > 1e-300
+    return np.asarray(parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None])
+
+
+def unshared_part(effective_keys: Array, unshared_sum: Array, square: Array) -> Array:
+    """(Lq,) own part of a row's keys, those that move together counting as one: n_e of them, of
+    which a row holds 1/n_e in common with itself. Rows of one key have nothing to fluctuate.
+
+    Args:
+        unshared_sum: w.diag(C) - w^T C w.
+        square: sum_j w_j^2.
+    """
+    keys = np.maximum(effective_keys, 1.0)
+    several = keys > 1.0 + 1e-6
+    unshared = np.where(several, unshared_sum / np.where(several, keys - 1.0, 1.0), 0.0)
+    return np.asarray(np.maximum(unshared, 0.0) / square)
+
+
+def fixed_norms(
+    widths: Widths,
+    rows: tuple[Indices, Indices],
+    correlation: Array,
+    growth: Array,
+    stiffness: Array,
+    against: Array,
+    unshared_by_mean: Array,
+    mean: Array,
+    excess: Array,
+    slope: Array,
+    held: Array,
+) -> Array:
+    """What tokens of fixed norm add to the output, for pairs of rows; see above.
+
+    Args:
+        rows: both indices of every pair.
+        stiffness, against, unshared_by_mean: (Lq,) of every row.
+        held: what two rows have in common of the same tokens' own parts.
+    """
+    one, two = rows
+    half = 0.5 * stiffness
+    output = np.expm1(-(half[one] + half[two]) * (1.0 + correlation)) * (held + excess)
+    half = 0.5 * against
+    output -= (half[one] + half[two]) * (mean - held)
+    shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - unshared_by_mean, 0.0, 1.0)
+    return np.asarray(output + shared[one] * shared[two] * growth * slope)
