@@ -12,8 +12,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import numpy as np
-
 from .composition import Carry, Component, Residual, Solve
 from .fluctuation import followed
 from .response import SINGLE, Around, Sequence, Sublayer, heads_width
@@ -108,11 +106,12 @@ class BottomToTop(Component):
             grown = _at_both(before, (1 + carried) ** 2) - _at_both(before, carried**2)
             return behind + grown + mixed
 
-        assert signal.fluctuation is not None
-        assert inner.fluctuation is not None
-        overlaps, behind = followed(signal), followed(inner)
+        fluctuation, overlaps, behind = None, followed(signal), followed(inner)
         if overlaps is not None and behind is not None:
             overlaps = varies(overlaps, behind)
+        if signal.fluctuation is not None and inner.fluctuation is not None:
+            norms = varies(signal.fluctuation.norms, inner.fluctuation.norms)
+            fluctuation = Fluctuation(norms, overlaps)
         centred = None
         if inner.centred is not None:
             centred = inner.centred + cross
@@ -121,19 +120,9 @@ class BottomToTop(Component):
             inner.kernel + tokens + cross,
             signal.seq_len,
             width=signal.width,
-            fluctuation=Fluctuation(
-                varies(signal.fluctuation.norms, inner.fluctuation.norms), overlaps
-            ),
+            fluctuation=fluctuation,
             centred=centred,
         )
-
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        between = self.attention.two_sequences(signal, memory)
-        entering = self.norm.two_sequences(between, memory)
-        inner = self.ffn.two_sequences(entering, memory)
-        carried = np.sqrt(entering.kernel.diagonal / between.kernel.diagonal)
-        both = 1 + 2 * np.asarray(carried * self.attention.skip_scale * self.ffn.skip_scale)
-        return Signal(inner.kernel + signal.kernel.scaled(both), 2, width=signal.width)
 
     def response(self, record: Record, around: Around) -> Sublayer:
         # Residual sums in a residual sum, which adds the cross term of its own.

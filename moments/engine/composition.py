@@ -134,18 +134,6 @@ class Component(abc.ABC):
         """
         raise MomentsError(f"no band of one draw through a {type(self).__name__} in a branch")
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        """Two tokens of different sequences at the output.
-
-        Args:
-            signal: the two, as a signal of two alike.
-            memory: variance of what cross-attention reads, and covariance between sequences; None:
-                its sequences share nothing.
-        """
-        for child in self.children:
-            signal = child.two_sequences(signal, memory)
-        return signal
-
     @property
     def self_attention(self) -> Any | None:
         """The self-attention in it, as it attends behind any normalisation of its own; None: it
@@ -160,6 +148,11 @@ class Component(abc.ABC):
     def unplaced(self) -> Any:
         """The same with every token seeing every other, wherever it stands."""
         return self.mapped(lambda leaf: leaf.unplaced()) if self.children else self
+
+    def apart(self) -> Any:
+        """The same as it acts on tokens of endless sequences, each of another: two have in common
+        what their sequences have, whatever their tokens attend to."""
+        return self.mapped(lambda leaf: leaf.apart()) if self.children else self.unplaced()
 
     @property
     def masks(self) -> bool:
@@ -280,9 +273,6 @@ Carry = Callable[[Component, Signal], Signal]
 
 class Leaf(Component):
     """A component that transforms moments by its laws."""
-
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        return self.forward(signal)[0]
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         if not self.rescales:
@@ -455,10 +445,6 @@ class Parallel(Component):
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         return [path for child in record.children for path in child.paths()]
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        result = [branch.two_sequences(signal, memory) for branch in self.branches]
-        return Signal(sum_of([one.kernel for one in result]), 2, width=result[0].width)
-
     def response(self, record: Record, around: Around) -> Response:
         inner = tuple(one.component.response(one, around) for one in record.children)
         return Sum(inner, around.grad_out(record))
@@ -565,11 +551,6 @@ class Residual(Component):
         kept = unshared_variance(record.input, walk.real) * self.skip_scale**2
         gained = unshared_variance(child.output, walk.real) * self.branch_scale**2
         return at.added(inner, (kept, gained), at, width)
-
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        branch = self.branch.two_sequences(signal, memory)
-        skip, scale = square(self.skip_scale), square(self.branch_scale)
-        return Signal(signal.kernel.mixed(skip, branch.kernel, scale), 2, width=signal.width)
 
     def response(self, record: Record, around: Around) -> Sublayer:
         return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)

@@ -211,7 +211,7 @@ def of_averages(signal: Signal, weights: Array | None, gain: Any) -> Fluctuation
     if signal.fluctuation is None or overlaps is None:
         return None
     tokens, fixed = signal.second_moment(), has_fixed_norms(signal)
-    average = _alike if weights is None else _by_token if tokens.classes is None else _by_class
+    average = _alike if weights is None else _resolved
     mixed, shared, _, _ = average(tokens, overlaps, weights, False, signal.seq_len)
     norms = signal.fluctuation.before_norms
     _, _, mixed_norms, shared_norms = average(tokens, norms, weights, fixed, signal.seq_len)
@@ -223,28 +223,7 @@ def of_averages(signal: Signal, weights: Array | None, gain: Any) -> Fluctuation
 _Averages = tuple[Kernel, Kernel, Kernel, Kernel]
 
 
-def _by_token(
-    tokens: Kernel, square: Kernel, weights: Array, fixed: bool, _seq_len: int
-) -> _Averages:
-    root = signed_root(square, tokens).off_diagonal
-    turned = np.swapaxes(weights, -1, -2)
-    averaged = weights @ root
-    mixed = (averaged @ turned) ** 2
-    averaged = averaged * averaged
-    size = tokens.diagonal[..., :, None]
-    inverse = ratio_or_zero(1.0, size)
-    free = Kernel.of_matrix(mixed), Kernel.of_matrix(np.swapaxes(averaged, -1, -2) * inverse)
-    if not fixed:
-        return (*free, *free)
-    lost = weights * ratio_or_zero(weights @ tokens.off_diagonal, tokens.diagonal[..., None, :])
-    back = np.swapaxes(lost, -1, -2)
-    cross = averaged @ back
-    mixed = mixed - cross - np.swapaxes(cross, -1, -2) + lost @ square.off_diagonal @ back
-    shared = (np.swapaxes(averaged, -1, -2) - square.off_diagonal @ back) * inverse
-    return (*free, Kernel.of_matrix(mixed), Kernel.of_matrix(shared))
-
-
-def _by_class(
+def _resolved(
     tokens: Kernel, square: Kernel, weights: Any, fixed: bool, _seq_len: int
 ) -> _Averages:
     root = signed_root(square, tokens)
@@ -252,7 +231,7 @@ def _by_class(
     averaged = averaged * averaged
     mixed = between_rows(weights, root)
     mixed = mixed * mixed
-    inverse, _ = tokens.over_tokens(1.0 / tokens.diagonal)
+    inverse, _ = tokens.over_tokens(ratio_or_zero(1.0, tokens.diagonal))
 
     def shared(of_rows: Kernel) -> Kernel:
         off_diagonal = np.swapaxes(of_rows.off_diagonal, -1, -2) * inverse
@@ -261,17 +240,8 @@ def _by_class(
     free = mixed, shared(averaged)
     if not fixed:
         return (*free, *free)
-    # A row loses to the keys of its own document alone.
-    assert tokens.classes is not None
-    size = tokens.diagonal[..., : len(tokens.classes.inside.nodes)]
-    inside = rows_times(weights, tokens).off_diagonal[..., : size.shape[-1], : size.shape[-1]]
-    lost = ClassRows(weights.weights * inside / size[..., None, :], weights.key_counts)
-
-    def crossed(off_diagonal: Array, _own: Array) -> Array:
-        result: Array = off_diagonal @ np.swapaxes(lost.counted, -1, -2)
-        return result
-
-    cross = _of_rows(crossed, averaged)
+    lost = _times_entries(weights, rows_times(weights, tokens), tokens.diagonal)
+    cross = _times_rows(averaged, lost)
     mixed = mixed - cross - cross.transposed() + between_rows(lost, square)
     return (*free, mixed, shared(averaged - rows_times(lost, square)))
 
@@ -288,9 +258,11 @@ def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kerne
     return Kernel(*classes.joined(*result), classes)
 
 
-def rows_times(rows: ClassRows, kernel: Kernel) -> Kernel:
-    """[row, key] of rows W times a kernel on classes, for one key of a class; a row has with the
+def rows_times(rows: Any, kernel: Kernel) -> Kernel:
+    """[row, key] of rows W times a kernel; on classes for one key of a class, a row having with the
     key at its own position what it has with one next to that."""
+    if not isinstance(rows, ClassRows):
+        return Kernel.of_matrix(rows @ kernel.off_diagonal)
     return _of_rows(
         lambda off_diagonal, excess: (
             rows.counted @ off_diagonal + rows.weights * excess[..., None, :]
@@ -299,8 +271,28 @@ def rows_times(rows: ClassRows, kernel: Kernel) -> Kernel:
     )
 
 
-def between_rows(rows: ClassRows, kernel: Kernel) -> Kernel:
-    """W K W^T on classes."""
+def _times_rows(kernel: Kernel, rows: Any) -> Kernel:
+    """[row, row] of K W^T, where K has what belongs to one place next to it."""
+    if not isinstance(rows, ClassRows):
+        return Kernel.of_matrix(kernel.off_diagonal @ np.swapaxes(rows, -1, -2))
+    return _of_rows(lambda pairs, _: pairs @ np.swapaxes(rows.counted, -1, -2), kernel)
+
+
+def _times_entries(rows: Any, kernel: Kernel, size: Array) -> Any:
+    """Rows times entries [row, key] over the key's size; on classes, to the keys of a row's own
+    document alone."""
+    if not isinstance(rows, ClassRows):
+        return rows * ratio_or_zero(kernel.off_diagonal, size[..., None, :])
+    assert kernel.classes is not None
+    count = len(kernel.classes.inside.nodes)
+    inside = kernel.off_diagonal[..., :count, :count] / size[..., None, :count]
+    return ClassRows(rows.weights * inside, rows.key_counts)
+
+
+def between_rows(rows: Any, kernel: Kernel) -> Kernel:
+    """W K W^T."""
+    if not isinstance(rows, ClassRows):
+        return Kernel.of_matrix(rows @ kernel.off_diagonal @ np.swapaxes(rows, -1, -2))
     counted, each, shared = rows.counted, rows.weights, rows.key_counts.shared
 
     def between(off_diagonal: Array, excess: Array) -> Array:
@@ -454,14 +446,6 @@ class UnsharedOverlap(NamedTuple):
         count as `units` says (`layers.elementary.concentration`)."""
         moved = elasticity**2 * (self.variance - 1.0 / widths[0])
         return UnsharedOverlap(moved + units / widths[1], self.response * elasticity)
-
-    def dropped(self, before: float, after: float, width: float) -> UnsharedOverlap:
-        """Behind dropout; own variances before and after."""
-        if after == 0.0:
-            return self
-        kept = before / after
-        variance = self.variance * kept**2 + (1.0 - kept**2) / width
-        return UnsharedOverlap(variance, self.response * kept)
 
     def added(
         self,

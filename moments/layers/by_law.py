@@ -106,6 +106,8 @@ class LawLeaf(Leaf):
         return tuple(name for one in self.weights for name in one.names)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
+        if self.mixes_tokens and not signal.resolved:
+            return self._endless(signal), _no_way_back
         moments = signal.second_moment()
         layout = Layout.of(moments, self.seq_len)
         x = layout.array(moments)
@@ -191,9 +193,8 @@ class LawLeaf(Leaf):
             )
         return result
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        if not self.mixes_tokens:
-            return self.forward(signal)[0]
+    def _endless(self, signal: Signal) -> Signal:
+        """Of tokens alike, each of a sequence of its own."""
         diagonal, across = (
             np.asarray(one)[..., None, None, None, None] for one in _both(signal.kernel)
         )
@@ -219,6 +220,10 @@ class LawLeaf(Leaf):
         return LawResponse(
             self, layout, moments.off_diagonal, ratio * around.grad_out(record), ratio
         )
+
+
+def _no_way_back(_: Gradient) -> Pulled:
+    raise DomainError("a law that mixes tokens sends a gradient by token alone: tokens=True")
 
 
 MOST_NUMBERS = 2**17

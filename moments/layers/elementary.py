@@ -25,7 +25,6 @@ from ..engine.fluctuation import (
     elasticity,
     followed,
     mapped,
-    unshared_variance,
 )
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
@@ -340,9 +339,7 @@ class Dropout(Lawful):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        before = unshared_variance(record.input, walk.real)
-        after = unshared_variance(record.output, walk.real)
-        return at.dropped(before, after, record.output.width)
+        return entrywise_overlap(self, record, at, walk.real)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         drop_prob = self.parameters["drop_prob"]

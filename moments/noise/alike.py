@@ -19,6 +19,9 @@ from ..engine.structure import fields_of, flattened, joined
 from ..engine.trace import Record, Run, Trace
 from .network import AllAtOnce, Group
 
+ENDLESS = 10**9
+"""Tokens of a sequence whose averages hold nothing of a single token."""
+
 _OF_KERNELS = ("diagonal", "off_diagonal")
 _EITHER = ("off_diagonal", "norm_response")
 
@@ -99,12 +102,13 @@ def across_sequences(
     width, memory = trace.entering.width, None
     if trace.memory is not None:
         read = averaged_tokens(trace.memory.second_moment(), trace.memory.seq_len)
-        memory = Kernel(read.diagonal, read.off_diagonal * float(embedded))
-    sublayers = [sublayer for layer in layers for sublayer in layer.body.in_order()]
+        kernel = Kernel(read.diagonal, read.off_diagonal * float(embedded))
+        memory = Signal(kernel, ENDLESS, width=trace.memory.width)
+    parts = [part for layer in layers for part in layer.body.apart().in_order()]
     result = [overlap]
-    for sublayer, variance in zip(sublayers, variances, strict=True):
-        tokens = Signal(Kernel(0.0 * overlap + variance, overlap), 2, width=width)
-        overlap = sublayer.two_sequences(tokens, memory).kernel.off_diagonal
+    for part, variance in zip(parts, variances, strict=True):
+        tokens = Signal(Kernel(0.0 * overlap + variance, overlap), ENDLESS, width=width)
+        overlap = part.propagate(tokens, Run(memory)).output.kernel.off_diagonal
         result.append(overlap)
     return result
 

@@ -90,10 +90,6 @@ class GatedHeads(Component):
     ) -> UnsharedOverlap:
         return walk.through(record.children[0], at)  # of the gates, which hardly vary, nothing
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        heads, gate = (one.two_sequences(signal, memory) for one in (self.heads, self.gate))
-        return Signal(heads.kernel * gate.second_moment(), 2, width=heads.width)
-
     def response(self, record: Record, around: Around) -> Response:
         heads, gate = record.children
         parts = tuple(one.component.response(one, around) for one in record.children)

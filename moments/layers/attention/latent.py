@@ -242,9 +242,6 @@ class LatentHeads(Leaf):
             rotary=None,
         )
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        return self._alone(signal).two_sequences(signal, memory)
-
     def response(self, record: Record, around: Around) -> Response:
         signal = record.input
         return AttentionSublayer.of(self._alone(signal), signal, around.grad_out(record))

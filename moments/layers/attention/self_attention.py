@@ -22,8 +22,10 @@ from ...engine.response import SINGLE, Around, Elementwise, Response, Sequence, 
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ...engine.trace import Record
 from ...errors import domain_error
+from ...formulas.linear import LINEAR
 from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
+from ..elementary import Linear
 from ..normalization import FiniteNormalization
 from .kernels import Paths
 from .layers import (
@@ -189,9 +191,9 @@ class SelfAttention(Attention, Leaf):
                 remedy = "resolve moments by token: tokens=True"
                 raise domain_error(name, getattr(self, name), allowed, remedy)
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        # Weights sum to 1 within each sequence, and all pairs across have one covariance.
-        return Signal(signal.kernel.scaled(self.d_model * self.value), 2, width=self._width)
+    def apart(self) -> Linear:
+        sizes = {"fan_in": self.d_model, "fan_out": self._width, "weight_variance": self.value}
+        return Linear(LINEAR, "refined", self.label, sizes, self._width, self.matrices[0])
 
     def unplaced(self) -> SelfAttention:
         free = dataclasses.replace(self, causal=False, window=None, padding=None, sequences=1)
@@ -447,14 +449,6 @@ class CrossAttention(Attention, Reader):
         way = attended(self, signal, memory)
         return way.output, way.to_both
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        one = 1.0 + 0.0 * signal.kernel.off_diagonal
-        if memory is None:
-            memory = Kernel(signal.kernel.diagonal, 0.0 * one)
-        kernel = memory.scaled(self.memory_width * self.value)
-        width = self.heads * self.d_head
-        return Signal(Kernel(kernel.diagonal * one, kernel.off_diagonal * one), 2, width=width)
-
     @property
     def reads(self) -> CrossAttention:
         return self
@@ -593,8 +587,10 @@ class NormalizedAttention(Leaf):
         )
         return unit, plain
 
-    def two_sequences(self, signal: Signal, memory: Kernel | None) -> Signal:
-        return Chain(self.values_normalised(signal)).two_sequences(signal, memory)
+    def apart(self) -> Chain:
+        leaf = self.attention
+        unit = FiniteNormalization(RMSNORM, leaf.label, leaf.norm_epsilon, centres=False)
+        return Chain((unit, dataclasses.replace(leaf, value=1 / leaf.d_model).apart()))
 
     def unplaced(self) -> NormalizedAttention:
         return NormalizedAttention(self.attention.unplaced())
