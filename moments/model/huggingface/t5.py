@@ -68,8 +68,9 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
         "norm_gain": gain,
         "embedding": embedding,
     }
-    if read.kind in ("mt5", "umt5"):  # the one never scales, the other does
+    if read.kind in ("mt5", "umt5"):  # tie in any case; the one never scales, the other does
         scaled = read.kind == "umt5"
+        read("tie_word_embeddings", None)
     elif read.has("scale_decoder_outputs"):
         scaled = read.flag("scale_decoder_outputs")
         read("tie_word_embeddings", None)
