@@ -605,10 +605,10 @@ class AttentionHead:
         return result * sigmoid(entering["attention_gate"]) if self.gate else result
 
 
-def _entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
+def entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
     """An activation as an operation of the tape."""
     if laws.entrywise is None:
-        raise DomainError(f"the first step does not cover {laws.name}: its function is not known")
+        raise DomainError(f"the function of {laws.name} is not known")
     function, derivative = laws.entrywise
     slope = primitive(
         lambda x: np.asarray(derivative(NUMPY, x)),
@@ -693,7 +693,7 @@ class Units:
         hidden = [np.reshape(x, shape) for x in maps]
         if self.inward:
             hidden = [gates * x for x in hidden]
-        act = _entrywise(self.laws)
+        act = entrywise(self.laws)
         if self.gated:
             gate, factor = hidden
             if self.clamp is not None:

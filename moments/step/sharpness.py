@@ -41,7 +41,6 @@ from ..engine.derivative import pullback
 from ..engine.response import sum_of
 from ..errors import DomainError, ValidityWarning
 from ..files import Serialised, as_frame
-from ..formulas.algebra import NUMPY
 from ..formulas.checks import check_choice, check_count
 from ..layers.attention.gates import GatedHeads
 from ..layers.attention.latent import LatentHeads
@@ -53,7 +52,7 @@ from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
 from ..layers.recurrent.leaf import Mixer
 from ..model.mixers import GatedDeltaNet, LinearAttention
-from .drawn import Block, bend, copies
+from .drawn import Block, copies, entrywise
 from .ends import Words
 from .leaves import SHARED_KEY, block_of, latent_block, mixture_block
 from .rules import Optimizer, named_optimizer, spread
@@ -511,9 +510,8 @@ class Hessian:
 
     @leaf.register(Activation)
     def activation(self, leaf: Activation, at: Site, leaving: Site, x: Array) -> Made:
-        value, slope, bend = _derivatives(leaf.laws, x)
-        through = (lambda x: slope * x), (lambda delta: slope * delta)
-        return _bent(*through, lambda e, b: bend * b * e, leaving.gradient), value
+        (forward, back), value = _curved(entrywise(leaf.laws), [x], leaving.gradient)
+        return (forward, lambda delta: back(delta)[0]), value
 
     @leaf.register(GatedLinear)
     def gated(self, leaf: GatedLinear, at: Site, leaving: Site, x: Array) -> Made:
@@ -526,71 +524,46 @@ class Hessian:
         gate, factor = (
             self._shifted(x @ every[name], bias) for name, (_, bias) in matrices.items()
         )
-        value, slope, bend = _derivatives(leaf.activation, gate)
-        slopes = slope * factor, value
+        act = entrywise(leaf.activation)
+        (through, returned), y = _curved(
+            lambda gate, factor: act(gate) * factor, [gate, factor], leaving.gradient
+        )
+        _, slopes = pullback(lambda gate: act(gate) * factor, gate.astype(float))
         maps = []
-        for (name, weights), one in zip(every.items(), slopes, strict=True):
-            wide = one.astype(float)
-            gradient = leaving.gradient * (wide @ wide.T / wide.shape[1])
+        for (name, weights), one in zip(
+            every.items(), (slopes(np.ones(gate.shape))[0], act(gate.astype(float))), strict=True
+        ):
+            gradient = leaving.gradient * (one @ one.T / one.shape[1])
             key = (leaving.layer, f"{leaf.prefix}{name}")
             maps.append(self._matrix(key, weights, at.kernel, gradient, shape, leaf.has_bias))
-        (to_gate, from_gate), (to_factor, from_factor) = maps
-        moved: list[Array] = []
-        received = _Received(leaving.gradient)
-
-        def forward(x: Array) -> Array:
-            moved[:] = to_gate(x), to_factor(x)
-            return np.asarray(slopes[0] * moved[0] + slopes[1] * moved[1])
 
         def back(delta: Array) -> Array:
-            b = received(delta)
-            # second derivatives: at the gate alone, and of gate and factor
-            at_gate = slopes[0] * delta + b * (bend * factor * moved[0] + slope * moved[1])
-            at_factor = slopes[1] * delta + b * slope * moved[0]
-            return np.asarray(from_gate(at_gate) + from_factor(at_factor))
+            sent = zip(maps, returned(delta), strict=True)
+            return np.asarray(sum_of([back_from(one) for (_, back_from), one in sent]))
 
-        return (forward, back), value * factor
+        return ((lambda x: through(*(to(x) for to, _ in maps))), back), y
 
     @leaf.register(FiniteNormalization)
     def norm(self, leaf: FiniteNormalization, at: Site, leaving: Site, x: Array) -> Made:
-        """y = x/rms(x) has the derivative d = (1 - y y^T/n) dx/rms, and with b the gradient at y,
-        b.y has the second one -(y.e b.e' + b.e y.e' + b.y e.e' - 3 b.y y.e y.e'/n)/n, e = dx/rms.
-        """
         if leaf.groups != 1:
             raise DomainError(f"sharpness does not cover norms of groups ({leaf.label})")
-        centred = _about_mean if leaf.centres else _as_it_is
-        y = centred(x)
-        y = y / np.sqrt(np.maximum((y * y).mean(1, keepdims=True), 1e-30))
-        inverse = 1 / np.sqrt(np.diag(at.kernel) + float(leaf.epsilon))
-        over_size, gain = np.asarray(inverse, np.float32)[:, None], np.float32(leaf.gain)
+        gain = float(leaf.gain)
 
-        def across(x: Array) -> Array:
-            x = centred(over_size * x)
-            return np.asarray(x - y * (y * x).mean(1, keepdims=True))
+        def run(x: Array) -> Any:
+            x = x - np.mean(x, 1, keepdims=True) if leaf.centres else x
+            return gain * x / np.sqrt(np.mean(x * x, 1, keepdims=True) + float(leaf.epsilon))
 
-        def back(delta: Array) -> Array:
-            delta = delta - y * (y * delta).mean(1, keepdims=True)
-            return np.asarray(over_size * centred(delta))
-
-        def bend(x: Array, b: Array) -> Array:
-            e = centred(over_size * x)
-            by_y, by_b = (y * e).mean(1, keepdims=True), (b * e).mean(1, keepdims=True)
-            along = (b * y).mean(1, keepdims=True)
-            sent = y * by_b + b * by_y + along * (e - 3 * by_y * y)
-            return np.asarray(-over_size * centred(sent))
-
-        steps = [_bent(across, back, bend, leaf.gain**2 * leaving.gradient)]
-        if not leaf.affine:
-            steps.append(((lambda x: gain * x), (lambda delta: gain * delta)))
-        else:
-            key = leaving.layer, f"{leaf.label}.gain"
-            steps.append(self._gains(key, y, leaving.gradient, gain))
+        (forward, returned), y = _curved(run, [x], leaving.gradient)
+        steps: list[Step] = [(forward, lambda delta: returned(delta)[0])]
+        if leaf.affine:
+            key, entries = (leaving.layer, f"{leaf.label}.gain"), y.shape[1] / self.share
+            steps.append(self._gains(key, y / np.float32(gain), leaving.gradient))
             if leaf.bias:
-                key, entries = (leaving.layer, f"{leaf.label}.bias"), y.shape[1] / self.share
+                key = leaving.layer, f"{leaf.label}.bias"
                 steps.append(self._bias(key, entries, y.shape[1]))
-        return _chained(steps), gain * y
+        return _chained(steps), y
 
-    def _gains(self, key: Key, y: Array, gradient: Array, gain: Any) -> Step:
+    def _gains(self, key: Key, y: Array, gradient: Array) -> Step:
         """Gains behind y, whose gradient is sum_t b_t y_t of what they receive."""
         received = _Received(gradient)
         factor = np.float32(self._inverse(key, y.shape[1] / self.share) ** 0.5)
@@ -599,12 +572,12 @@ class Hessian:
 
         def forward(x: Array) -> Array:
             self._made[upper] = factor * (received.value * x).sum(0)
-            return np.asarray(gain * x + factor * y * self._given[lower])
+            return np.asarray(x + factor * y * self._given[lower])
 
         def back(delta: Array) -> Array:
             b = received(delta)
             self._made[lower] = factor * (y * delta).sum(0)
-            return np.asarray(gain * delta + factor * b * self._given[upper])
+            return np.asarray(delta + factor * b * self._given[upper])
 
         return forward, back
 
@@ -628,7 +601,7 @@ class Hessian:
     def layer_scale(self, leaf: LayerScale, at: Site, leaving: Site, x: Array) -> Made:
         """Gains that multiply the branch behind this, and are 1 here."""
         key, gain = (leaving.layer, leaf.label), np.float32(leaf.gain)
-        return self._gains(key, x / gain, leaving.gradient / gain**2, 1.0), x
+        return self._gains(key, x / gain, leaving.gradient / gain**2), x
 
     @leaf.register(SelfAttention)
     @leaf.register(GatedHeads)
@@ -734,25 +707,15 @@ class Hessian:
             maps.append(step)
         own, fixed = block.parameters(self.rng, parts)
         spaces = {name: self._own(block, layer, name, one) for name, one in own.items()}
-        run, given = block.function(own, fixed), (*entering.values(), *own.values())
-        output, pull = pullback(run, *given)
-        _, push = pullback(pull, np.zeros(output.shape))
-        features, received = parts * head.features, _Received(block.received)
-        kept, moved = self._features(block.features), list[tuple[Array, ...]]()
+        run, kept = block.function(own, fixed), self._features(block.features)
 
-        def wide(delta: Array) -> Array:
-            result = np.zeros((len(delta), features))
-            result[:, :kept] = delta
-            return _apart(result, parts)
+        def joined(*given: Array) -> Any:
+            y = np.swapaxes(run(*given), 0, 1)
+            return np.reshape(y, (y.shape[0], parts * head.features))[:, :kept]
 
-        @functools.cache
-        def bent() -> Any:
-            b = wide(received.value)
-            return pullback(lambda *p: pullback(run, *p)[1](b), *given)[1]
-
-        def joined(y: Array) -> Array:
-            y = np.swapaxes(y, 0, 1)
-            return np.asarray(y.reshape(len(y), -1)[:, :kept], np.float32)
+        (through, returned), y = _curved(
+            joined, [*entering.values(), *own.values()], block.received
+        )
 
         def forward(x: Array) -> Array:
             reads = dict.fromkeys(entering, x)
@@ -764,13 +727,10 @@ class Hessian:
             ]
             for space, read, size in spaces.values():
                 ways.append(size * self._given[space][read])
-            moved[:] = [tuple(np.asarray(way, float) for way in ways)]
-            return joined(push(moved[0])[0])
+            return through(*ways)
 
         def back(delta: Array) -> Array:
-            received(delta)
-            both = zip(pull(wide(delta)), bent()(moved[0]), strict=True)
-            every = [np.asarray(one + two, np.float32) for one, two in both]
+            every = returned(delta)
             for one, (space, read, size) in zip(every[len(maps) :], spaces.values(), strict=True):
                 total = np.zeros(self.shapes[space], np.float32)
                 np.add.at(total, read, one)
@@ -783,7 +743,7 @@ class Hessian:
                 sent[names[0]] = back_from(sum_of([sent.pop(name) for name in names]))
             return np.asarray(sum_of(list(sent.values())))
 
-        return (forward, back), joined(output)
+        return (forward, back), y
 
     def _own(
         self, block: Block, layer: int, name: str, values: Array
@@ -838,21 +798,31 @@ def _chained(steps: list[Step]) -> Step:
     return forward, back
 
 
-def _bent(
-    forward: Callable[[Array], Array],
-    back: Callable[[Array], Array],
-    bend: Callable[[Array, Array], Array],
-    gradient: Array,
-) -> Step:
-    """A step whose second derivative sends what `bend` makes of its input's change and of what it
-    receives, of that kernel."""
-    moved, received = list[Array](), _Received(gradient)
+def _curved(
+    run: Callable[..., Any], values: Sequence[Array], gradient: Array
+) -> tuple[tuple[Callable[..., Array], Callable[[Array], list[Array]]], Array]:
+    """A function of drawn values as a step with the second derivatives of <b, f>, b what it
+    receives, of that kernel: on changes of all of them, and back to these; and its output."""
+    given = [np.asarray(one, float) for one in values]
+    output, pull = pullback(run, *given)
+    _, push = pullback(pull, np.zeros(output.shape))
+    received, moved = _Received(gradient), list[Array]()
 
-    def through(x: Array) -> Array:
-        moved[:] = [x]
-        return forward(x)
+    @functools.cache
+    def bend() -> Any:
+        b = received.value.astype(float)
+        return pullback(lambda *x: pullback(run, *x)[1](b), *given)[1]
 
-    return through, lambda delta: back(delta) + bend(moved[0], received(delta))
+    def forward(*ways: Array) -> Array:
+        moved[:] = [np.broadcast_to(way, x.shape) for way, x in zip(ways, given, strict=True)]
+        return np.asarray(push(tuple(moved))[0], np.float32)
+
+    def back(delta: Array) -> list[Array]:
+        received(delta)
+        both = zip(pull(delta), bend()(tuple(moved)), strict=True)
+        return [np.asarray(one + two, np.float32) for one, two in both]
+
+    return (forward, back), np.asarray(output, np.float32)
 
 
 class _Received:
@@ -873,28 +843,3 @@ def _sized(x: Array, kernel: Array) -> Array:
     square = (x * x).mean(1)
     size = np.sqrt(np.where(square > 0, np.diag(kernel) / np.where(square > 0, square, 1.0), 0.0))
     return np.asarray(x * size[:, None], np.float32)
-
-
-def _derivatives(laws: Any, x: Array) -> tuple[Array, Array, Array]:
-    """A function's values, slopes and second derivatives."""
-    if laws.entrywise is None:
-        raise DomainError(f"sharpness does not cover {laws.name}: its function is not known")
-    function, derivative = laws.entrywise
-    wide = x.astype(float)
-    with np.errstate(over="ignore"):
-        value, slope = (np.asarray(of(NUMPY, wide) + 0 * wide) for of in (function, derivative))
-    second = bend(derivative, wide)
-    return value.astype(np.float32), slope.astype(np.float32), second.astype(np.float32)
-
-
-def _about_mean(x: Array) -> Array:
-    return np.asarray(x - x.mean(1, keepdims=True))
-
-
-def _as_it_is(x: Array) -> Array:
-    return x
-
-
-def _apart(x: Array, parts: int) -> Array:
-    """(parts, T, features) of (T, parts features)."""
-    return np.swapaxes(np.reshape(x, (len(x), parts, -1)), 0, 1).astype(float)
