@@ -482,7 +482,8 @@ def test_tied_heads_bends_of_uneven_biases_and_complex_turns(make: type[nn.Modul
     torch.manual_seed(0)
     ids = IDS % 60
     result = predict(make(), ids)
-    assert not result.sampled and not result.notes
+    assert not result.sampled
+    assert not result.notes
     squares, gradients, weights = measured(make, ids, draws=60)
     rows = {row.module: row for row in result.outputs}
     assert not departures({p: r.variance + r.mean**2 for p, r in rows.items()}, squares, 0.03)

@@ -436,7 +436,7 @@ class Laws:
         where the head is the table: width times their covariance."""
         if u.source is None or len(u.columns) != 1:
             return torch.zeros(u.sites, 1, dtype=F64)
-        (count, at), rows = u.columns[0], {}
+        (count, at), rows = u.columns[0], dict[int, Tensor]()
         for entries in _entries_of(u.source, u.root, {}):
             covariance = gathered(self.covariance(u.source, entries), at)
             for site, first in enumerate(entries.index[:, 0].tolist()):

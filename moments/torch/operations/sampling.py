@@ -236,9 +236,9 @@ class Sampler:
                 made[v.number] = rows_of + self.laws.mean(v)[:, None]
                 added = self.laws.added(v)
                 if added is not None and added[0].levels is not None:
-                    entries, times = added
+                    entries, times, levels = *added, added[0].levels
                     order = torch.randperm(v.features, generator=random)
-                    levels = entries.levels[order * len(entries.levels) // v.features]
+                    levels = levels[order * len(levels) // v.features]
                     made[v.number] += times * (levels - entries.mean)
                 first += v.sites
         return made
@@ -300,7 +300,8 @@ class Sampler:
             if isinstance(state, Field) and type(state.variable) is Sampled:
                 open_.setdefault(state.variable.number, state.variable)
         todo = [u for n, u in open_.items() if n not in self._laws]
-        random, sizes = self._random(v), []
+        random = self._random(v)
+        sizes: list[Tensor] = []
         sums: list[tuple[Any, Any]] = [(0.0, 0.0) for _ in todo]
         least = self.draws if v.features >= 16 else min(200, 4 * self.draws)
         while len(sizes) < least or (len(sizes) < MORE * self.draws and _error(sizes) > SETTLED):
@@ -353,7 +354,9 @@ class Sampler:
         if float(kernel.abs().max()) == 0:
             return totals
         random, root = self._random(v), _root((kernel + kernel.T) / 2 / v.features)
-        weights, squares, sizes = self._weights_inside(v), {}, []
+        weights = self._weights_inside(v)
+        squares: dict[str, float] = {}
+        sizes: list[Tensor] = []
         while len(sizes) < self.draws or (
             len(sizes) < MORE * self.draws and _error(sizes) > SETTLED
         ):

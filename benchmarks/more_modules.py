@@ -1,0 +1,131 @@
+"""More modules that are no stack of alike layers, for `benchmarks/operations.py`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WORDS = 256
+
+
+class Streams(nn.Module):
+    """Several residual streams, mixed between blocks by small matrices; a block reads a sum of all
+    and is added to each by its own factor."""
+
+    def __init__(self, width: int = 128, layers: int = 3, streams: int = 4) -> None:
+        super().__init__()
+        self.table, self.streams = nn.Embedding(WORDS, width), streams
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(),
+                nn.Linear(2 * width, width),
+            )
+            for _ in range(layers)
+        )  # fmt: skip
+        mixing, factors = 0.7 * torch.eye(streams) + 0.1, torch.linspace(0.3, 0.8, streams)
+        self.mixing = nn.ParameterList(nn.Parameter(mixing.clone()) for _ in range(layers))
+        self.reading = nn.ParameterList(nn.Parameter(factors.clone()) for _ in range(layers))
+        self.writing = nn.ParameterList(nn.Parameter(factors.flip(0)) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids).unsqueeze(2).repeat(1, 1, self.streams, 1)
+        for n, block in enumerate(self.blocks):
+            y = block(torch.einsum("n,btnd->btd", self.reading[n], x))
+            x = torch.einsum("mn,btnd->btmd", self.mixing[n], x)
+            x = x + self.writing[n][:, None] * y.unsqueeze(2)
+        return self.head(self.norm(x.sum(2)))
+
+
+class Selective(nn.Module):
+    """A recurrence whose step sizes, inputs and outputs follow the token."""
+
+    def __init__(self, width: int, states: int = 8) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, width)
+        self.steps, self.both = nn.Linear(width, width), nn.Linear(width, 2 * states, bias=False)
+        self.decay = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(width, 1))
+        nn.init.uniform_(self.steps.bias, -5.0, -2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = self.enter(x).chunk(2, -1)
+        x = functional.silu(x)
+        steps = functional.softplus(self.steps(x))
+        read, write = self.both(x).chunk(2, -1)
+        rate, made = -self.decay.exp(), []
+        state = x.new_zeros(x.shape[0], *self.decay.shape)
+        for t in range(x.shape[1]):
+            kept = torch.exp(steps[:, t, :, None] * rate)
+            state = kept * state + (steps[:, t] * x[:, t])[..., None] * read[:, t, None]
+            made.append((state * write[:, t, None]).sum(-1))
+        return self.leave((torch.stack(made, 1) + x) * functional.silu(gate))
+
+
+class Recurrent(nn.Module):
+    """Two selective recurrences on a residual stream."""
+
+    def __init__(self, width: int = 128, layers: int = 2) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, width)
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(layers + 1))
+        self.cells = nn.ModuleList(Selective(width) for _ in range(layers))
+        self.head = nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for norm, cell in zip(self.norms, self.cells, strict=False):
+            x = x + cell(norm(x))
+        return self.head(self.norms[-1](x))
+
+
+class Crossed(nn.Module):
+    """Attention of some tokens to others, each through a norm of its own."""
+
+    def __init__(self, width: int, heads: int, causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm = nn.LayerNorm(width)
+        self.query, self.both = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, read: Tensor | None = None) -> Tensor:
+        y = self.norm(x)
+        k, v = self.both(y if read is None else read).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.query(y), k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Captions(nn.Module):
+    """Patches of a picture, and a decoder of tokens that reads them."""
+
+    def __init__(self, width: int = 128, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.seeing = nn.ModuleList(Crossed(width, heads) for _ in range(layers))
+        self.table, self.places = nn.Embedding(WORDS, width), nn.Embedding(64, width)
+        self.saying = nn.ModuleList(Crossed(width, heads, causal=True) for _ in range(layers))
+        self.looking = nn.ModuleList(Crossed(width, heads) for _ in range(layers))
+        self.units = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
+            for _ in range(layers)
+        )  # fmt: skip
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.head = nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        pixels = torch.sin(torch.arange(3.0 * 32 * 32) ** 2).reshape(1, 3, 32, 32) * math.sqrt(2)
+        x = self.patches(pixels).flatten(2).transpose(1, 2)
+        for block in self.seeing:
+            x = block(x)
+        x, y = self.norms[0](x), self.table(ids) + self.places(torch.arange(ids.shape[1]))
+        for say, look, unit in zip(self.saying, self.looking, self.units, strict=True):
+            y = look(say(y), x)
+            y = y + unit(y)
+        return self.head(self.norms[1](y))
