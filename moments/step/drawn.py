@@ -610,11 +610,14 @@ def entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
     if laws.entrywise is None:
         raise DomainError(f"the function of {laws.name} is not known")
     function, derivative = laws.entrywise
+
+    def times(factor: Any) -> Callable[[Any], Any]:
+        return lambda g: g * factor
+
     slope = primitive(
-        lambda x: np.asarray(derivative(NUMPY, x)),
-        lambda r, x: lambda g: g * bend(derivative, plain(x)),
+        lambda x: np.asarray(derivative(NUMPY, x)), lambda r, x: times(bend(derivative, plain(x)))
     )
-    return primitive(lambda x: np.asarray(function(NUMPY, x)), lambda r, x: lambda g: g * slope(x))
+    return primitive(lambda x: np.asarray(function(NUMPY, x)), lambda r, x: times(slope(x)))
 
 
 def bend(derivative: Callable[..., Array], x: Array) -> Array:

@@ -803,18 +803,16 @@ def _curved(
 ) -> tuple[tuple[Callable[..., Array], Callable[[Array], list[Array]]], Array]:
     """A function of drawn values as a step with the second derivatives of <b, f>, b what it
     receives, of that kernel: on changes of all of them, and back to these; and its output."""
-    given = [np.asarray(one, float) for one in values]
-    output, pull = pullback(run, *given)
-    _, push = pullback(pull, np.zeros(output.shape))
+    output, pull = pullback(run, *values)
+    _, push = pullback(pull, np.zeros_like(output))
     received, moved = _Received(gradient), list[Array]()
 
     @functools.cache
     def bend() -> Any:
-        b = received.value.astype(float)
-        return pullback(lambda *x: pullback(run, *x)[1](b), *given)[1]
+        return pullback(lambda *x: pullback(run, *x)[1](received.value), *values)[1]
 
     def forward(*ways: Array) -> Array:
-        moved[:] = [np.broadcast_to(way, x.shape) for way, x in zip(ways, given, strict=True)]
+        moved[:] = [np.broadcast_to(way, x.shape) for way, x in zip(ways, values, strict=True)]
         return np.asarray(push(tuple(moved))[0], np.float32)
 
     def back(delta: Array) -> list[Array]:
