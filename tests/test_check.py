@@ -619,7 +619,7 @@ def test_check_and_predict_of_one_config_take_the_same_tokens(
     table = CliRunner().invoke(app, ["predict", *words]).stdout
     predicted = json.loads(CliRunner().invoke(app, ["predict", *words, "--json"]).stdout)
     assert predicted["model"]["seq_len"] == (tokens or 512)
-    assert f", {tokens or 512} tokens" in report
+    assert f", {tokens or 512} tokens; predicted" in " ".join(report.split())
     assert f"{tokens or 512} tokens" in table
     growth = predicted["variance"][-1] / predicted["variance"][0]
     assert f"variance x {growth:.3g} from" in report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.lines import Line2D
@@ -15,12 +15,10 @@ from moments.formulas.checks import PROBABILITY, check_choice, check_in
 from moments.grids.result import Sweep
 from moments.model.transformer import Transformer
 from moments.show import palette
+from moments.show.plot import Picture, styled
 
 from .fixed_points import many_exponents, repeated
 from .frozen import RandomEnergy, random_energy
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KINDS = {
     "angle": "tokens neither part nor merge (angle exponent 0, Cowsik et al.)",
@@ -99,7 +97,8 @@ def boundaries(
     return found
 
 
-def draw(figure: Figure, sweep: Sweep, x: str, y: str, lines: Sequence[LevelLine]) -> Figure:
+@styled
+def draw(figure: Picture, sweep: Sweep, x: str, y: str, lines: Sequence[LevelLine]) -> Picture:
     """A map of `sweep.plot(x, y)` with rimmed lines on it, of different widths and dashes, named in
     a legend."""
     (ax, *_), places = figure.axes, [np.array(sweep.axes.values[axis]) for axis in (x, y)]
@@ -120,6 +119,9 @@ def draw(figure: Figure, sweep: Sweep, x: str, y: str, lines: Sequence[LevelLine
         named.set(path_effects=around)
         handles.append(named)
     figure.legend(handles=handles, loc="outside lower center", ncols=1)
+    if note := figure.get_supxlabel():  # whose place the legend takes
+        figure.head(f"{figure.get_suptitle()}\n{note}")
+        figure.below("")
     return figure
 
 
