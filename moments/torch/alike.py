@@ -84,9 +84,9 @@ def layers_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
         yield from (alike for alike in grouped(layers, kind).values() if len(alike) > 2)
 
 
-def differences(module: nn.Module, graph: Graph, ids: Tensor | None) -> Iterator[Finding]:
+def differences(module: nn.Module, graph: Graph, ids: Tensor | None, end: int) -> Iterator[Finding]:
     """What is wrong with some layers, in that others are not so; `ids` (batch, tokens) of which the
-    module gives logits."""
+    module gives logits, the value `end`."""
     yield from odd_namesakes(module)
     yield from _unused(module, graph)
     yield from _shared(module)
@@ -94,7 +94,7 @@ def differences(module: nn.Module, graph: Graph, ids: Tensor | None) -> Iterator
     for layers in stacks:
         yield from _copied(module, layers)
         yield from _operations(layers)
-    yield from _masks(module, graph, stacks, ids)
+    yield from _masks(module, graph, stacks, ids, end)
     yield from _over_queries(graph)
 
 
@@ -263,7 +263,7 @@ def _norms(rows: Sequence[tuple[str, tuple[float, ...]]]) -> list[int]:
 
 
 def _masks(
-    module: nn.Module, graph: Graph, stacks: Sequence[list[Layer]], ids: Tensor | None
+    module: nn.Module, graph: Graph, stacks: Sequence[list[Layer]], ids: Tensor | None, end: int
 ) -> Iterator[Finding]:
     """Layers that let a token see later ones, where others do not; all of them, where the module
     gives logits of its tokens."""
@@ -282,7 +282,6 @@ def _masks(
             yield Finding(*of, reason=why, mend=mend)
             return
     start = next(n for n, v in enumerate(graph.values) if v.tensor is ids)
-    (end,) = [v for v in [_logits(graph)] if v is not None] or [start]
     names = {type(part).__name__ for part in module.modules()}
     if any(map(BIDIRECTIONAL.search, names)) or not _sees_ahead(graph, start, end, tokens):
         return
@@ -290,13 +289,6 @@ def _masks(
     why += "vocabulary of its tokens: a model of the next token sees what it is to predict (where "
     why += "hidden tokens are predicted, say so in its class's name: Masked, BERT, Encoder)"
     yield Finding("warning", "tokens see later ones", (), (), reason=why, mend=mend)
-
-
-def _logits(graph: Graph) -> int | None:
-    from torch.utils._pytree import tree_flatten
-
-    values = (v for v in tree_flatten(graph.outputs)[0] if isinstance(v, int))
-    return next((v for v in values if graph.tensor(v).ndim == 3), None)
 
 
 def _sees_ahead(graph: Graph, given: int, made: int, tokens: int) -> bool | None:

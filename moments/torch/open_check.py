@@ -68,7 +68,8 @@ def report_of(
     gradients = {} if wider else _gradients(done, loss)
     chosen = _chosen(done, prediction, gradients)
     rows = list(_rows(done, prediction, gradients, chosen)) if not wider else []
-    findings = [*refusal.findings, *differences(module, done.graph, done.ids), *_unlike(rows)]
+    findings = [*refusal.findings, *differences(module, done.graph, done.ids, done.end)]
+    findings += _unlike(rows)
     findings += [*_growth(prediction), *_way(prediction)]
     notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
