@@ -151,7 +151,27 @@ def flat(kernel: Kernel) -> Array:
     return np.asarray(kernel.off_diagonal.reshape(-1, *kernel.off_diagonal.shape[-2:]))
 
 
-class TokenLayer(Layer):
+class RowsLayer(Layer):
+    """Of rows of attention that `kernels` makes, by token or on classes."""
+
+    def _of_rows(self, function: Callable[[Any], Any]) -> Kernel:
+        """A kernel that rows have."""
+        raise NotImplementedError
+
+    def forward(self) -> Kernel:
+        """Second moments per feature of sum_j a_ij x_j."""
+        return self._of_rows(lambda one: one.output)
+
+    def overlap_path(self, gained: Kernel) -> Kernel:
+        """What the query path gains per unit of the relative variance of two tokens' overlap."""
+        return self._of_rows(lambda one: one.overlap_path) * gained
+
+    def response(self) -> Kernel:
+        """What the query path is per unit of the gradient."""
+        return self._of_rows(lambda one: one.response)
+
+
+class TokenLayer(RowsLayer):
     """One layer of attention on every kernel of a batch, by token.
 
     Heads share their tokens and have independent weights, so that kernels and gradients are those
@@ -165,7 +185,7 @@ class TokenLayer(Layer):
         queries: Kernel,
         memory: Kernel,
         norm_spread: Array,
-        apart: bool,
+        values_differ: bool,
     ) -> None:
         """Kernels of the tokens that ask and of those attended to: one, where they are the same."""
         self._leaf, self._shape, self._memory_shape = (
@@ -175,14 +195,14 @@ class TokenLayer(Layer):
         )
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.key_masks(self._shape[-1], self._memory_shape[-1], count)
-        self._rows = self._built(law, memory, norm_spread, apart)
+        self._rows = self._built(law, memory, norm_spread, values_differ)
         self._length = self._shape[-1]
         self._shares = head_slopes(leaf)[1].tolist() if leaf.alibi else [1.0]
         self.beyond_tables = any(np.any(one.beyond_tables) for row in self._rows for one in row)
         self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
 
     def _built(
-        self, law: LogitLaw, memory: Kernel, norm_spread: Array, apart: bool
+        self, law: LogitLaw, memory: Kernel, norm_spread: Array, values_differ: bool
     ) -> list[list[KernelAttention]]:
         """The heads that are followed, on every kernel."""
         leaf, queries, keys = self._leaf, law.queries.kernel, law.keys.kernel
@@ -190,7 +210,9 @@ class TokenLayer(Layer):
         lead, value_gain = memory.off_diagonal.shape[:-2], memory_gain(leaf)
         scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
         # A common shift of all keys cancels in the softmax unless it is turned.
-        plain = law.keys.gain is None and (leaf.rotary is None or keys is memory) and not apart
+        plain = (
+            law.keys.gain is None and (leaf.rotary is None or keys is memory) and not values_differ
+        )
         result = []
         kernels = flat(queries), flat(keys), flat(memory)
         matrices = zip(*kernels, self._masks, scales, spreads, strict=True)
@@ -233,9 +255,8 @@ class TokenLayer(Layer):
     def _numbers(self, name: str) -> Array:
         return np.stack([self._mean(getattr(one, name) for one in row) for row in self._rows])
 
-    def forward(self) -> Kernel:
-        """Second moments per feature of sum_j a_ij x_j."""
-        return self._kernel([self._mean(one.forward() for one in row) for row in self._rows])
+    def _of_rows(self, function: Callable[[KernelAttention], Array]) -> Kernel:
+        return self._kernel([self._mean(map(function, row)) for row in self._rows])
 
     def mean_output(self) -> Kernel:
         """Overlap of the outputs of two heads that share keys and values: their queries are
@@ -266,33 +287,25 @@ class TokenLayer(Layer):
         )
         return Paths(value, query, key, cross)
 
-    def overlap_path(self, gained: Kernel) -> Kernel:
-        """What the query path gains per unit of the relative variance of two tokens' overlap."""
-        return self._kernel(self._numbers("overlap_path") * flat(gained))
-
-    def response(self) -> Kernel:
-        """What the query path is per unit of the gradient."""
-        return self._kernel(self._numbers("response"))
-
     def _shifted(self, table: RelativeBias) -> Kernel:
         where = positions(self._length, self._leaf)
         bucket = table.bucket(np.subtract.outer(where, where).T, self._leaf.causal)
         weights, values = self._numbers("mean_attention"), [row[0].kernel for row in self._rows]
         shifted = [shifted_together(w, bucket, one) for w, one in zip(weights, values, strict=True)]
-        return self._kernel(self._numbers("amplification") * np.stack(shifted))
+        return self._of_rows(lambda one: one.amplification) * self._kernel(shifted)
 
 
 # --- by class -------------------------------------------------------------------------------------
 
 
-class ClassLayer(Layer):
+class ClassLayer(RowsLayer):
     """`TokenLayer` on classes of positions.
 
     Tokens alike whose logits know their distance are one class of all.
     """
 
     def __init__(
-        self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel, apart: bool
+        self, leaf: Any, law: LogitLaw, memory: Signal, tokens: Kernel, values_differ: bool
     ) -> None:
         self._alike = tokens.classes is None
         self._classes = classes = tokens.classes or one_class(memory.seq_len)
@@ -314,7 +327,7 @@ class ClassLayer(Layer):
         ):
             # A common shift of all keys cancels in the softmax unless it is turned.
             plain = law.keys.gain is None and (rotary_means is None or law.keys.kernel is tokens)
-            plain = plain and not apart
+            plain = plain and not values_differ
             keys = values if plain else key_tokens
             queries = values if law.queries.kernel is tokens else query_tokens
             blocks = list(zip(queries, keys, values, strict=True))
@@ -391,14 +404,9 @@ class ClassLayer(Layer):
             return Kernel(diagonal[..., 0][()], off_diagonal[..., 0, 0][()])
         return Kernel(diagonal, off_diagonal, self._classes)
 
-    def _of_rows(self, function: Callable[..., Matrix], *kernels: Kernel) -> Kernel:
-        """A kernel that rows make of others, those of one document and those of two."""
-        result = []
-        for one, *given in zip(self._rows, *map(self._flat, kernels), strict=True):
-            rows = [one, *one.others]
-            blocks = [function(*block) for block in zip(rows, *given, strict=True)]
-            result.append(self._classes.joined(*blocks))
-        return self._kernel(result)
+    def _of_rows(self, function: Callable[[PositionAttention], Matrix]) -> Kernel:
+        every = ([one, *one.others] for one in self._rows)
+        return self._kernel([self._classes.joined(*map(function, rows)) for rows in every])
 
     def _numbers(self, name: str) -> Array:
         result = np.stack([getattr(one, name) for one in self._rows])
@@ -406,9 +414,6 @@ class ClassLayer(Layer):
 
     def _of_tokens(self, values: Array) -> Array:
         return values[..., 0] if self._alike else self._classes.repeated(values)
-
-    def forward(self) -> Kernel:
-        return self._of_rows(lambda one: one.output)
 
     def mean_output(self) -> Kernel:
         return self._of_rows(lambda one: one.mean_output())
@@ -483,12 +488,6 @@ class ClassLayer(Layer):
         share = self._rotary_means.pair_count() / np.where(usable, count, 1.0)
         return query.weighted(1.0, classes.within(np.where(usable, share, 1.0)))
 
-    def overlap_path(self, gained: Kernel) -> Kernel:
-        return self._of_rows(lambda one: one.overlap_path) * gained
-
-    def response(self) -> Kernel:
-        return self._of_rows(lambda one: one.response)
-
     def _shifted(self, table: RelativeBias) -> Kernel:
         shifted = [
             self._classes.joined(
@@ -508,21 +507,21 @@ def layer_of(
     signal: Signal,
     memory: Signal,
     kernels: tuple[Kernel, Kernel],
-    apart: bool = False,
+    values_differ: bool = False,
 ) -> TokenLayer | ClassLayer | AlikeLayer | SinkLayer:
     """Attention in the resolution of its tokens: moments of what it mixes, and the paths back.
 
     Args:
         signal, memory: the tokens that ask and those attended to, which may be the same.
         kernels: of the tokens that ask, and of what values are made of.
-        apart: whether that is something else than what keys are made of.
+        values_differ: whether that is something else than what keys are made of.
     """
     (queries, tokens), spread = kernels, norm_variance(memory)
     layer: TokenLayer | ClassLayer | AlikeLayer
     if memory.resolved is True:
-        layer = TokenLayer(leaf, law, queries, tokens, spread, apart)
+        layer = TokenLayer(leaf, law, queries, tokens, spread, values_differ)
     elif memory.resolved or (by_distance(leaf) and memory.seq_len > 1):
-        layer = ClassLayer(leaf, law, memory, tokens, apart)
+        layer = ClassLayer(leaf, law, memory, tokens, values_differ)
     else:
         scale, wanted = logit_scales(law)
         layer = AlikeLayer(

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ...engine.composition import Component
 from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
@@ -27,16 +27,14 @@ Named = Callable[[], Mapping[str, Array]]
 
 
 @dataclass(frozen=True)
-class SharedKeys(Component):
-    """Self-attention whose keys and values later layers read, or are read of an earlier one.
+class AroundHeads(Component):
+    """What an attention says of itself however its keys and values are made.
 
     Attributes:
         heads: a `SelfAttention`, or one with normalised values.
-        source: layer that made the keys and values; None: this one, for others to read.
     """
 
     heads: Any
-    source: int | None = None
 
     mixes_tokens = True
 
@@ -53,7 +51,7 @@ class SharedKeys(Component):
     def padding(self) -> Any:
         return self.heads.padding
 
-    def unplaced(self) -> SharedKeys:
+    def unplaced(self) -> Self:
         return dataclasses.replace(self, heads=self.heads.unplaced())
 
     def unshared_overlap(
@@ -61,6 +59,17 @@ class SharedKeys(Component):
     ) -> UnsharedOverlap:
         result: UnsharedOverlap = self.heads.unshared_overlap(record, at, walk)
         return result
+
+
+@dataclass(frozen=True)
+class SharedKeys(AroundHeads):
+    """Self-attention whose keys and values later layers read, or are read of an earlier one.
+
+    Attributes:
+        source: layer that made the keys and values; None: this one, for others to read.
+    """
+
+    source: int | None = None
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = None

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import laws
-from ...engine.composition import Component, Pulled, added
-from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
+from ...engine.composition import Pulled, added
 from ...engine.laws import Layout
 from ...engine.response import sum_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
@@ -28,8 +27,8 @@ from ...engine.trace import Record, Run
 from ...model.values import FIRST, ROWS, Values
 from ..by_law import LawLeaf
 from .projections import biased
-from .response import through_attention
 from .self_attention import AttentionPullback, SelfAttention, attended
+from .shared_keys import AroundHeads
 
 
 class _Way(NamedTuple):
@@ -45,7 +44,7 @@ class _Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MixedValues(Component):
+class MixedValues(AroundHeads):
     """Self-attention on such values.
 
     Attributes:
@@ -61,24 +60,6 @@ class MixedValues(Component):
     first: bool
     keeps: bool
     gates: int
-
-    mixes_tokens = True
-
-    @property
-    def label(self) -> str:  # type: ignore[override]
-        return self.heads.label
-
-    @property
-    def padding(self) -> Any:
-        return self.heads.padding
-
-    def unplaced(self) -> MixedValues:
-        return dataclasses.replace(self, heads=self.heads.unplaced())
-
-    def unshared_overlap(
-        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
-    ) -> UnsharedOverlap:
-        return through_attention(self.heads, record, at, walk)
 
     @property
     def _own(self) -> float:

@@ -345,6 +345,8 @@ class Sums(NamedTuple):
         aims = self._aims
         left, right = self._factors_by_frequency(maps, sweeps)
         products = self._products(left[None], right[None])
+        if not directions:
+            return self._times(law, products), []
         over_left, over_right = (
             one / np.where(aim > 0.0, aim, 1.0)
             for one, aim in zip((left, right), aims, strict=True)

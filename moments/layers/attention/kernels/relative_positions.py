@@ -262,7 +262,7 @@ def _grid(length: int) -> Indices:
     return np.unique(np.geomspace(1.0, length + 1.0, several).round().astype(np.intp)) - 1
 
 
-def _hats(classes: PositionClasses, place: Indices) -> Array:
+def _linear_basis(classes: PositionClasses, place: Indices) -> Array:
     """(P, n) of positions, as `PositionClasses.basis`."""
     size, every = len(classes.nodes), np.arange(len(place))
     if size == 1:
@@ -284,7 +284,7 @@ def _keys_of_buckets(key_counts: KeyCounts, table: RelativeBias) -> Array:
         edges = np.unique(np.clip(edges, 0, min(row, key_counts.window)))
         kind = np.searchsorted(begins, -edges[:-1], "right") - 1
         middle = row - (edges[:-1] + edges[1:] - 1) // 2
-        np.add.at(result[number], kind, (_hats(classes, middle) * np.diff(edges)).T)
+        np.add.at(result[number], kind, (_linear_basis(classes, middle) * np.diff(edges)).T)
     return result
 
 
@@ -299,7 +299,7 @@ def _of_own_keys(key_counts: KeyCounts, table: RelativeBias) -> Matrix:
     there = offset < rows
     rows, others, shares = rows[there], (rows - offset)[there], shares[there]
     common, itself = _of_two_rows(key_counts, table, rows, others), rows == others
-    first, second = _hats(classes, rows), _hats(classes, others)
+    first, second = _linear_basis(classes, rows), _linear_basis(classes, others)
 
     def mean(sums: Callable[[Array], Array]) -> Array:
         whole = sums(shares.astype(float))

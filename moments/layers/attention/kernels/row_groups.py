@@ -375,11 +375,11 @@ class JointLaws:
 
     def gather(self, law: str, kernel: Array, count: int, parity: Array | None = None) -> Array:
         """(r, Lq, Lq): tr(P_i g_r P_i' X^T) of one of the blocks' laws, for X (Lk, Lk)."""
-        scale, met = single(kernel)
+        scale, scaled = single(kernel)
         values = np.zeros((count, self._patterns, self._patterns), dtype=np.float32)
         for block in self.blocks:
             if (sums := getattr(block, law)) is not None:
-                block.put_patterns(values, sums.gather(block.of_keys(met)), parity)
+                block.put_patterns(values, sums.gather(block.of_keys(scaled)), parity)
         if self._pattern is not None:
             values = values[..., self._pattern[:, None], self._pattern]
         return np.asarray(values * scale, dtype=np.float64)

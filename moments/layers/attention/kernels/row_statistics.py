@@ -108,10 +108,10 @@ def _roots(first: Array, second: Array, low: Array, high: Array) -> tuple[Array,
         for times, target in ((1.0, first), (2.0, second)):
             scaled = times * theta
             value = np.logaddexp(rest, scaled - logs) - scaled * share
-            met = np.exp(scaled - logs - value - scaled * share)  # the share of equal keys
+            alike = np.exp(scaled - logs - value - scaled * share)  # the share of equal keys
             errors.append(value - target)
-            by_theta.append(times * np.maximum(met - share, 1e-12))
-            by_logs.append(scaled * share + odds * (1.0 - met) - met)
+            by_theta.append(times * np.maximum(alike - share, 1e-12))
+            by_logs.append(scaled * share + odds * (1.0 - alike) - alike)
         whole = by_theta[0] * by_logs[1] - by_theta[1] * by_logs[0]
         step = by_theta[0] * errors[1] - by_theta[1] * errors[0]
         step = -step / np.where(whole == 0.0, 1.0, whole)
@@ -231,8 +231,8 @@ class AttentionRows:
         l the log-odds of p: with this step what is left of it is of second order.
         """
         keys = np.maximum(self.keys, ONE_KEY)
-        apart = self.strength * (keys - 1.0) / keys
-        return 1.0 / (1.0 + 2.0 * self.odds * self.theta * (1.0 - apart))
+        contrast = self.strength * (keys - 1.0) / keys
+        return 1.0 / (1.0 + 2.0 * self.odds * self.theta * (1.0 - contrast))
 
     @property
     def softening(self) -> Array:
