@@ -282,7 +282,7 @@ class Leaf(Component):
 
     def response(self, record: Record, around: Around) -> Response:
         grad_out, grad_in = around.grad_out(record), record.grad_out
-        return Elementwise.of(self, record.input, grad_in, grad_out)
+        return Elementwise.of(self.forward, record.input, grad_in, grad_out)
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -311,10 +311,14 @@ class Reader(Component):
 
     def response(self, record: Record, around: Around) -> Response:
         # As it meets the tokens that ask: every one alone, of a memory as it is.
-        assert record.memory is not None
-        reading, grad_out = _Reading(self, record.memory), around.grad_out(record)
-        grad_in = record.grad_out
-        return Elementwise.of(reading, record.input, grad_in, grad_out, at_once=False)
+        memory, grad_out = record.memory, around.grad_out(record)
+        assert memory is not None
+
+        def forward(signal: Signal) -> tuple[Signal, Pullback]:
+            output, pullback = self.attend(signal, memory)
+            return output, lambda gradient: pullback(gradient)[0]
+
+        return Elementwise.of(forward, record.input, record.grad_out, grad_out, at_once=False)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = run.memory
@@ -327,18 +331,6 @@ class Reader(Component):
         run.returning(record, gradient)
         pulled, to_memory = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """A reader as a function of the tokens that ask."""
-
-    reader: Reader
-    memory: Signal
-
-    def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        output, pullback = self.reader.attend(signal, self.memory)
-        return output, lambda gradient: pullback(gradient)[0]
 
 
 @dataclass(frozen=True)

@@ -269,16 +269,15 @@ class Elementwise:
     @classmethod
     def of(
         cls,
-        leaf: Any,
+        forward: Callable[[Signal], Any],
         signal: Signal,
         gradient: Gradient,
         grad_out: Array,
         at_once: bool = True,
     ) -> Elementwise:
-        """Differences of a leaf around the signal that entered it.
+        """Differences of a leaf's `forward` around the signal that entered it.
 
         Args:
-            leaf: one, or what has its `forward`.
             grad_out: the same, as sensitivities have it.
             at_once: whether it takes several signals on an axis before those of configurations.
         """
@@ -293,7 +292,7 @@ class Elementwise:
         outs: list[Matrix] = []
         backs: list[Matrix] = []
         for entering in groups:
-            output, pullback = leaf.forward(entering)
+            output, pullback = forward(entering)
             grad_in = pullback(_ones(gradient, entering.kernel)).gradient.kernel
             for result, one in ((outs, output.second_moment()), (backs, grad_in)):
                 result += _each(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.classes import diagonal_of
-from ..engine.composition import Chain, Component
+from ..engine.composition import Component
 from ..engine.fluctuation import norm_variance
 from ..engine.response import (
     SINGLE,
@@ -148,11 +148,9 @@ class HeadTop:
     """A head with a loss, as the band meets it.
 
     Attributes:
-        chain: what stands between the last layer and the matrix to the logits.
         readout: the matrix and its loss.
     """
 
-    chain: Chain
     readout: Readout
 
     def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:

@@ -474,7 +474,8 @@ def head_top(output: OutputMoments | None) -> Any:
     """What the band has to know of the head whose loss sends the last gradient."""
     if output is None or output.ending is None:
         return None
-    return HeadTop(*output.ending)
+    _, readout = output.ending
+    return HeadTop(readout)
 
 
 def document_spans(model: Transformer, inputs: Inputs) -> np.ndarray | None:

@@ -115,9 +115,7 @@ def tangent_kernel(prediction: Any, rates: Mapping[str, float] | None = None) ->
         check_in(f"rates[{name!r}]", rate, NONNEGATIVE)
     read = _Read(prediction, dict(rates or {}))
     with computing(prediction.theory, [prediction.trace], prediction._rows):
-        if not kernel.resolved:
-            return _alike(read)
-        return _resolved(read, kernel, count)
+        return _of_pairs(read, kernel, count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,42 +159,40 @@ class _Read:
         return float(self.prediction.model.d_model)
 
 
-def _alike(read: _Read) -> TangentKernel:
-    length = read.prediction.model.seq_len
-    rows = read.rows(Kernel(1.0, 0.0))
-    diagonal = sum(norm for _, _, norm in rows)
-    off_diagonal = 2.0 * (read.total(Kernel(1.0, 0.5)) - diagonal) / max(length * (length - 1), 1)
-    one, two = np.array([diagonal / length]) / read.width, np.array([[off_diagonal]]) / read.width
-    return TangentKernel(one, two, None, length, read.parts(rows))
-
-
-def _resolved(read: _Read, kernel: Kernel, count: int) -> TangentKernel:
-    classes = kernel.classes
-    if classes is None:
-        sizes, of_pairs = np.ones(count), np.ones((count, count))
+def _of_pairs(read: _Read, kernel: Kernel, count: int) -> TangentKernel:
+    """From one pass for every pair of tokens, or of classes; tokens alike are one class."""
+    classes, length, by_token = kernel.classes, read.prediction.model.seq_len, False
+    if classes is not None:
+        sizes, of_pairs, positions = classes.count, classes.pair_count, classes.nodes
+    elif kernel.resolved:
+        sizes, of_pairs, positions = np.ones(count), np.ones((count, count)), np.arange(count) + 1
+        by_token = True
     else:
-        sizes, of_pairs = classes.count, classes.pair_count
-    base = np.ones(count), np.zeros((count, count))
-    rows = read.rows(Kernel.joined(*base, kernel.resolved))
+        sizes, positions = np.array([float(length)]), None
+        of_pairs = np.array([[length * (length - 1.0)]])
+
+    def given(diagonal: Array, off_diagonal: Array) -> Kernel:
+        if not kernel.resolved:
+            return Kernel(float(diagonal[0]), float(off_diagonal[0, 0]))
+        return Kernel.joined(diagonal, off_diagonal, kernel.resolved)
+
+    ones, nothing = np.ones(count), np.zeros((count, count))
+    rows = read.rows(given(ones, nothing))
     first = sum(norm for _, _, norm in rows)
 
     def more(one: Array, two: Array) -> float:
-        changed = Kernel.joined(base[0] + one, base[1] + two, kernel.resolved)
-        return float(read.total(changed) - first) / read.width
+        return float(read.total(given(ones + one, nothing + two)) - first) / read.width
 
     diagonal = np.array([more(one, 0.0) for one in np.eye(count)]) / sizes
-    off_diagonal = np.diag(diagonal) if classes is None else np.zeros((count, count))
-    for i, j in _pairs(count, classes is not None):
+    off_diagonal = np.diag(diagonal) if by_token else nothing.copy()
+    for i, j in _pairs(count, not by_token):
         if of_pairs[i, j] <= 0.0:
             continue
         change = np.zeros((count, count))
         change[i, j] = change[j, i] = 0.5
         counted = of_pairs[i, j] + (of_pairs[j, i] if i != j else 0.0)
         off_diagonal[i, j] = off_diagonal[j, i] = more(0.0, change) / (0.5 * counted)
-    positions = np.arange(1, count + 1) if classes is None else classes.nodes
-    return TangentKernel(
-        diagonal, off_diagonal, positions, read.prediction.model.seq_len, read.parts(rows)
-    )
+    return TangentKernel(diagonal, off_diagonal, positions, length, read.parts(rows))
 
 
 def _pairs(count: int, alike: bool) -> Iterator[tuple[int, int]]:

@@ -606,7 +606,7 @@ class NormalizedAttention(Leaf):
         gained = SINGLE(attention.back_gain) * grad_out
         grad_in = attention.maps.signal_adjoint(gained, None, grad_out)
         at_tokens = Gradient(kernel_of(grad_in), record.grad_out.seq_len)
-        normed = Elementwise.of(unit, signal, at_tokens, grad_in)
+        normed = Elementwise.of(unit.forward, signal, at_tokens, grad_in)
         return Sequence((normed, attention))
 
 

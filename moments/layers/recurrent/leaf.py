@@ -121,7 +121,7 @@ class Mixer(Leaf):
         # Pairs of tokens are moved together, each answering for itself.
         few = replace(self, draws=BAND_DRAWS)
         grad_out, grad_in = around.grad_out(record), record.grad_out
-        return Elementwise.of(few, record.input, grad_in, grad_out)
+        return Elementwise.of(few.forward, record.input, grad_in, grad_out)
 
 
 @dataclass(slots=True, eq=False)
