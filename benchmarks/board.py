@@ -498,7 +498,7 @@ def in_a_process(kind: str) -> dict[str, Any]:
     process.start()
     theirs.close()
     try:
-        found: dict[str, Any] = ours.recv() if ours.poll(3 * SECONDS) else {}
+        found: dict[str, Any] = ours.recv() if ours.poll(20 * SECONDS) else {}
     except EOFError:
         found = {}
     process.kill()
@@ -553,6 +553,8 @@ VERDICTS = {
     "size": "so at the size built here, and not at the type's own",
     "false": "a false alarm",
 }
+
+OPEN_VERDICT = "not judged yet"
 
 GROUPS = (
     ("a mixture of experts", r"mixture of experts"),
@@ -611,7 +613,10 @@ def table() -> None:
     ran = len(rows) - states["not built"] - states["not run"]
     share = tables.percent(len(reads(rows)) / ran)
     reasons = Counter(group(row["refused"]) for row in rows.values() if "refused" in row)
-    counts = Counter(judged()[kind][finding["kind"]][0] for kind, finding in found)
+    verdicts = judged()
+    counts = Counter(
+        verdicts.get(kind, {}).get(finding["kind"], [OPEN_VERDICT])[0] for kind, finding in found
+    )
     lines = []
     for name in ("variance", "grad_variance", "loss"):
         errors = spread(rows, name)
@@ -624,7 +629,7 @@ def table() -> None:
         + ", ".join(f"{count} {state}" for state, count in states.most_common())
         + f". Of the {ran} that are built and run on random input, {share} % are predicted. "
         f"{len(found)} findings: "
-        + ", ".join(f"{counts[name]} {name}" for name in VERDICTS)
+        + ", ".join(f"{counts[name]} {name}" for name in (*VERDICTS, OPEN_VERDICT))
         + ". Refused: "
         + "; ".join(f"{words} ({count})" for words, count in reasons.most_common())
         + ".",

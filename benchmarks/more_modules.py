@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -48,7 +46,7 @@ class Selective(nn.Module):
         self.enter, self.leave = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, width)
         self.steps, self.both = nn.Linear(width, width), nn.Linear(width, 2 * states, bias=False)
         self.decay = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(width, 1))
-        nn.init.uniform_(self.steps.bias, -5.0, -2.0)
+        self.steps.bias = nn.Parameter(torch.linspace(-5.0, -2.0, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x, gate = self.enter(x).chunk(2, -1)
@@ -119,8 +117,7 @@ class Captions(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.head = nn.Linear(width, WORDS, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        pixels = torch.sin(torch.arange(3.0 * 32 * 32) ** 2).reshape(1, 3, 32, 32) * math.sqrt(2)
+    def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
         x = self.patches(pixels).flatten(2).transpose(1, 2)
         for block in self.seeing:
             x = block(x)
