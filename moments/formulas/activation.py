@@ -1,9 +1,10 @@
 """Activations applied to a centred Gaussian input, as pair laws.
 
-Each activation is two functions of a pair of tokens with variances v, v' and correlation r: the
-second moment E phi(x) phi(x') and the slope E phi'(x) phi'(x') (its derivative in the covariance,
-by Price's theorem). A token with itself is the pair at r = 1, so every law below follows from these
-two and from the mean: closed forms where they exist, Gaussian expectations elsewhere."""
+Each activation is one function of a pair of tokens with variances v, v' and correlation r: the
+second moment E phi(x) phi(x'). The gradient's laws are its derivative in the covariance (Price's
+theorem, E phi'(x) phi'(x')), and a token with itself is the pair at r = 1, so that every law below
+follows from it and from the mean: closed forms where they exist, Gaussian expectations elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from ..errors import DomainError, domain_error
 from .algebra import FLOAT, NODES, NUMPY, LogSeries, midpoints
 from .checks import SHARE, Interval
 from .law import ComponentLaws, Law, Source, Substituted, derived, times
+from .price import arc_cosine, differentiated, price
 from .references import CHO, kedia
 
 Pair = Callable[[Any, Any, Any, Any], Any]
@@ -32,22 +34,33 @@ def activation(
     *,
     mean: Single,
     moment: Pair,
-    slope: Pair,
-    kurtosis: Single,
-    alignment: Single,
-    source: dict[str, Source],
+    function: Single,
+    slope: Pair | None = None,
+    kurtosis: Single | None = None,
+    alignment: Single | None = None,
+    source: dict[str, Source] | None = None,
     simplified: dict[str, Law | None] | None = None,
     limits: Mapping[str, Interval] | None = None,
-    entrywise: tuple[Single, Single] | None = None,
+    kinks: bool = False,
 ) -> ComponentLaws:
-    """Assemble an activation's laws from its mean, pair moment, pair slope, kurtosis and alignment.
+    """Assemble an activation's laws from its mean and pair moment.
 
-    Kurtosis is E phi^4/(E phi^2)^2, alignment E phi^2 phi'^2/(E phi^2 E phi'^2).
-
-    `limits` narrows the variances where the expectations are resolved numerically.
+    Args:
+        function: what is applied to every entry, f(m, x).
+        slope: of the moment in the covariance, where that is no derivative of a closed form.
+        kurtosis: E phi^4/(E phi^2)^2; None: by quadrature.
+        alignment: E phi^2 phi'^2/(E phi^2 E phi'^2); None: by quadrature.
+        limits: narrows the variances where the expectations are resolved numerically.
+        kinks: whether the function has some.
     """
     within = {} if limits is None else dict(limits)
-    by_default = derived("second moment and slope of a Gaussian pair, checked by quadrature")
+    by_default = derived("second moment of a Gaussian pair, checked by quadrature")
+    if slope is None:
+        slope = price(moment)
+    if kurtosis is None:
+        kurtosis = remembered(lambda m, v: fourth_over_squared(m, function, v, kinks))
+    if alignment is None:
+        alignment = remembered(lambda m, v: slope_alignment(m, function, v, kinks))
 
     def covariance(m: Any, v: Any, other: Any, r: Any) -> Any:
         return moment(m, v, other, r) - mean(m, v) * mean(m, other)
@@ -66,13 +79,20 @@ def activation(
         name,
         title,
         {
-            quantity: Law(formula, source.get(quantity, by_default), limits=within)
+            quantity: Law(
+                formula,
+                (source or {}).get(quantity, by_default),
+                limits=within,
+                note=BY_PRICE if quantity.startswith("grad_") else "",
+            )
             for quantity, formula in formulas.items()
         },
         simplified=simplified or {},
-        entrywise=entrywise,
+        entrywise=(function, differentiated(function)),
     )
 
+
+BY_PRICE = "derivative of the second moment in the tokens' covariance (Price's theorem)"
 
 _PAIR: dict[str, Any] = {"v": "x_variance", "other": "x_other_variance", "r": "x_correlation"}
 _OWN: dict[str, Any] = {"v": "x_variance", "other": "x_variance", "r": lambda m: 1}
@@ -110,14 +130,8 @@ def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
 # --- ReLU: the arc-cosine kernels of degree 1 and 0 ---------------------------------------------
 
 
-def relu_slope(m: Any, v: Any, other: Any, r: Any) -> Any:
-    return m.ratio(1, 4) + m.asin(r) / (2 * m.pi)
-
-
 def relu_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
-    return m.sqrt(v * other) * (
-        r * relu_slope(m, v, other, r) + m.sqrt((1 - r) * (1 + r)) / (2 * m.pi)
-    )
+    return m.sqrt(v * other) * arc_cosine(m, 1, r)
 
 
 RELU = activation(
@@ -125,7 +139,7 @@ RELU = activation(
     "ReLU, max(x, 0)",
     mean=lambda m, v: m.sqrt(v / (2 * m.pi)),
     moment=relu_moment,
-    slope=relu_slope,
+    function=lambda m, x: (x + abs(x)) / 2,
     kurtosis=lambda m, v: 6 + 0 * v,
     alignment=lambda m, v: 2 + 0 * v,
     source={
@@ -152,44 +166,24 @@ RELU = activation(
             limits={"x_correlation": SHARE},
         )
     },
-    entrywise=(lambda m, x: (x + abs(x)) / 2, lambda m, x: 1 * (x > 0)),
 )
 
 
 # --- GeLU, erf form: x Phi(x) -------------------------------------------------------------------
-# Phi(x) = P(z < x) for an independent standard normal z, so moments of x Phi(x) are orthant
-# probabilities of (x - z, x' - z') and their derivatives; c = r sqrt(v v'), q = (1+v)(1+v').
-
-
-def _gelu_parts(m: Any, v: Any, other: Any, r: Any) -> tuple[Any, Any, Any, Any, Any]:
-    c = r * m.sqrt(v * other)
-    # q - c^2 written without cancellation at r near 1; the angle's sine is c/sqrt(q)
-    gap = 1 + v + other + v * other * (1 - r) * (1 + r)
-    orthant = m.ratio(1, 4) + m.atan(c / m.sqrt(gap)) / (2 * m.pi)
-    density = 1 / (2 * m.pi * m.sqrt(gap))
-    edge = v * other * (1 - r) * (1 + r) + c**2 / (1 + v) + c**2 / (1 + other)
-    return c, gap, orthant, density, edge
+# x Phi(x) = E (x - z)^+ - phi(x), z an independent standard normal: ReLU's moment at variances
+# 1 + v and 1 + v', less a Gaussian integral that holds all with phi. Neither's slope cancels.
 
 
 def _gelu_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
-    c, _, orthant, density, edge = _gelu_parts(m, v, other, r)
-    return c * orthant + density * edge
-
-
-def _gelu_slope(m: Any, v: Any, other: Any, r: Any) -> Any:
-    c, gap, orthant, density, _ = _gelu_parts(m, v, other, r)
-    bend = 2 / (1 + v) + 2 / (1 + other)
-    # edge - gap, whose leading terms cancel where both are large
-    short = 1 + (1 - r) * (1 + r) * (v + other) + r**2 * (other / (1 + v) + v / (1 + other))
-    return orthant + c * density * (bend - short / gap)
+    c, size = r * m.sqrt(v * other), m.sqrt((1 + v) * (1 + other))
+    apart = (1 - r) * (1 + r)
+    gap = 1 + v + other + v * other * apart  # size^2 - c^2
+    rest = 1 + apart * (v + other) + r**2 * (other / (1 + v) + v / (1 + other))
+    return size * arc_cosine(m, 1, c / size) - rest / (2 * m.pi * m.sqrt(gap))
 
 
 def gelu_function(m: Any, x: Any) -> Any:
     return x * m.normal_cdf(x)
-
-
-def gelu_derivative(m: Any, x: Any) -> Any:
-    return m.normal_cdf(x) + x * m.exp(-(x**2) / 2) / m.sqrt(2 * m.pi)
 
 
 GELU = activation(
@@ -197,9 +191,7 @@ GELU = activation(
     "GeLU, erf form, x Phi(x)",
     mean=lambda m, v: v / m.sqrt(2 * m.pi * (1 + v)),
     moment=_gelu_moment,
-    slope=_gelu_slope,
-    kurtosis=remembered(lambda m, v: fourth_over_squared(m, gelu_function, v)),
-    alignment=remembered(lambda m, v: slope_alignment(m, gelu_function, gelu_derivative, v)),
+    function=gelu_function,
     source={
         "mean": kedia("A.5 and Table 15"),
         "variance": kedia("A.5 and Table 16"),
@@ -208,7 +200,6 @@ GELU = activation(
         "grad_variance": kedia("A.5 and Table 17"),
         "grad_covariance": kedia("A.5 and Table 20; unequal variances derived here"),
     },
-    entrywise=(gelu_function, gelu_derivative),
 )
 
 
@@ -219,11 +210,9 @@ IDENTITY = activation(
     "Identity, for linear networks",
     mean=lambda m, v: 0 * v,
     moment=lambda m, v, other, r: r * m.sqrt(v * other),
-    slope=lambda m, v, other, r: 1 + 0 * r,
+    function=lambda m, x: x,
     kurtosis=lambda m, v: 3 + 0 * v,
     alignment=lambda m, v: 1 + 0 * v,
-    source={},
-    entrywise=(lambda m, x: x, lambda m, x: 1 + 0 * x),
 )
 
 
@@ -236,11 +225,10 @@ def fourth_over_squared(m: Any, function: Single, v: Any, kinks: bool = False) -
     return fourth / m.expect(lambda n, x: function(n, x) ** 2, v, kinks) ** 2
 
 
-def slope_alignment(
-    m: Any, function: Single, derivative: Single, v: Any, kinks: bool = False
-) -> Any:
+def slope_alignment(m: Any, function: Single, v: Any, kinks: bool = False) -> Any:
     """E f^2 f'^2/(E f^2 E f'^2) of a Gaussian, by quadrature; 1 where there is no slope, as of a
     step function."""
+    derivative = differentiated(function)
     both = m.expect(lambda n, x: (function(n, x) * derivative(n, x)) ** 2, v, kinks)
     apart = m.expect(lambda n, x: function(n, x) ** 2, v, kinks)
     apart = apart * m.expect(lambda n, x: derivative(n, x) ** 2, v, kinks)
@@ -252,7 +240,6 @@ def by_quadrature(
     name: str,
     title: str,
     function: Single,
-    derivative: Single,
     *,
     largest_variance: float = 25.0,
     odd: bool = False,
@@ -261,7 +248,7 @@ def by_quadrature(
 ) -> ComponentLaws:
     """An activation without closed forms: its laws are Gaussian expectations.
 
-    `function` and `derivative` are written over a number system, f(m, x), like every formula.
+    `function` is written over a number system, f(m, x), like every formula.
     Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r, whose
     coefficients fall like exp(-sqrt(2 n/v) times the distance of the nearest pole from the real
     axis). Resolved for variances up to `largest_variance`, beyond which the function is nearly a
@@ -276,11 +263,11 @@ def by_quadrature(
         limits={"x_variance": resolved, "x_other_variance": resolved},
         mean=remembered(lambda m, v: 0 * v if odd else m.expect(averaged, v, kinks)),
         moment=remembered(lambda m, v, other, r: m.expect_pair(function, v, other, r, kinks)),
-        slope=remembered(lambda m, v, other, r: m.expect_pair(derivative, v, other, r, kinks)),
-        kurtosis=remembered(lambda m, v: fourth_over_squared(m, function, v, kinks)),
-        alignment=remembered(lambda m, v: slope_alignment(m, function, derivative, v, kinks)),
-        source={},
-        entrywise=(function, derivative),
+        slope=remembered(
+            lambda m, v, other, r: m.expect_pair(differentiated(function), v, other, r, kinks)
+        ),
+        function=function,
+        kinks=kinks,
     )
 
 
@@ -292,17 +279,10 @@ def gelu_tanh_function(m: Any, x: Any) -> Any:
     return x * (1 + _tanh_gate(m, x)) / 2
 
 
-def gelu_tanh_derivative(m: Any, x: Any) -> Any:
-    gate = _tanh_gate(m, x)
-    inner = m.sqrt(2 / m.pi) * (1 + 3 * m.ratio(44715, 1000000) * x**2)
-    return (1 + gate + x * (1 - gate**2) * inner) / 2
-
-
 GELU_TANH = by_quadrature(
     "gelu_tanh",
     "GeLU, tanh form, as in GPT-2",
     gelu_tanh_function,
-    gelu_tanh_derivative,
     even_part=lambda m, x: x * _tanh_gate(m, x) / 2,
 )
 
@@ -337,14 +317,9 @@ def leaky_relu(slope: str | int | float | Fraction = "0.01") -> ComponentLaws:
         moment=lambda m, v, other, r: (
             a(m) * r * m.sqrt(v * other) + (1 - a(m)) ** 2 * relu_moment(m, v, other, r)
         ),
-        slope=lambda m, v, other, r: a(m) + (1 - a(m)) ** 2 * relu_slope(m, v, other, r),
+        function=lambda m, x: a(m) * x + (1 - a(m)) * (x + abs(x)) / 2,
         kurtosis=lambda m, v: 6 * (1 + a(m) ** 4) / (1 + a(m) ** 2) ** 2 + 0 * v,
         alignment=lambda m, v: 2 * (1 + a(m) ** 4) / (1 + a(m) ** 2) ** 2 + 0 * v,
-        source={},
-        entrywise=(
-            lambda m, x: a(m) * x + (1 - a(m)) * (x + abs(x)) / 2,
-            lambda m, x: a(m) + (1 - a(m)) * (x > 0),
-        ),
     )
 
 
@@ -354,29 +329,23 @@ LEAKY_RELU = leaky_relu()
 # --- Squared ReLU: the arc-cosine kernels of degree 2 and 1 ---------------------------------------
 
 
-def _relu_squared_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
-    edge = 3 * r * m.sqrt((1 - r) * (1 + r)) / (2 * m.pi)
-    return v * other * ((1 + 2 * r**2) * relu_slope(m, v, other, r) + edge)
-
-
 RELU_SQUARED = activation(
     "relu_squared",
     "Squared ReLU, max(x, 0)^2",
     mean=lambda m, v: v / 2,
-    moment=_relu_squared_moment,
-    slope=lambda m, v, other, r: 4 * relu_moment(m, v, other, r),
+    moment=lambda m, v, other, r: v * other * arc_cosine(m, 2, r),
+    function=lambda m, x: (x + abs(x)) ** 2 / 4,
     kurtosis=lambda m, v: m.ratio(70, 3) + 0 * v,
     alignment=lambda m, v: 10 + 0 * v,
     source=dict.fromkeys(
         ("covariance", "hidden_covariance", "variance", "grad_covariance", "grad_variance"),
         Source(CHO, "Section 2.1, the arc-cosine kernels of degree 2 and 1"),
     ),
-    entrywise=(lambda m, x: (x + abs(x)) ** 2 / 4, lambda m, x: x + abs(x)),
 )
 
 
 # --- erf: the arcsine kernel ----------------------------------------------------------------------
-# erf(x) = 2 Phi(sqrt(2) x) - 1: orthant probabilities again, with slope by Price's theorem.
+# erf(x) = 2 Phi(sqrt(2) x) - 1: orthant probabilities again.
 
 
 def erf_function(m: Any, x: Any) -> Any:
@@ -387,18 +356,20 @@ ERF = activation(
     "erf",
     "Error function, erf(x)",
     mean=lambda m, v: 0 * v,
+    # the arcsine's tangent: (1+2v)(1+2v') - 4c^2 written without cancellation at r near 1
     moment=lambda m, v, other, r: (
-        2 / m.pi * m.asin(2 * r * m.sqrt(v * other) / m.sqrt((1 + 2 * v) * (1 + 2 * other)))
+        2
+        / m.pi
+        * m.atan(
+            2
+            * r
+            * m.sqrt(v * other)
+            / m.sqrt(1 + 2 * v + 2 * other + 4 * v * other * (1 - r) * (1 + r))
+        )
     ),
-    # (1+2v)(1+2v') - 4c^2, written without cancellation at r near 1
-    slope=lambda m, v, other, r: (
-        4 / (m.pi * m.sqrt(1 + 2 * v + 2 * other + 4 * v * other * (1 - r) * (1 + r)))
-    ),
-    kurtosis=lambda m, v: fourth_over_squared(m, erf_function, v),
+    function=erf_function,
     # phi'^2 = (4/pi) e^(-2 x^2) makes a Gaussian of variance v/(1 + 4v) of one of variance v.
     alignment=lambda m, v: m.asin(2 * v / (1 + 6 * v)) / m.asin(2 * v / (1 + 2 * v)),
-    source={},
-    entrywise=(erf_function, lambda m, x: 2 / m.sqrt(m.pi) * m.exp(-(x**2))),
 )
 
 
@@ -421,24 +392,16 @@ def _quick(m: Any) -> Any:
     return m.ratio(1702, 1000)
 
 
-def _weighted_slope(m: Any, x: Any, rate: Any) -> Any:
-    """Derivative of x sigmoid(rate x)."""
-    gate = _sigmoid(m, rate * x)
-    return gate * (1 + rate * x * (1 - gate))
-
-
 SIGMOID = by_quadrature(
     "sigmoid",
     "Logistic sigmoid, 1/(1 + exp(-x))",
     _sigmoid,
-    lambda m, x: _sigmoid(m, x) * _sigmoid(m, -x),
 )
 
 SILU = by_quadrature(
     "silu",
     "SiLU (Swish), x sigmoid(x)",
     lambda m, x: x * _sigmoid(m, x),
-    lambda m, x: _weighted_slope(m, x, 1),
     largest_variance=20.0,
     even_part=lambda m, x: x * m.tanh(x / 2) / 2,
 )
@@ -447,7 +410,6 @@ QUICK_GELU = by_quadrature(
     "quick_gelu",
     "GeLU, sigmoid form, x sigmoid(1.702 x), as in CLIP",
     lambda m, x: x * _sigmoid(m, _quick(m) * x),
-    lambda m, x: _weighted_slope(m, x, _quick(m)),
     largest_variance=9.0,
     even_part=lambda m, x: x * m.tanh(_quick(m) * x / 2) / 2,
 )
@@ -456,18 +418,16 @@ TANH = by_quadrature(
     "tanh",
     "Hyperbolic tangent",
     lambda m, x: m.tanh(x),
-    lambda m, x: 1 - m.tanh(x) ** 2,
     largest_variance=9.0,
     odd=True,
 )
 
-SOFTPLUS = by_quadrature("softplus", "Softplus, log(1 + exp(x))", _softplus, _sigmoid)
+SOFTPLUS = by_quadrature("softplus", "Softplus, log(1 + exp(x))", _softplus)
 
 MISH = by_quadrature(
     "mish",
     "Mish, x tanh(softplus(x))",
     lambda m, x: x * _mish_gate(m, x),
-    lambda m, x: _mish_gate(m, x) + x * (1 - _mish_gate(m, x) ** 2) * _sigmoid(m, x),
     largest_variance=12.0,
 )
 
@@ -477,7 +437,7 @@ MISH = by_quadrature(
 Function = Callable[[np.ndarray], np.ndarray]
 
 
-def _formula(name: str, function: Function) -> Single:
+def _formula(name: str, function: Function, derivative: Function | None = None) -> Single:
     """The function over any number system: by name as a symbol, else by its values in double
     precision."""
 
@@ -490,6 +450,8 @@ def _formula(name: str, function: Function) -> Single:
             return np.asarray(function(x), dtype=float)
         return float(function(np.asarray([float(x)]))[0])
 
+    if derivative is not None:
+        formula.derivative = _formula(f"{name}'", derivative)  # type: ignore[attr-defined]
     return formula
 
 
@@ -619,8 +581,7 @@ def register_activation(name: str, function: Function, derivative: Function) -> 
     laws = by_quadrature(
         name,
         f"{name}, registered by the user",
-        _formula(name, function),
-        _formula(f"{name}'", derivative),
+        _formula(name, function, derivative),
         largest_variance=_largest_variance(name, function, derivative),
         kinks=True,
     )

@@ -307,6 +307,9 @@ def _normal_cdf_float(x: Any) -> Any:
     return ndtr(x)
 
 
+LEAST = 1e-150
+"""A variance that stands for none where a derivative in a covariance divides by it."""
+
 NUMPY = SimpleNamespace(
     scalar=False,
     pi=np.pi,
@@ -323,6 +326,8 @@ NUMPY = SimpleNamespace(
     normal_cdf=_normal_cdf_float,
     expect=_expect_float,
     expect_pair=_expect_pair_float,
+    faint=lambda v: np.maximum(v, LEAST),
+    tidy=lambda x: x,
 )
 
 
@@ -346,6 +351,7 @@ FLOAT = SimpleNamespace(
         **vars(NUMPY),
         "scalar": True,
         **{name: getattr(math, name) for name in _ELEMENTARY},
+        "faint": lambda v: max(v, LEAST),
         "expect": lambda *given: float(_expect_float(*given)),
         "expect_pair": lambda *given: float(_expect_pair_float(*given)),
     }
@@ -397,6 +403,8 @@ def mpmath_namespace() -> SimpleNamespace:
         normal_cdf=mp.ncdf,
         expect=expect,
         expect_pair=expect_pair,
+        faint=lambda v: v,
+        tidy=lambda x: x,
     )
     return this
 
@@ -437,6 +445,8 @@ def sympy_namespace() -> SimpleNamespace:
         normal_cdf=lambda z: (1 + sp.erf(z / sp.sqrt(2))) / 2,
         expect=expect,
         expect_pair=expect_pair,
+        faint=lambda v: v,
+        tidy=sp.factor_terms,
     )
     return this
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .activation import relu_moment, relu_slope
+from .activation import relu_moment
 from .attention import (
     BACKWARD_NOTE,
     FORWARD_NOTE,
@@ -19,6 +19,7 @@ from .attention import (
 )
 from .checks import SHARE
 from .law import ComponentLaws, Law, Substituted, asymptotic
+from .price import price
 from .references import kedia
 
 _UNIFORM = "uniform attention over many correlated tokens; no source term where r or r_g is 0"
@@ -130,7 +131,7 @@ FFN_BLOCK = ComponentLaws(
         "grad_covariance": Law(
             _pair(
                 lambda m, gain, v, other, r, grad_covariance: (
-                    gain * relu_slope(m, v, other, r) * grad_covariance
+                    gain * price(relu_moment)(m, v, other, r) * grad_covariance
                 )
             ),
             kedia("B.2 and Table 20, at d_ff = 4 d"),

@@ -12,7 +12,7 @@ from .activation import ACTIVATION_LAWS
 from .law import ComponentLaws, Law, Substituted, derived, times
 
 _SOURCE = derived("second moments of independent centred factors multiply; checked by quadrature")
-
+_BACK = derived("derivative of the second moment in that of one factor's tokens")
 
 _KNOWN = {
     "silu": ("swiglu", "SwiGLU, SiLU(a) u"),
@@ -56,7 +56,10 @@ def gated(base: ComponentLaws) -> ComponentLaws:
         {
             "mean": Law(lambda m: 0, _SOURCE),
             "hidden_covariance": Law(lambda m: 0, _SOURCE),
-            **{name: Law(formula, _SOURCE, limits=limits) for name, formula in formulas.items()},
+            **{
+                name: Law(formula, _BACK if name.startswith("grad") else _SOURCE, limits=limits)
+                for name, formula in formulas.items()
+            },
         },
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .law import ComponentLaws, Substituted, asymptotic, derived
+from .price import price
 
 _NOTE = "large vocabulary: e^v small against it; the engine's softmax has no such limit"
 
@@ -21,12 +22,22 @@ def _loss_covariance(m: Any, vocab_size: Any, shared: Any, pattern_correlation: 
     return shared * (pattern_correlation - 2 / vocab_size) + m.expm1(shared) / vocab_size
 
 
-def _logit_grad_covariance(
-    m: Any, vocab_size: Any, shared: Any, pattern_correlation: Any, grad_covariance: Any
-) -> Any:
-    overlap = pattern_correlation - 2 / vocab_size + m.exp(shared) / vocab_size
-    return grad_covariance * overlap / vocab_size
+_OWN: dict[str, Any] = {
+    "x_other_variance": "x_variance",
+    "x_correlation": lambda m: 1,
+    "pattern_correlation": lambda m: 1,
+}
+_COVARIANCE = Substituted(_loss_covariance, shared=_shared)
 
+
+def _at_logit(m: Any, vocab_size: Any, slope: Any, grad_covariance: Any) -> Any:
+    return grad_covariance * slope / vocab_size
+
+
+_LOGIT_GRADIENT = Substituted(
+    _at_logit, slope=price(_COVARIANCE, "x_variance", "x_other_variance", "x_correlation")
+)
+_BACK = derived("derivative of the losses' covariance in the logits', for each of V")
 
 CROSS_ENTROPY = ComponentLaws(
     "cross_entropy",
@@ -40,29 +51,19 @@ CROSS_ENTROPY = ComponentLaws(
             _NOTE,
         ),
         "variance": asymptotic(
-            lambda m, vocab_size, x_variance: (
-                x_variance * (1 - 2 / vocab_size) + m.expm1(x_variance) / vocab_size
-            ),
-            derived("the target's logit, and the sum's fluctuation"),
+            Substituted(_COVARIANCE, **_OWN),
+            derived("the covariance of a token with itself"),
             _NOTE,
         ),
         # pattern_correlation: whether the two tokens have the same target.
         "covariance": asymptotic(
-            Substituted(_loss_covariance, shared=_shared),
+            _COVARIANCE,
             derived("int_0^1 E (p - t).(p' - t') c ds, the logits sharing s of their covariance c"),
             _NOTE,
         ),
         "grad_variance": asymptotic(
-            lambda m, vocab_size, x_variance, grad_variance: (
-                grad_variance * (1 - 2 / vocab_size + m.exp(x_variance) / vocab_size) / vocab_size
-            ),
-            derived("E |p - t|^2/V = (1 - 2 E p_t + E sum p^2)/V"),
-            _NOTE,
+            Substituted(_LOGIT_GRADIENT, **_OWN, grad_covariance="grad_variance"), _BACK, _NOTE
         ),
-        "grad_covariance": asymptotic(
-            Substituted(_logit_grad_covariance, shared=_shared),
-            derived("E (p - t).(p' - t')/V, E p_v p'_v = e^c/V^2"),
-            _NOTE,
-        ),
+        "grad_covariance": asymptotic(_LOGIT_GRADIENT, _BACK, _NOTE),
     },
 )

@@ -7,6 +7,7 @@ from typing import Any
 from .activation import TANH
 from .checks import Interval
 from .law import ComponentLaws, Law, Substituted, asymptotic, derived
+from .price import price
 from .references import kedia
 
 _PAIR: dict[str, Any] = {
@@ -26,11 +27,27 @@ def _pair_rescaled(
     return x_correlation * m.sqrt(shares) * jensen - lost
 
 
-def _pair_pulled(
-    m: Any, v: Any, other: Any, epsilon: Any, jensen: Any, removed: Any, grad_covariance: Any
-) -> Any:
-    scale = m.sqrt((v + epsilon) * (other + epsilon))
-    return grad_covariance * (1 - removed) * jensen / scale
+# The derivative of the covariance in the tokens', `lost` being that of others.
+_SLOPE = price(
+    Substituted(_pair_rescaled, **_PAIR, lost=lambda m: 0),
+    "x_variance",
+    "x_other_variance",
+    "x_correlation",
+)
+_OWN_SLOPE = Substituted(
+    _SLOPE,
+    x_other_variance="x_variance",
+    x_correlation=lambda m: 1,
+    other_norm_spread="norm_spread",
+    pair_norm_spread="norm_spread",
+)
+
+
+def _pulled(m: Any, slope: Any, removed_pair_share: Any, grad_covariance: Any) -> Any:
+    return grad_covariance * (1 - removed_pair_share) * slope
+
+
+_BACK = derived("derivative of the covariance in the tokens', less the directions projected out")
 
 
 def _rescaling() -> dict[str, Law]:
@@ -51,15 +68,18 @@ def _rescaling() -> dict[str, Law]:
             "of Gaussian tokens, r (1 - (1 - r^2)/(2 d))",
         ),
         "grad_variance": asymptotic(
-            lambda m, x_variance, epsilon, norm_spread, removed_share, grad_variance: (
-                grad_variance * (1 - removed_share) * (1 + norm_spread) / (x_variance + epsilon)
+            Substituted(
+                _pulled,
+                slope=_OWN_SLOPE,
+                removed_pair_share="removed_share",
+                grad_covariance="grad_variance",
             ),
-            derived("second-order expansion of E 1/|x|^2"),
+            _BACK,
             "large d_model; fourth order in the norm's fluctuation left out",
         ),
         "grad_covariance": asymptotic(
-            Substituted(_pair_pulled, **_PAIR, removed="removed_pair_share"),
-            derived("second-order expansion of E 1/(|x_i| |x_j|)"),
+            Substituted(_pulled, slope=_SLOPE),
+            _BACK,
             "large d_model; fourth order in the norms' fluctuation left out",
         ),
     }

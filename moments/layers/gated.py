@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +39,7 @@ from ..engine.state import (
 from ..engine.trace import Record
 from ..formulas.algebra import Keeping
 from ..formulas.gated import gated
-from ..formulas.law import ComponentLaws
+from ..formulas.law import ComponentLaws, Law
 from ..formulas.linear import LINEAR
 from .elementary import Linear, concentration, faintly
 
@@ -128,14 +129,9 @@ class GatedLinear(Leaf):
         two = two | {"factor_covariance": factor.kernel.off_diagonal}
 
         varied, step = self._two_points(signal, inner, factor)
-        ends, covariance = None, None
-        if varied is None:
-            covariance = evaluate(laws["covariance"], algebra, two)
-        else:
-            ends = evaluate_sides(laws["covariance"], algebra, two, varied)
-            covariance = 0.5 * (ends[0] + ends[1])
-        variance = evaluate(laws["variance"], algebra, one)
-        kernel = Kernel.joined(variance, covariance, signal.resolved)
+        values = _Values(laws, algebra, one, two, varied)
+        variance, ends = evaluate(laws["variance"], algebra, one), values.sides("covariance")
+        kernel = Kernel.joined(variance, 0.5 * (ends[0] + ends[1]), signal.resolved)
         kurtosis = faintly(laws["kurtosis"], algebra, one)
         limit = laws["variance"].domain["x_variance"]
         notes: tuple[str, ...] = ()
@@ -152,11 +148,8 @@ class GatedLinear(Leaf):
         output = Signal(
             kernel, signal.seq_len, mean, width=self.fan_out, kurtosis=kurtosis, notes=notes
         )
-        values = _Values(self.activation, signal, kept, one, two, varied)
         if signal.fluctuation is not None:
-            of_gate = values.both(
-                "grad_factor", {"grad_variance": 1.0}, {"grad_covariance": 1.0}, signal.resolved
-            )
+            of_gate = values.sent(AT_FACTOR, inner.kernel.with_ones())
             kurtosis = kernel.average(kurtosis)
             norms = self._norms(signal, inner, factor, of_gate, kurtosis / 3)
             output = output.replace(
@@ -170,14 +163,10 @@ class GatedLinear(Leaf):
         self, output: Signal, values: _Values, gate: Pullback, factor: Pullback, gradient: Gradient
     ) -> Pulled:
         """The way back: to both factors, and through the map before each."""
-        grad_out, resolved = gradient.kernel, gradient.resolved
-        single = {"grad_variance": grad_out.diagonal}
-        pair = {"grad_covariance": grad_out.off_diagonal}
-        at_gate = values.both("grad_variance", single, pair, resolved)
-        at_factor = values.both("grad_factor", single, pair, resolved)
-        if values.signal.fluctuation is not None and knows_directions(gradient):
+        at_gate, at_factor = (values.sent(one, gradient.kernel) for one in (AT_GATE, AT_FACTOR))
+        if output.fluctuation is not None and knows_directions(gradient):
             # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
-            law = values.activation.under("refined")["alignment"]
+            law = self.activation.under("refined")["alignment"]
             slopes = faintly(law, values.algebra, values.one)
             at_gate = realigned(at_gate, output, gradient, 3 * slopes)
             at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
@@ -200,6 +189,7 @@ class GatedLinear(Leaf):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
+        # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after, walk.real)
@@ -321,13 +311,13 @@ def _unsteady(signal: Signal) -> tuple[str, ...]:
 
 
 def _fluctuation(
-    signal: Signal, output: Signal, norms: Kernel, ends: Any, step: Array
+    signal: Signal, output: Signal, norms: Kernel, ends: Any, step: Array | None
 ) -> Fluctuation:
     """Behind the unit, whose covariance follows the realised overlap where that is followed.
 
     The slope between the two points, squared and as it is, in the mean over pairs of tokens.
     """
-    if ends is None:
+    if step is None:
         return Fluctuation(norms)
     overlaps, moment = followed(signal), output.second_moment()
     assert overlaps is not None
@@ -346,31 +336,33 @@ def _mean_pairs(like: Kernel, off_diagonal: Array) -> Array:
     return Kernel.joined(0.0 * like.diagonal, off_diagonal, like.resolved).mean_off_diagonal()
 
 
-class _Values(NamedTuple):
-    """What entered, expectations already evaluated, and values of the laws' symbols: for a token,
-    for a pair, and at the two overlaps of a pair that are averaged (`GatedLinear._two_points`)."""
+AT_GATE = "grad_variance", "grad_covariance"
+AT_FACTOR = "grad_factor", "grad_factor_covariance"
+"""Laws of the gradients at the two factors, of a token and of a pair."""
 
-    activation: ComponentLaws
-    signal: Signal
-    kept: Keeping | None
+
+class _Values(NamedTuple):
+    """The laws, their number system, with expectations already evaluated, and values of their
+    symbols: for a token, for a pair, and at the two overlaps of a pair that are averaged
+    (`GatedLinear._two_points`)."""
+
+    laws: Mapping[str, Law]
+    algebra: Any
     one: Values
     two: Values
     varied: tuple[Values, Values] | None
 
-    @property
-    def algebra(self) -> Any:
-        return self.signal.algebra if self.kept is None else self.kept
+    def sides(self, quantity: str, **more: Array) -> tuple[Array, Array]:
+        """A law of a pair at its two overlaps."""
+        law, values = self.laws[quantity], self.two | more
+        if self.varied is not None:
+            return evaluate_sides(law, self.algebra, values, self.varied)
+        same = evaluate(law, self.algebra, values)
+        return same, same
 
-    def both(self, quantity: str, single: Values, pair: Values, resolved: Any) -> Kernel:
-        """A law of the gradient and that of its covariance."""
-        laws = gated(self.activation).under("refined")
-        suffix = {"grad_factor": "grad_factor_covariance", "grad_variance": "grad_covariance"}
-        law, of_pairs = laws[quantity], laws[suffix[quantity]]
-        algebra = self.algebra
-        first = evaluate(law, algebra, self.one | single)
-        if self.varied is None:
-            second = evaluate(of_pairs, algebra, self.two | pair)
-        else:
-            above, below = evaluate_sides(of_pairs, algebra, self.two | pair, self.varied)
-            second = 0.5 * (above + below)
-        return Kernel.joined(first, second, resolved)
+    def sent(self, laws: tuple[str, str], gradient: Kernel) -> Kernel:
+        """The gradient at a factor."""
+        given = {"grad_variance": gradient.diagonal}
+        diagonal = evaluate(self.laws[laws[0]], self.algebra, self.one | given)
+        above, below = self.sides(laws[1], grad_covariance=gradient.off_diagonal)
+        return Kernel.joined(diagonal, 0.5 * (above + below), gradient.resolved)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +22,7 @@ from ...engine.response import (
 )
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
-from ...formulas.activation import (
-    activation_laws,
-    gelu_function,
-    gelu_tanh_function,
-    registered_function,
-)
-from ...formulas.algebra import NUMPY
+from ...formulas.activation import activation_laws
 from ...formulas.linear import DROPOUT, LINEAR
 from ...model.head import Head
 from ...model.transformer import Transformer
@@ -67,9 +58,9 @@ def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None)
     name = "head.transform"
     matrix = Linear(LINEAR, "refined", f"{name}.in", parameters, width, name, has_bias=has_bias)
     laws = activation_laws(head.transform)
+    parts += [matrix, Activation(laws, "refined", name)]
     if not head.transform_norm:
-        return Chain((*parts, matrix, Activation(laws, "refined", name)))
-    parts += [matrix, HiddenActivation(laws, "refined", name)]
+        return Chain(tuple(parts))
     if model.normalization == "dyt":
         parts.append(DynamicTanh("head.norm", model.dyt_alpha, affine=model.norm_affine))
     else:
@@ -81,54 +72,6 @@ def _norm(model: Transformer, label: str, gain: float = 1.0) -> Component:
     if model.normalization == "dyt":
         return DynamicTanh(label, model.dyt_alpha, gain, model.norm_affine)
     return FiniteNormalization.of(model, label, gain)
-
-
-# Functions of a number system, where the laws do not hold them.
-_FUNCTIONS = {"gelu": gelu_function, "gelu_tanh": gelu_tanh_function}
-
-
-@dataclass(frozen=True)
-class HiddenActivation(Activation):
-    """An activation between a matrix and a LayerNorm, whose output tells how the norm fluctuates.
-
-    With c = f - E f, its deviation s and d features, a gradient returns through f' and the norm as
-    E sum_k f'_k^2 (1 - 1/d - n_k^2/d)/s^2, where s^2 and n_k = c_k/s hold the same feature: to
-    order 1/d that is E f'^2/E c^2 (1 - 2/d) times 1 + (kurtosis(c) - 1 - 2 (q - 1))/d, with
-    q = E c^2 f'^2/(E c^2 E f'^2). The output's `kurtosis` is set to what stands for it there,
-    kurtosis(c) - 2 (q - 1); for activations other than GELU's forms and registered ones it stays
-    that of f.
-    """
-
-    def _sent(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
-        return gradient.with_kernel(kernel)
-
-    def _over_draws(self, signal: Signal, output: Signal, values: Any) -> dict[str, Any]:
-        result, function = super()._over_draws(signal, output, values), _function(self.laws.name)
-        if function is None:
-            return result
-        variance = float(np.mean(signal.kernel.mean_diagonal()))
-        return result | {"kurtosis": _centred_kurtosis(function, variance)}
-
-
-def _function(name: str) -> Callable[[np.ndarray], Any] | None:
-    if name in _FUNCTIONS:
-        return functools.partial(_FUNCTIONS[name], NUMPY)
-    result = registered_function(name)
-    return None if result is None else result[0]
-
-
-def _centred_kurtosis(function: Callable[[np.ndarray], Any], variance: float) -> float:
-    """kurtosis(c) - 2 (q - 1) by the trapezoidal rule, the slope by central differences."""
-    x = np.linspace(-9.0, 9.0, 721)
-    weights = np.exp(-(x**2) / 2)
-    weights /= weights.sum()
-    deviation, step = math.sqrt(variance), 1e-4
-    values = function(deviation * x)
-    slope = function(deviation * (x + step)) - function(deviation * (x - step))
-    centred = values - weights @ values
-    square, slopes = weights @ centred**2, weights @ slope**2
-    ratio = weights @ (centred * slope) ** 2 / (square * slopes)
-    return float(weights @ centred**4 / square**2 - 2 * (ratio - 1))
 
 
 @dataclass(frozen=True)
