@@ -36,8 +36,8 @@ from .row_statistics import AttentionRows
 Array = NDArray[np.float64]
 Single = NDArray[np.float32]
 
-# Products of small matrices in single precision read past the ends of rows, drop what they find,
-# and yet raise a flag where it is no number: halves of doubles often are none.
+# Products of small finite matrices in single precision raise, rarely and not to be repeated, the
+# flag of an invalid value: seen with inputs that were finite and below 1, cause unknown.
 _finite = np.errstate(invalid="ignore")
 
 
