@@ -36,6 +36,10 @@ from .row_statistics import AttentionRows
 Array = NDArray[np.float64]
 Single = NDArray[np.float32]
 
+# Products of small finite matrices in single precision raise, rarely and not to be repeated, the
+# flag of an invalid value: seen with inputs that were finite and below 1, cause unknown.
+_finite = np.errstate(invalid="ignore")
+
 
 class PairSum(NamedTuple):
     """g between a rows over n keys and b rows over k keys, with the products both maps need.
@@ -56,6 +60,7 @@ class PairSum(NamedTuple):
     both: Single
 
     @classmethod
+    @_finite
     def of(cls, law: NDArray[Any], rows: Single, rows2: Single) -> PairSum:
         """Form the products."""
         excess: Single = law.astype(np.float32)
@@ -63,6 +68,7 @@ class PairSum(NamedTuple):
         turned = rows2.swapaxes(1, 2)[:, None]
         return cls(excess, rows, rows2, left, excess @ turned, left @ turned)
 
+    @_finite
     def spread(self, weights: Single) -> Single:
         """(c, m, n, k) key kernels from (c, m, r, a, b) weights H on pairs of rows."""
         rows = self.rows.swapaxes(1, 2)[:, None]
@@ -75,6 +81,7 @@ class PairSum(NamedTuple):
         total += rows @ both @ rows2
         return np.asarray(total)
 
+    @_finite
     def gather(self, kernel: Single) -> Single:
         """(c, r, a, b): tr(P_i g_r P_i' X^T) for every pair of rows; X (c, n, k)."""
         inner = kernel[:, None]
@@ -160,11 +167,13 @@ Mixed = dict[int, Single]
 """By a class's row, (t, n, Lk): (1 - A) C of t kernels C."""
 
 
+@_finite
 def _mixed(classes: Iterable[RowClass], kernels: Array) -> Mixed:
     whole: Single = kernels.astype(np.float32)
     return {one.row: one.response @ whole[..., one.keys, :] for one in classes}
 
 
+@_finite
 def _projected(mixed: Mixed, pairs: list[Pair]) -> Single:
     """(c, t, n, k): (1 - A) C (1 - A')^T of every two classes."""
     left = stacked([mixed[one.row][..., two.keys] for one, two in pairs])
