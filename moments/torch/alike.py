@@ -70,7 +70,8 @@ def layers_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
             (given, first), (made, last) = ends
             named = child.named_parameters(remove_duplicate=False)
             shapes = tuple((n, tuple(p.shape)) for n, p in named)
-            nodes = [n for n in graph.nodes[first:last] if graph.values[n.outputs[0]].live]
+            between = (n for n in graph.nodes[first:last] if n.outputs)
+            nodes = [n for n in between if graph.values[n.outputs[0]].live]
             of = kinds.setdefault((type(child), shapes), [])
             of.append(Layer(prefix + name, nodes, given, made))
         yield from (layers for layers in kinds.values() if len(layers) > 2)
