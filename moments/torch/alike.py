@@ -67,7 +67,8 @@ def lists_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
             path = f"{parent}.{name}" if parent else name
             if len(ends := spans.get(path, [])) == 2:
                 (given, first), (made, last) = ends
-                nodes = [n for n in graph.nodes[first:last] if graph.values[n.outputs[0]].live]
+                between = (n for n in graph.nodes[first:last] if n.outputs)
+                nodes = [n for n in between if graph.values[n.outputs[0]].live]
                 layers.append(Layer(path, nodes, given, made))
         yield layers
 
