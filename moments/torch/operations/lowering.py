@@ -276,6 +276,9 @@ class Lowering:
             if chosen is not None:
                 return [chosen]
         if name in _COPIES and isinstance(first, Field) and not others:
+            kinds = {self.graph.tensor(v).is_complex() for v in (node.inputs[0], node.outputs[0])}
+            if name == "_to_copy" and len(kinds) > 1:  # labels of no imaginary part
+                return self._sampled(node, name)
             return self._copied(node, name, first)
         if name in _MERGES:
             return [self._merged(node, name)]
