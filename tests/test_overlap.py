@@ -20,7 +20,7 @@ from moments.formulas.activation import activation_laws
 from moments.formulas.algebra import NUMPY
 from moments.formulas.linear import DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
-from moments.layers.attention.response import unshared_spread
+from moments.layers.attention.response import averaging_elasticity, uniform_rows, unshared_spread
 from moments.layers.attention.self_attention import SelfAttention
 from moments.layers.elementary import Activation, Dropout, Linear
 from moments.layers.gated import GatedLinear
@@ -141,6 +141,36 @@ CASES: dict[str, tuple[tuple[Component, ...], Map]] = {
 def test_overlaps_vary_as_predicted(name: str) -> None:
     parts, network = CASES[name]
     assert predicted(*parts) == pytest.approx(measured(network), rel=0.05)
+
+
+def test_averages_of_a_causal_mask_share_overlaps_with_their_tokens() -> None:
+    """E tr P d P D of the fluctuations d of o and D of W o W^T is nu ((tr PM)^2 + tr PMPM), with
+    M = C W^T and (tr PM)^2 = (n - 1)^2 e u u_W."""
+    random, draws = np.random.default_rng(2), 400
+    weights = np.tri(TOKENS) / np.arange(1, TOKENS + 1)[:, None]
+    centre = np.eye(TOKENS) - 1 / TOKENS
+    mean, pairs = centre, centre @ weights @ weights.T @ centre
+    shared = []
+    for _ in range(draws):
+        x = random.normal(size=(TOKENS, WIDTH))
+        one, two = (y - y.mean(0) for y in (x, weights @ x))
+        moved = (one @ one.T / WIDTH - mean) * (two @ two.T / WIDTH - pairs)
+        shared.append(moved.sum())
+    leaf = SelfAttention("heads", WIDTH, 1, WIDTH, 0.0, 0.0, 1 / WIDTH, 0.0, causal=True)
+    tokens = gaussian(alike(1.0, 0.0, TOKENS, True), TOKENS, WIDTH, True)
+    own = np.trace(mean) / (TOKENS - 1), np.trace(pairs) / (TOKENS - 1)
+    met = (
+        averaging_elasticity(uniform_rows(leaf, tokens), tokens)
+        * own[0]
+        * own[1]
+        * (TOKENS - 1) ** 2
+    )
+    expected = (met + np.trace(centre @ weights.T @ centre @ weights.T)) / WIDTH
+    error = np.std(shared) / math.sqrt(draws)
+    assert expected == pytest.approx(np.mean(shared), abs=2.5 * error)
+    assert error < 0.1 * expected
+    full = SelfAttention("heads", WIDTH, 1, WIDTH, 0.0, 0.0, 1 / WIDTH, 0.0)
+    assert averaging_elasticity(uniform_rows(full, tokens), tokens) < 1e-9
 
 
 def test_what_tokens_have_of_their_own_varies_with_what_they_share() -> None:

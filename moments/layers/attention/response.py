@@ -20,8 +20,10 @@ from ...engine.composition import Pulled
 from ...engine.fluctuation import (
     OverlapWalk,
     UnsharedOverlap,
+    between_rows,
     followed,
     has_fixed_norms,
+    rows_times,
     unshared_variance,
 )
 from ...engine.response import (
@@ -45,7 +47,7 @@ from ...engine.response import (
     trace_of,
     transposed,
 )
-from ...engine.state import Array, Signal
+from ...engine.state import Array, Kernel, Signal
 from ...engine.texts import TextClasses
 from ...engine.trace import Record
 from .kernels import exact_rows, position_attention
@@ -541,10 +543,12 @@ def through_attention(
         fixed: whether tokens are normalised inside.
     """
     signal, output, memory = record.input, record.output, record.memory
+    averaged = 0.0
     if memory is None:
         memory, attended, keys = signal, at.variance, 1.0 / signal.seq_len
         if signal.resolved:
             weights = uniform_rows(leaf, signal)
+            averaged = averaging_elasticity(weights, signal, walk.real)
             on_classes = isinstance(weights, ClassRows)
             seen = weights.counted * weights.weights if on_classes else weights * weights
             keys = float(signal.kernel.average(seen.sum(-1), walk.real))
@@ -562,7 +566,7 @@ def through_attention(
     kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
     fresh = 1.0 / (kept * output.width)
     fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
-    return UnsharedOverlap(attended + fresh, at.response * by_queries)
+    return UnsharedOverlap(attended + fresh, at.response * (averaged + by_queries))
 
 
 def uniform_rows(leaf: Any, tokens: Signal) -> Any:
@@ -573,6 +577,30 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
         return ClassRows(key_counts.visible / key_counts.size[:, None], key_counts)
     mask = self_masks(leaf, tokens.kernel.off_diagonal.shape[-1], 1)[0]
     return np.asarray(mask / mask.sum(1, keepdims=True))
+
+
+ALIKE = 1e-6
+"""Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
+
+
+def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None) -> float:
+    """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
+
+    Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
+    Rows that see the same keys alike have nothing of a token's own; those of a causal mask have.
+    """
+    kernel = tokens.second_moment()
+    if kernel.classes is not None:
+        kernels = rows_times(weights, kernel), kernel, between_rows(weights, kernel)
+    else:
+        met = weights @ kernel.off_diagonal
+        kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
+    unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
+    if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
+        return 0.0
+    return float(
+        min(max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]), 1.0)
+    )  # Cauchy and Schwarz
 
 
 def query_elasticity(
