@@ -1,16 +1,15 @@
-"""Reading JSON within bounds; files written whole, and by several processes."""
+"""Reading JSON within bounds; files written whole."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from whole_models import save
 
 from moments import DomainError
 from moments.errors import brief, unknown_name
@@ -100,39 +99,6 @@ def entry(seeds: int = 3) -> StoredSimulation:
     return StoredSimulation("0" * 16, seeds, 1.0, rows, rows, {}, {})
 
 
-def test_runs_side_by_side_keep_each_other_s_results(tmp_path: Path) -> None:
-    """Two processes add twelve simulations each to one file, at once."""
-    path = tmp_path / "runs.json"
-    code = (
-        "import sys; from pathlib import Path\n"
-        "sys.path.insert(0, sys.argv[1])\n"
-        "from test_files import entry\n"
-        "from moments.validation import store\n"
-        "print('ready', flush=True); sys.stdin.readline()\n"
-        "for n in range(12): store.add(Path(sys.argv[2]), f'{sys.argv[3]}-{n}', entry())\n"
-    )
-    words = [sys.executable, "-c", code, str(Path(__file__).parent), str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen([*words, name], **pipes) for name in "ab"]  # type: ignore[call-overload]
-    for process in both:
-        assert process.stdout.readline() == "ready\n"
-    for process in both:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    for process in both:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-    assert len(store.load(path)) == 24
-    assert os.listdir(tmp_path) == ["runs.json"]
-
-
-def test_the_entry_of_more_seeds_stays(tmp_path: Path) -> None:
-    path = tmp_path / "runs.json"
-    assert store.add(path, "x", entry(5))["x"].seeds == 5
-    assert store.add(path, "x", entry(3))["x"].seeds == 5
-    assert store.add(path, "x", entry(8))["x"].seeds == 8
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -141,16 +107,15 @@ def test_the_entry_of_more_seeds_stays(tmp_path: Path) -> None:
         lambda data: data["measurements"].update(x=3),
         lambda data: data["measurements"]["x"].update(values={"variance": "y"}),
         lambda data: data["measurements"]["x"].update(seeds=None),
-        lambda data: data.update(format_version=None),
     ],
 )
 def test_a_spoilt_store_is_refused(tmp_path: Path, spoil: Callable[[dict], object]) -> None:
     path = tmp_path / "runs.json"
-    store.add(path, "x", entry())
+    save(path, {"x": entry()})
     data = json.loads(path.read_text())
     spoil(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(DomainError, match=r"holds no simulations|format_version"):
+    with pytest.raises(DomainError, match="holds no simulations"):
         store.load(path)
 
 

@@ -129,7 +129,7 @@ class GatedLinear(Leaf):
         two = two | {"factor_covariance": factor.kernel.off_diagonal}
 
         varied, step = self._two_points(signal, inner, factor)
-        values = _Values(laws, algebra, one, two, varied)
+        values = _Values(self.activation, signal, kept, one, two, varied)
         variance, ends = evaluate(laws["variance"], algebra, one), values.sides("covariance")
         kernel = Kernel.joined(variance, 0.5 * (ends[0] + ends[1]), signal.resolved)
         kurtosis = faintly(laws["kurtosis"], algebra, one)
@@ -342,15 +342,24 @@ AT_FACTOR = "grad_factor", "grad_factor_covariance"
 
 
 class _Values(NamedTuple):
-    """The laws, their number system, with expectations already evaluated, and values of their
+    """The activation, what entered, expectations already evaluated, and values of the laws'
     symbols: for a token, for a pair, and at the two overlaps of a pair that are averaged
     (`GatedLinear._two_points`)."""
 
-    laws: Mapping[str, Law]
-    algebra: Any
+    activation: ComponentLaws
+    signal: Signal
+    kept: Keeping | None
     one: Values
     two: Values
     varied: tuple[Values, Values] | None
+
+    @property
+    def laws(self) -> Mapping[str, Law]:
+        return gated(self.activation).under("refined")
+
+    @property
+    def algebra(self) -> Any:
+        return self.signal.algebra if self.kept is None else self.kept
 
     def sides(self, quantity: str, **more: Array) -> tuple[Array, Array]:
         """A law of a pair at its two overlaps."""
