@@ -166,6 +166,7 @@ STORED: dict[tuple[str, str], Any] = {
 RATES = {"sgd": 0.1, "adam": 0.002}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
 @pytest.mark.parametrize(("name", "optimizer"), STORED)
 def test_a_step_through_a_block_is_that_of_its_twin(name: str, optimizer: str) -> None:
@@ -230,6 +231,7 @@ def near_zero(name: str) -> moments.Transformer:
     return MODELS[name].replace(head=head)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
 @pytest.mark.parametrize(("name", "optimizer"), SHARP)
 def test_sharpness_through_a_block_is_that_of_its_twin(name: str, optimizer: str) -> None:

@@ -376,6 +376,7 @@ ROTARY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [GPT2, ROTARY], ids=["gpt2", "gpt_neox"])
 @pytest.mark.parametrize("optimizer", ["muon", "adam"])
 def test_rounding_moves_a_step_as_little_as_it_is(
@@ -1012,6 +1013,7 @@ def test_stored_batches_are_one() -> None:
     assert all(len(batches) == 1 for batches in read.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -1037,6 +1039,7 @@ def test_stored_modules(case: str) -> None:
         assert max(aligned, default=0.0) <= 0.02, row.rate
 
 
+@pytest.mark.slow
 def test_stored_widths_are_flat_under_mup_alone() -> None:
     """Measured; and predicted at one width each."""
     change = {

@@ -205,6 +205,7 @@ def compared(
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_real_module_loses_what_is_predicted(family: str) -> None:
     """Means over layers: operands to .3 dB and shares of zeros to a tenth (but those of the
@@ -314,6 +315,7 @@ DRAWN: dict[str, dict[str, dict[str, float]]] = {
 that gives a weight's gradient, means over layers; standard errors .05 to .15."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_gradient_of_a_weight_loses_what_is_predicted(family: str) -> None:
     """To .5 dB. (Of tokens taken for independent and of one variance values are 2 to 13 dB off.)"""

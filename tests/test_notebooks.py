@@ -146,6 +146,7 @@ def run(cell: str, where: str, names: dict[str, Any]) -> int:
     return len(set(plt.get_fignums()) - drawn) + isinstance(shown, Figure)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # cells filter those of the package themselves
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -511,6 +511,7 @@ def test_bad_input() -> None:
 # --- checked --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Hourglass", "Chosen", "Latent"])
 def test_a_right_module_has_no_finding(kind: str) -> None:
     for seed in range(2):

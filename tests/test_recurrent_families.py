@@ -28,6 +28,7 @@ def quiet(config: Any, **options: Any) -> moments.Transformer:
         return moments.from_huggingface(config, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
 @pytest.mark.parametrize("kind", [*KINDS, *HYBRIDS, *VARIANTS])
 def test_moments_and_gradients_are_those_of_the_module(kind: str) -> None:

@@ -96,6 +96,7 @@ def test_every_released_config_is_read(benchmark: Any, name: str) -> None:
     assert matrices == counted + narrow or model.encoder is not None or name in elsewhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_quick_cases_agree_with_the_real_module(benchmark: Any, name: str) -> None:
     found = benchmark.errors(name)

@@ -145,6 +145,7 @@ def test_bad_schemes_and_options(name: str, options: dict[str, float], words: st
         model().with_scheme(name, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_dslm_does_not_feel_its_depth(norm: str) -> None:
     """192 and 1000 layers: variance near 1, the gradient's ratio the same; not so with Xavier."""

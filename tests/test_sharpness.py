@@ -45,6 +45,7 @@ def module(config: dict[str, Any], seed: int) -> Any:
     return transformers.AutoModelForCausalLM.from_config(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_real_modules(name: str, optimizer: str) -> None:
@@ -274,6 +275,7 @@ def test_post_norms_have_a_range_of_their_own_and_other_places_none() -> None:
     assert "norm = 'sandwich'" in other.table()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["OPT, 3 x 96", "OPT Post-LN, 2 x 64", "GPT-2, 6 x 96"])
 def test_stored_training_bears_the_rates_out(name: str) -> None:
     """Modules on which nothing was fixed: the middle of the range within a factor 2 of the best of

@@ -41,6 +41,7 @@ def snippets(page: Path) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.stem)
 def test_snippets_run(page: Path, capsys: Any) -> None:
     code = snippets(page)

@@ -19,6 +19,7 @@ import scaled_modules as styles  # noqa: E402
 SIZES = (64, 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", styles.STYLES)
 def test_correct_recipes_pass(style: str) -> None:
     report = moments.transfer(styles.recipe(style), sizes=SIZES)
@@ -30,6 +31,7 @@ def test_correct_recipes_pass(style: str) -> None:
         assert frame["activation"]["head"] == pytest.approx(-0.5, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("style", "slip"), [styles.SLIPS[k] for k in (2, 4, 6, 9, 14, 15, 20, 24)])
 def test_planted_slips_are_named_alone(style: str, slip: tuple[str, str]) -> None:
     """All: `python benchmarks/transfer.py`."""
@@ -101,11 +103,13 @@ def by_depth(branch: bool) -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_blocks_over_the_depth_transfer_along_it() -> None:
     report = moments.transfer(by_depth(True), "depth", (4, 8))
     assert report.passed, report.table()
 
 
+@pytest.mark.slow
 def test_blocks_of_one_size_do_not_transfer_along_the_depth() -> None:
     report = moments.transfer(by_depth(False), "depth", (4, 8))
     assert {"ffn_in", "ffn_out", "value", "output"} <= {one.weight for one in report.findings}

@@ -64,6 +64,7 @@ def gpt(initializer_range: float = 0.08) -> moments.Transformer:
     ).replace(seq_len=LENGTH, dropout=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [llama(), gpt()], ids=["llama", "tied gpt2"])
 def test_a_text_word_by_word(model: moments.Transformer) -> None:
     """By classes as by token."""
@@ -103,6 +104,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "model"),
     list(zip(BATCHES, (llama(), llama(), gpt(), gpt()), strict=True)),
