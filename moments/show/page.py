@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import DomainError, domain_error, without_warnings
 from ..files import replacing
 from ..formulas.references import bibtex
-from ..model.summary import in_brief, rows
+from ..model.summary import in_short, rows
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.draws import QUANTITIES
@@ -121,12 +121,12 @@ def _values(report: Report) -> dict[str, Any]:
     from .. import __version__
 
     prediction, model = report.prediction, report.prediction.model
-    words = growth(prediction)
+    words, theory = growth(prediction), prediction.theory
+    formulas = "" if theory == "refined" else f", {theory} formulas"
     laws, citations = _laws(report)
     return {
         "name": report.name,
-        "about": f"{in_brief(model)}; theory {prediction.theory}, {prediction.resolution}; "
-        f"moments {__version__}",
+        "about": f"{in_short(model)}{formulas}; moments {__version__}",
         "verdict": words[:1].upper() + words[1:],
         "warnings": prediction.warnings,
         "declared": rows(model),
