@@ -137,6 +137,7 @@ FAULTS: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(fault: str) -> None:
     plant, kind, layers = FAULTS[fault]
@@ -157,6 +158,7 @@ def test_a_norm_and_the_head_behind_it_are_no_layers_of_one_stack() -> None:
     assert moments.check(module, IDS).healthy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Gated", "masked", "Hourglass", "shared", "first"])
 def test_right_modules_have_no_finding(kind: str) -> None:
     torch.manual_seed(1)

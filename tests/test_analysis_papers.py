@@ -170,6 +170,7 @@ def cases() -> dict[str, PaperCase]:
     return dict(named_cases(FAST).cases)
 
 
+@pytest.mark.slow
 def test_every_case_says_what_it_is(cases: dict[str, PaperCase]) -> None:
     for name, case in cases.items():
         assert case.name == name

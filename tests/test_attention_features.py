@@ -612,6 +612,7 @@ TABLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("logits", "variance", "buckets", "far", "length", "causal"), TABLES)
 def test_gradients_of_tables_of_relative_biases_against_a_real_layer(
     logits: float, variance: float, buckets: int, far: int, length: int, causal: bool

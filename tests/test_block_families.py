@@ -151,6 +151,7 @@ def mean(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
 
 
+@pytest.mark.slow
 @EACH
 def test_moments_and_gradients_are_those_of_the_module(kind: str, variant: str) -> None:
     model, measured = quiet(config_of(kind, variant), seq_len=LENGTH), drawn(kind, variant)

@@ -45,6 +45,7 @@ def test_stored_modules_are_as_predicted(key):
     assert found["inside"] > 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_depths_do_not_matter(norm):
     """DSLM's gradient ratio at 192 and 1000 layers, whatever the gradients' correlation."""

@@ -187,6 +187,7 @@ def norms(of: Any, column: str = "squared_norm") -> Any:
     return of.weight_gradients().set_index(["layer", "weight"])[column]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_of_a_text_the_twin_has_the_same_moments_and_gradients(name: str) -> None:
     model = TEXT.replace(**EACH[name])

@@ -29,6 +29,7 @@ def deviation(prediction: moments.Prediction) -> np.ndarray:
 # --- the band -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "inputs"),
     [

@@ -110,6 +110,7 @@ def test_a_single_gate_that_is_normalised_teaches_the_router_nothing() -> None:
     assert at(Router(8, 1, normalised="all"), 1.0, 0.4)[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [Router(8, 2), Router(16, 2, normalised="all")])
 def test_tables_between_their_nodes(router: Router) -> None:
     """In the angle and in log s, against the quadrature itself."""
@@ -327,6 +328,7 @@ SPREAD = {
 variance, by the tokens' correlation and what gates are divided by: `simulate(seeds=400)`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("correlation", "normalised"), SPREAD)
 def test_the_band_follows_the_router_s_draw(correlation: float, normalised: str) -> None:
     """Deviations within 20 percent and three standard errors; without the router's draw, that of

@@ -692,6 +692,7 @@ def test_tables_and_patches_step_by_one_gradient(optimizer: str) -> None:
     assert np.trace(drawn) > 1.05 * apart
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder() -> None:
     """Both streams, what cross-attention reads, and one token table; logits of variance 1."""
     read = text_batch(T5, seq_len=16, batch=2)
@@ -798,6 +799,7 @@ def test_adam_s_second_update_by_the_correlation_of_two_gradients() -> None:
     assert updates.along(np.ones((2, 2)), np.ones(2))[1] == pytest.approx(4.0, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_steps(batch: Any) -> None:
     """torch's own two steps, each on a sequence of its own."""
     model = moments.from_huggingface(GPT2, seq_len=16)

@@ -57,6 +57,7 @@ def measured(entries, draws=4):
     return {path: np.mean(values, 0) for path, values in rows.items()}
 
 
+@pytest.mark.slow
 def test_a_narrow_module_has_the_signal_of_a_wide_one():
     result = predicted(ALBERT)
     assert any("width 256 with the config's depth stands for width 1024" in n for n in result.notes)

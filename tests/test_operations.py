@@ -72,6 +72,7 @@ def departures(
     return beyond
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Hourglass", "Chosen", "Latent"])
 def test_modules_of_no_one_shape(kind: str) -> None:
     make = getattr(open_modules, kind)

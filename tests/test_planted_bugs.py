@@ -62,6 +62,7 @@ def test_a_planted_bug_is_named(name: str, style: str, expected: str) -> None:
     assert word == expected, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["nanoGPT", "Llama"])
 def test_what_is_wrong_in_one_layer_fails_a_users_test(style: str) -> None:
     for name in ("output zero in one layer", "no mask", "value x 3 in one layer"):

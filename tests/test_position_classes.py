@@ -518,6 +518,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_queries_and_keys_that_are_not_the_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch

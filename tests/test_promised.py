@@ -43,6 +43,7 @@ def checked(module: Any) -> moments.Report:
         return moments.check(module)
 
 
+@pytest.mark.slow
 def test_experts_beside_a_shared_one_are_held_to_their_config() -> None:
     report = checked(experts())
     assert report.healthy, report.text()

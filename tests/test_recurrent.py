@@ -388,6 +388,7 @@ def laws_of(block: Any, kernel: Any, gains: dict[str, float], sequences: int) ->
 # --- whole models ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
 @pytest.mark.parametrize(
     "name",

@@ -195,6 +195,7 @@ def test_edges_against_torch_on_a_quadratic(optimizer: str, options: dict[str, A
     assert last(1.05) > 1e-5
 
 
+@pytest.mark.slow
 def test_rates_are_in_order_and_say_what_limits_them() -> None:
     prediction = predicted(CONFIGS["gpt2"])
     rates = moments.learning_rate(prediction, "adam")
@@ -219,6 +220,7 @@ def test_rates_are_in_order_and_say_what_limits_them() -> None:
     assert rates.losses([rates.step_size])[0] == pytest.approx(rates.step.loss)
 
 
+@pytest.mark.slow
 def test_rates_with_momentum_and_multipliers() -> None:
     """Momentum moves the rate by 1 + m, a factor of all rates by its inverse."""
     prediction = predicted(CONFIGS["gpt2"])
@@ -233,6 +235,7 @@ def test_rates_with_momentum_and_multipliers() -> None:
     assert halved == pytest.approx(2 * prediction.sharpness("adam").largest, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_where_instability_is_not_known_the_step_size_is() -> None:
     rates = moments.learning_rate(predicted(CONFIGS["gpt2"]), "muon")
     assert rates.edge is rates.first_instability is rates.range is rates.warmup is None
