@@ -190,7 +190,6 @@ class GatedLinear(Leaf):
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
-        # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after, walk.real)
         tokens = before.second_moment()
