@@ -221,6 +221,7 @@ def value_of(model: Any, name: str) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "value"), CHANGES)
 def test_every_field_is_written_or_named(
     families: dict[str, Any], kind: str, name: str, value: Any

@@ -311,6 +311,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", written())
 def test_commands_of_the_documents_run(
     line: str, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -134,6 +134,7 @@ def test_the_page_on_checks_shows_what_a_check_of_clip_prints() -> None:
     assert "sits on query, key and value instead of" in report.findings[0].reason
 
 
+@pytest.mark.slow
 def test_the_page_of_first_answers_prints_what_it_quotes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -111,6 +111,7 @@ def finite(value: Any) -> bool:
     return value is None or bool(np.all(np.isfinite(value)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_answer_is_finite_or_a_refusal(case: str) -> None:
     declared, given = CASES[case]

@@ -316,6 +316,7 @@ def declared_square(model: moments.Transformer, layer: int, name: str) -> float 
     return found.get(name)
 
 
+@pytest.mark.slow
 @EACH
 def test_initialisation_is_what_the_module_draws(kind: str, variant: str) -> None:
     """Mean square of every matrix against the declared variance, with the error of so many normal
@@ -428,6 +429,7 @@ def close(found: Any, wanted: Any, what: Any) -> None:
     assert float((found - wanted).abs().max()) < 2e-5 * max(1.0, float(wanted.abs().max())), what
 
 
+@pytest.mark.slow
 @EACH
 def test_sites_hold_the_tensors_they_name(kind: str, variant: str) -> None:
     """Every site against its neighbours and the matrices between them; dropout is off."""
@@ -487,6 +489,7 @@ def equal_share(x: Any, y: Any) -> float:
     return float((x == y.reshape(x.shape)).double().mean())
 
 
+@pytest.mark.slow
 @EACH
 def test_dropout_is_where_the_declaration_has_it(kind: str, variant: str) -> None:
     """What is dropped adds exactly nothing to the stream; attention has its own probability."""
@@ -530,6 +533,7 @@ def test_every_parameter_has_a_part_and_parts_fill_it(kind: str, variant: str) -
     assert filled == {name: parameter.numel() for name, parameter in parameters.items()}
 
 
+@pytest.mark.slow
 @EACH
 def test_query_key_and_value_are_told_apart(kind: str, variant: str) -> None:
     """With queries at zero, keys receive no gradient and every head averages its values."""
@@ -594,6 +598,7 @@ def test_a_query_is_no_key(kind: str, variant: str) -> None:
     assert pulled["query"] < 1e-4 * pulled["key"]
 
 
+@pytest.mark.slow
 @ALL
 def test_gradients_of_all_parameters_make_the_total(kind: str) -> None:
     module = module_of(kind)

@@ -52,6 +52,7 @@ def run(module):
 NAMES = ("encoder, Pre-LN", "encoder, Post-LN", *KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scaling", [False, True, "before-norm", "after-residual"])
 def test_the_output_stays(name, scaling):

@@ -46,6 +46,7 @@ def read(config: Any) -> tuple[moments.Transformer, list[str]]:
     return model, [str(one.message) for one in caught]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BY_MODULE)
 def test_a_reader_says_what_its_module_computes(kind: str) -> None:
     """At the class's own sizes, two layers and a probability of its own for every dropout."""
