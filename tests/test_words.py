@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import moments
 from moments.engine.classes import ClassMatrix, PositionClasses, documents_on, one_class
-from moments.engine.texts import Frequencies, TextClasses, text_classes, zipf_classes
+from moments.engine.texts import TextClasses, repeated_words, text_classes, zipf_classes
 from moments.layers.attention.kernels.joint_laws import Mixture, Sums
 from moments.layers.attention.kernels.position_attention import PositionAttention
 
@@ -205,21 +205,15 @@ def test_zipfs_law_is_a_text_by_it() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.integers(3, 40), st.integers(2, 60))
-def test_frequencies_sum_as_words_do(seed: int, vocab_size: int, length: int) -> None:
-    """Of tokens, of pairs, and of a token's chance to meet its word."""
+def test_repeated_words_sum_as_all_do(seed: int, vocab_size: int, length: int) -> None:
+    """Of pairs of one word, and of a third that is of it too."""
     ids = np.random.default_rng(seed).integers(0, vocab_size, length)
     count = np.unique(ids, return_counts=True)[1]
     shares, portions = (count - 1.0) / (length - 1.0), count / length
-    for size in (1, 2, 3):
-        found = Frequencies.of(shares, portions, size)
-        total = float(shares @ portions)
-        assert found.portion.sum() == pytest.approx(1.0)
-        assert found.portion.min() >= 0.0
-        if total > 0.0:
-            assert found.of_pairs.sum() == pytest.approx(1.0)
-            assert found.portion @ found.level == pytest.approx(1.0)
-            cubes = float(shares**2 @ portions)
-            assert total**2 * (found.portion @ found.level**2) == pytest.approx(cubes)
+    repeated, frequent = repeated_words(shares, portions)
+    assert 0.0 <= repeated <= 1.0 + 1e-12
+    for power in (1, 2):
+        assert repeated * frequent**power == pytest.approx(float(shares**power @ portions))
 
 
 def test_pairs_are_counted_by_word() -> None:
@@ -252,8 +246,8 @@ def test_a_law_is_scaled_as_if_token_by_token() -> None:
     ids = np.concatenate([np.arange(30), 100 + np.repeat(np.arange(6), 5)])
     length, repeated = len(ids), ids >= 100
     classes = text_classes(one_class(length), ids)
-    mixture = Mixture(classes.share, classes.frequencies)
-    assert classes.frequencies.portion == pytest.approx([0.5, 0.5])
+    mixture = Mixture(classes.share, classes.read_again)
+    assert classes.read_again == pytest.approx(0.5)
     aims = np.where(repeated, 0.7, 1.3)
     others, same, own = 0.8, 3.0, (4.0, 5.0)
     dense = dense_law((others, same, own), ids, repeated)
@@ -321,7 +315,7 @@ def test_parts_multiply_by_themselves() -> None:
     ids = np.repeat(np.arange(words), often)
     length = len(ids)
     classes = text_classes(one_class(length), ids)
-    mixture = Mixture(classes.share, classes.frequencies)
+    mixture = Mixture(classes.share, classes.read_again)
     rng = np.random.default_rng(1)
     law = [rng.uniform(0.1, 1.0, 3) for _ in range(2)]
     law[0][1:] /= length / 4
@@ -334,7 +328,7 @@ def test_parts_multiply_by_themselves() -> None:
     for own, others, same in law:
         pairs = [np.full((1, 1), value) for value in (others, same)]
         parts.append(mixture.parts_of([np.full(1, own + same)], pairs, np.diagonal))
-    counts = [float(length), *(length * classes.others)]
+    counts = [float(length), length * classes.others]
     found = []
     for count, (a, left), (b, right) in zip(counts, *parts, strict=True):
         found.append((a * b, a[:, None] * right + left * b + count * left * right))

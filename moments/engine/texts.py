@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,43 +23,23 @@ from .classes import (
     PositionClasses,
     as_many,
     diagonal_of,
-    few_points,
     to_total,
 )
-
-WORDS = 1
-"""Frequencies that stand for those of the words that pairs of tokens are of."""
 
 LEAST = 1e-3
 """Other tokens of a pair's word, where there are fewer: counts that nothing divides by."""
 
 
-class Frequencies(NamedTuple):
-    """Words by how frequent they are: those that are read once, and a Gauss rule for the rest.
+def repeated_words(shares: NDArray[Any], portions: NDArray[Any]) -> tuple[float, float]:
+    """What part of the tokens is of a repeated word, all of these being as frequent, and how
+    frequent: so that a token meets its word as often, and a pair of one word a third of it.
 
-    Attributes:
-        level: (T,) share of the other tokens that are of a token's word, by that of all pairs.
-        portion: (T,) of the tokens.
-        of_pairs: (T,) of the pairs of tokens of one word.
+    Args:
+        shares: of every word, what of the other tokens are of it.
+        portions: and what of all.
     """
-
-    level: Array
-    portion: Array
-    of_pairs: Array
-
-    @classmethod
-    def of(cls, shares: NDArray[Any], portions: NDArray[Any], size: int = WORDS) -> Frequencies:
-        """From those of every word: what of the other tokens are of it, and of all."""
-        several, where = np.unique(shares, return_inverse=True)
-        weights = np.bincount(where, shares * portions)
-        total = weights.sum()
-        if not total > 0.0:
-            return cls(np.zeros(1), np.ones(1), np.zeros(1))
-        repeated_words = several > 0.0
-        nodes, rule = few_points(several[repeated_words], size, weights[repeated_words] / total)
-        portion = total * rule / nodes
-        rest = max(1.0 - portion.sum(), 0.0)
-        return cls(np.append(0.0, nodes / total), np.append(rest, portion), np.append(0.0, rule))
+    total, cubes = float(shares @ portions), float(shares**2 @ portions)
+    return (total**2 / cubes, cubes / total) if cubes > 0.0 else (0.0, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +48,17 @@ class TextClasses(PositionClasses):
 
     Attributes:
         share: (P, P) of pairs of different tokens of two cells that are one word.
-        others: (T - 1,) of a document's tokens, those of a pair's word besides that pair, by its
-            frequency.
+        read_again: of tokens, those whose word is read again.
+        others: of a document's tokens, those of a pair's word besides that pair.
         others_across: the same of pairs of two documents.
         ids: (L,) the text, or (documents, longest); None: Zipf's law.
     """
 
     one: PositionClasses
     share: Array
-    frequencies: Frequencies
-    others: Array
-    others_across: Array
+    read_again: float
+    others: float
+    others_across: float
     ids: NDArray[np.int64] | None = None
 
     @property
@@ -166,7 +146,7 @@ class TextClasses(PositionClasses):
     def most_of_a_cell(self) -> float:
         """What of a cell's tokens can be of one word, by its frequency in the text: as often as it,
         its tokens' share is the most that all pairs of one word have, and at most 1."""
-        return 1.0 / max(float(self.frequencies.level.max()), 1.0)
+        return self.read_again or 1.0
 
     @functools.cached_property
     def crowded(self) -> float:
@@ -208,7 +188,7 @@ class TextClasses(PositionClasses):
         if len(self.ends) == 1:
             return self
         one, (_, share) = self.inside, self.shares[0]
-        counts = self.frequencies, self.others, self.others_across
+        counts = self.read_again, self.others, self.others_across
         return TextClasses(one.length, np.tile(one.nodes, 2), one, share, *counts)
 
     def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
@@ -237,9 +217,8 @@ class TextClasses(PositionClasses):
         the right, w^T R w."""
         (diagonal, off_diagonal), share, count = product, self.share, self.inside.count
         (first, left), (second, right) = (self._beyond(matrix) for matrix in (one, other))
-        often = float(self.frequencies.of_pairs[1:] @ self.others)
         beyond = first[..., :, None] * right + left * second[..., None, :]
-        beyond = beyond + left @ ((often * count)[:, None] * right)
+        beyond = beyond + left @ ((self.others * count)[:, None] * right)
         if one.crowded is not None:
             less = ((one.crowded - 1.0) * one.mean) @ (count[:, None] * share * right)
             diagonal, off_diagonal = diagonal + diagonal_of(less), off_diagonal + less
@@ -316,15 +295,13 @@ def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     _, word = np.unique(words, return_inverse=True)
     elsewhere = count * (np.bincount(word, count)[word] - count)
     often = shares if shares.any() else elsewhere / (count * tokens)
-    frequencies = Frequencies.of(often, count / tokens)
-    level, length = frequencies.level[1:], float(ends @ ends) / tokens
-    total = float(often @ count) / tokens
-    others = np.maximum(level * total * (length - 1.0) - 1.0, LEAST) / (length - 2.0)
-    coincidence = float(shares @ elsewhere) / max(float(elsewhere.sum()), 1.0)
-    relative = level / max(float(level @ frequencies.of_pairs[1:]), LEAST)
-    across = np.maximum(relative * coincidence, LEAST / length)
+    repeated, frequent = repeated_words(often, count / tokens)
+    length = float(ends @ ends) / tokens
+    others = max(frequent * (length - 1.0) - 1.0, LEAST) / max(length - 2.0, LEAST)
+    across = float(shares @ elsewhere) / max(float(elsewhere.sum()), 1.0)
+    across = max(across, LEAST / length)
     nodes = np.tile(one.nodes, 2)
-    return TextClasses(one.length, nodes, one, share, frequencies, others, across, ids)
+    return TextClasses(one.length, nodes, one, share, repeated, others, across, ids)
 
 
 @functools.lru_cache(maxsize=16)
@@ -335,6 +312,5 @@ def zipf_classes(one: PositionClasses, vocab_size: int) -> TextClasses:
     portions = portions / portions.sum()
     collision = float(portions @ portions)
     share = np.full((size, size), collision)
-    frequencies = Frequencies.of(portions, portions)
-    others = frequencies.level[1:] * collision
-    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, frequencies, others, others)
+    repeated, others = repeated_words(portions, portions)
+    return TextClasses(one.length, np.tile(one.nodes, 2), one, share, repeated, others, others)

@@ -365,7 +365,7 @@ class ClassLayer(RowsLayer):
         ):
             queries, keys, values = kernels
             at_one_place = coincidence if result else None
-            words = classes.frequencies, counts, at_one_place
+            words = classes.read_again, counts, at_one_place
             # beyond it no words of that frequency are left: `prediction.stack` refuses many such
             share = np.minimum(share, classes.most_of_a_cell)
             result.append(Words(queries, keys, values, share, *words))

@@ -292,17 +292,18 @@ def _on_classes(
     logits = ClassLogits(tokens, tokens, tokens, tau, key_counts)
     if isinstance(classes, TextClasses):
         (same,) = alike
-        counts = classes.share, classes.frequencies, classes.others
+        counts = classes.share, classes.read_again, classes.others
         logits = logits._replace(words=Words(same, same, same, *counts))
     rows = position_attention.rows_of_classes(logits)
-    by_frequency = position_attention.attention_by_frequency(logits, rows)
-    portion = logits.mixture().frequencies.portion
-    mean, crowded = by_frequency @ portion, None
+    by_word, portions = (
+        position_attention.attention_by_word(logits, rows),
+        logits.mixture().portions,
+    )
+    mean, crowded = by_word @ portions, None
     if isinstance(classes, TextClasses):
-        relative = ratio(by_frequency[..., 1:], mean[..., None])
-        crowded = relative**2 @ classes.frequencies.of_pairs[1:]
+        crowded = ratio(by_word[..., 1], mean) ** 2
     weights = ClassMatrix.of_rows(mean, key_counts, classes, crowded)
-    squares = ClassMatrix.of_rows(by_frequency**2 @ portion, key_counts, classes)
+    squares = ClassMatrix.of_rows(by_word**2 @ portions, key_counts, classes)
     several = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
     return dataclasses.replace(rows, **several), weights, squares
 

@@ -1,10 +1,10 @@
 """Joint laws of two rows: kinds of pairs of keys, a row with itself, the scaling of a law.
 
 By token and on classes of keys alike: counts are one by token. In a text two keys may be of one
-word: each class of frequency of words has a kind of pairs besides that of two words (`Mixture`). A
-law is scaled to given means over either key, by factors of its keys (Sinkhorn), and so are its
-derivatives (`Sums`); a row's law with itself is solved for (`own_response`). See
-docs/theory/attention.md, The closure, and docs/theory/state.md, Classes of positions.
+word, a kind of pairs besides that of two words (`Mixture`). A law is scaled to given means over
+either key, by factors of its keys (Sinkhorn), and so are its derivatives (`Sums`); a row's law with
+itself is solved for (`own_response`). See docs/theory/attention.md, The closure, and
+docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.classes import Matrix, diagonal_of
-from ....engine.texts import Frequencies
 from .row_statistics import AttentionRows
 
 Array = NDArray[np.float64]
@@ -35,13 +34,11 @@ JOINT_SWEEPS = 3
 TANGENT_SWEEPS = 6
 """Sweeps that bring the means of its derivative to 0."""
 
-ONE_KIND = Frequencies(np.ones(1), np.ones(1), np.zeros(1))
-
 
 class Mixture(NamedTuple):
-    """Pairs of keys of one kind, or of several: of two words, and of one as frequent as some are.
+    """Pairs of keys of one kind, or of two: of two words, and of one.
 
-    A matrix over keys with entries by kind multiplies as several without, its parts: its means over
+    A matrix over keys with entries by kind multiplies as two without, its parts: its means over
     cells, by the counts of those, and what pairs of one word have beyond those of two, by the
     counts of that word's other tokens. Since these are few, the diagonal is counted by itself
     there, and stands for all that a token has with itself beyond two words.
@@ -52,30 +49,31 @@ class Mixture(NamedTuple):
 
     Attributes:
         share: (n, k) of pairs that are of one word; None: nothing distinguishes pairs.
-        frequencies: of words.
+        read_again: of tokens, those whose word is read again.
         coincidence: (o,) of pairs at one place of two documents that are of one word; None: of one.
     """
 
     share: Array | None
-    frequencies: Frequencies
+    read_again: float = 0.0
     coincidence: Array | None = None
 
     @property
-    def relations(self) -> int:
-        return len(self.frequencies.level)
+    def portions(self) -> list[float]:
+        """Of tokens, by how often their word is read: once, and again."""
+        return [1.0] if self.share is None else [1.0 - self.read_again, self.read_again]
 
     @property
-    def values(self) -> list[int]:
-        """Of every kind, which of the values of a kernel it has: that of two words, or of one."""
-        return [min(kind, 1) for kind in range(self.relations)]
+    def levels(self) -> list[float]:
+        """Share of the other tokens that are of a token's word, by that of all pairs."""
+        if self.share is None:
+            return [1.0]
+        return [0.0, 1.0 / self.read_again if self.read_again > 0.0 else 0.0]
 
     def weighed(self, relations: Sequence[Array]) -> list[Array]:
         """(..., n, k) what sums over all pairs count of each kind."""
         if self.share is None:
             return list(relations)
-        shares = self.frequencies.of_pairs
-        others = [s * self.share * one for s, one in zip(shares[1:], relations[1:], strict=True)]
-        return [(1.0 - self.share) * relations[0], *others]
+        return [(1.0 - self.share) * relations[0], self.share * relations[1]]
 
     def mean(self, values: Sequence[Array], level: float = 1.0) -> Array:
         """(..., n, k) over all pairs of what two words have and one; or over those of a token whose
@@ -90,102 +88,79 @@ class Mixture(NamedTuple):
         """Over all pairs, and over tokens."""
         if self.share is None:
             return relations[0]
-        first, *rest = self.weighed([one for _, one in relations])
-        pairs = sum(rest, first)
+        first, second = self.weighed([one for _, one in relations])
+        pairs = first + second
         alone: Any = sum(self.of_tokens([excess + diagonal_of(one) for excess, one in relations]))
         return alone - diagonal_of(pairs), pairs
 
     def of_tokens(self, wholes: Sequence[Array]) -> list[Array]:
         """(..., o) what sums over tokens, or over pairs at one place, count of each kind."""
-        return [part * one for part, one in zip(self._portions, wholes, strict=True)]
+        if self.share is None:
+            return list(wholes)
+        return [(1.0 - self._met) * wholes[0], self._met * wholes[1]]
 
     @property
-    def _portions(self) -> Sequence[Any]:
-        portions, of_pairs = self.frequencies.portion, self.frequencies.of_pairs
+    def _met(self) -> Any:
+        """(o,) of tokens, or of pairs at one place, those of one word that is read again."""
         if self.coincidence is None:
-            return list(portions)
-        several = [
-            np.minimum(self.coincidence * share, most)
-            for share, most in zip(of_pairs[1:], portions[1:], strict=True)
-        ]
-        return [1.0 - sum(several), *several]
+            return self.read_again
+        return np.minimum(self.coincidence, self.read_again)
 
     @property
-    def often(self) -> list[Any]:
-        """(o,) how often a token of a repeated word meets its word at its place, by frequency."""
-        pairs = zip(self._portions[1:], self.frequencies.portion[1:], strict=True)
-        return [coincidence / max(portion, 1e-300) for coincidence, portion in pairs]
+    def often(self) -> Any:
+        """(o,) how often a token of a repeated word meets its word at its place."""
+        return self._met / max(self.read_again, 1e-300)
 
     def wholes(self, diagonals: Sequence[Array]) -> list[Array]:
         """Of every kind what a kernel has of a token with itself, or of two at one place that are
         two words, and one."""
-        if self.coincidence is None:
-            return [diagonals[0]] * self.relations
-        first, *several = self._portions
-        once = np.maximum(self.coincidence - sum(several), 0.0) / np.where(first > 0.0, first, 1.0)
-        return [
-            diagonals[0] + once * (diagonals[1] - diagonals[0]),
-            *[diagonals[1]] * (self.relations - 1),
-        ]
-
-    def alike(self, relations: Sequence[Array]) -> list[Array]:
-        """Of two words and of one, however frequent."""
         if self.share is None:
-            return list(relations)
-        shares = zip(self.frequencies.of_pairs[1:], relations[1:], strict=True)
-        return [relations[0], np.asarray(sum(s * one for s, one in shares))]
+            return [diagonals[0]]
+        if self.coincidence is None:
+            return [diagonals[0]] * 2
+        first = 1.0 - self._met
+        once = np.maximum(self.coincidence - self._met, 0.0) / np.where(first > 0.0, first, 1.0)
+        return [diagonals[0] + once * (diagonals[1] - diagonals[0]), diagonals[1]]
 
     # --- parts that multiply by themselves ------------------------------------------------------
 
     def parts_of(
         self, diagonals: Sequence[Array], values: Sequence[Array], diagonal_of: Diagonal
     ) -> list[Matrix]:
-        """A kernel: `owns` as `wholes` takes them, and of two words and of one, however
-        frequent."""
+        """A kernel: `diagonals` as `wholes` takes them, and of two words and of one."""
         whole = diagonals[0]
         if self.share is None:
             return [(whole - diagonal_of(values[0]), values[0])]
         mean, more = self.mean(values), values[1] - values[0]
         if self.coincidence is None:
-            beyond = whole - diagonal_of(values[0]), more
-            return [(whole - diagonal_of(mean), mean), *[beyond] * (self.relations - 1)]
+            return [(whole - diagonal_of(mean), mean), (whole - diagonal_of(values[0]), more)]
         together = diagonals[1] - whole
         whole = whole + self.coincidence * together
-        excess = together - diagonal_of(more)
-        return [
-            (whole - diagonal_of(mean), mean),
-            *((often * excess, more) for often in self.often),
-        ]
+        excess = self.often * (together - diagonal_of(more))
+        return [(whole - diagonal_of(mean), mean), (excess, more)]
 
     def parts(self, relations: ByRelation, diagonal_of: Diagonal = diagonal_of) -> list[Matrix]:
-        """A matrix of any kinds."""
+        """A matrix of both kinds."""
         if self.share is None:
             return relations
-        result, others = [self.mean_of(relations, diagonal_of)], relations[0][1]
-        for excess, pairs in relations[1:]:
-            beyond = pairs - others
-            result.append((excess + diagonal_of(beyond), beyond))
-        return result
+        (_, others), (excess, same) = relations
+        beyond = same - others
+        return [self.mean_of(relations, diagonal_of), (excess + diagonal_of(beyond), beyond)]
 
     def joined(self, parts: Sequence[Matrix], alone: Array, placed: Any = 0.0) -> ByRelation:
         """The matrix of such parts, diagonals being those beyond pairs of one word; of a token
         whose word is read once, `alone`; and of two words at one place, `placed`."""
         if self.share is None:
             return [parts[0]]
-        others = parts[0][1]
-        for share, (_, beyond) in zip(self.frequencies.of_pairs[1:], parts[1:], strict=True):
-            others = others - (share * self.share) * beyond
-        excesses = [excess for excess, _ in parts[1:]]
+        (_, mean), (excess, beyond) = parts
+        others = mean - self.share * beyond
         if self.coincidence is not None:
-            excesses = [
-                placed + excess / np.where(often > 0.0, often, 1.0)
-                for excess, often in zip(excesses, self.often, strict=True)
-            ]
-        several = zip(excesses, parts[1:], strict=True)
-        return [(alone, others), *((excess, others + beyond) for excess, (_, beyond) in several)]
+            often = self.often
+            excess = placed + excess / np.where(often > 0.0, often, 1.0)
+        return [(alone, others), (excess, others + beyond)]
 
 
-ALIKE = Mixture(None, ONE_KIND)
+ALIKE = Mixture(None)
 
 
 def bounded_exp(exponent: ByRelation, diagonal_of: Diagonal, factor: Array | None) -> ByRelation:
@@ -204,20 +179,19 @@ def bounded_exp(exponent: ByRelation, diagonal_of: Diagonal, factor: Array | Non
 class Meeting(NamedTuple):
     """How the words of two keys agree.
 
-    A cell may hold more of one word than words of its frequency make up of the text, and then more
-    of its tokens are as frequent. So the frequencies of two keys agree beyond chance in 1 - `free`
-    of pairs: no more than leaves no word negative, (1 - same) / (1 - portion) of every frequency.
+    A cell may hold more of one word than repeated words make up of the text, and then more of its
+    tokens are of such. So whether two keys' words are repeated agrees beyond chance in 1 - `free`
+    of pairs: no more than leaves no word negative, (1 - same) / (1 - portion) of either.
     Of a key's own cell of n tokens one is that key, and this holds of the n - 1 others.
 
     Attributes:
-        same: (n, k) by frequency, of the keys that a key meets in a cell those of its word.
-        free: (n, k) of pairs of two cells, those whose frequencies do not depend on each other;
-            None: all.
+        same: (n, k) of the keys that one of a repeated word meets in a cell those of its word.
+        free: (n, k) of pairs of two cells, those that do not depend on each other; None: all.
         free_common: (c, o) the same of two keys of one cell.
         of_others: (n, k) one over the part of pairs that are of two words.
     """
 
-    same: list[Array]
+    same: Array
     free: Array | None
     free_common: Array
     of_others: Array
@@ -231,33 +205,30 @@ class Meeting(NamedTuple):
         common: keys of both among those of either.
         counts: (c, o) tokens that either row attends to of these.
         """
-        share, frequencies = mixture.share, mixture.frequencies
-        assert share is not None
-        same = [np.minimum(level * share, 1.0) for level in frequencies.level[1:].tolist()]
-        first, *rest = (1.0 - frequencies.portion).tolist()
-        result = np.full(share.shape, 1.0 / max(first, 1e-300))
-        for one, others in zip(same, rest, strict=True):
-            np.minimum(result, (1.0 - one) / max(others, 1e-300), out=result)
+        assert mixture.share is not None
+        (once, again), (_, level) = mixture.portions, mixture.levels
+        same = np.minimum(level * mixture.share, 1.0)
+        result = np.minimum(1.0 / max(again, 1e-300), (1.0 - same) / max(once, 1e-300))
         of_cell = on_diagonal(result[None, common[0], common[1]])
         others = 1.0 - 1.0 / np.maximum(np.minimum(*counts), 1.0)
         free_common = np.minimum(of_cell * others, 1.0)
         of_cell[...] = 1.0
         free = None if result.min() >= 1.0 else np.minimum(result, 1.0)
-        alike: Any = sum(p * one for p, one in zip(frequencies.portion[1:], same, strict=True))
-        return cls(same, free, free_common, 1.0 / np.maximum(1.0 - alike, LEAST_OTHERS))
+        return cls(same, free, free_common, 1.0 / np.maximum(1.0 - again * same, LEAST_OTHERS))
 
 
 class Maps(NamedTuple):
-    """A law by the frequency of a key's word, as what takes values of keys to sums of them.
+    """A law by whether a key's word is read again (T = 2; 1 without words), as what takes values of
+    keys to sums of them.
 
-    All frequencies stand in one array, and both of its readings are views: with small arrays the
-    calls are what costs.
+    All stand in one array, and both of its readings are views: with small arrays the calls are what
+    costs.
 
     Attributes:
         pairs: (T, c, n, k) of two words, and what one word has beyond by its share of the other
-            tokens; (T + 1, c, n, k) where frequencies agree, with what those of all have beyond.
+            tokens; (T + 1, c, n, k) where words agree beyond chance, with what they have beyond.
         one, two: (T, c, o) of a token with itself beyond both, times its weight in either row; and
-            of two words in one cell where their frequencies agree, times the cell's weight.
+            of two words in one cell where they agree, times the cell's weight.
     """
 
     pairs: Array
@@ -274,7 +245,7 @@ class Sums(NamedTuple):
         first, second: (c, n) and (c, k) weights of classes.
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
-            keys of each frequency.
+            keys whose word is read once and again.
         meeting: of keys of two words and of one; None: of one kind.
     """
 
@@ -323,7 +294,7 @@ class Sums(NamedTuple):
             sweeps: of the scaling.
             begin: the factors of a law next to it.
         """
-        left, right = self._factors_by_frequency(self._maps_by_frequency(law), sweeps, begin)
+        left, right = self._factors_by_word(self._maps_by_word(law), sweeps, begin)
         aims = np.where(left > 0.0, self._aims[0], 1.0)
         return self._times(law, self._products((left / aims)[None], right[None])), left
 
@@ -341,9 +312,9 @@ class Sums(NamedTuple):
             sweeps: of the scaling.
             directions: of a key of both, all that it has with itself, and of two keys.
         """
-        maps = self._maps_by_frequency(law)
+        maps = self._maps_by_word(law)
         aims = self._aims
-        left, right = self._factors_by_frequency(maps, sweeps)
+        left, right = self._factors_by_word(maps, sweeps)
         products = self._products(left[None], right[None])
         if not directions:
             return self._times(law, products), []
@@ -358,7 +329,7 @@ class Sums(NamedTuple):
                 along *= pairs
                 beside *= whole
             moved = [(beside - self.at_common(along), along) for beside, along in direction]
-            along_maps = self._maps_by_frequency(moved)
+            along_maps = self._maps_by_word(moved)
             sums = self._over_second(along_maps, right), self._over_first(along_maps, left)
             rows[k], columns[k] = -over_left * sums[0], -over_right * sums[1]
         u, v = _shifts(
@@ -383,29 +354,27 @@ class Sums(NamedTuple):
             tangents.append(tangent)
         return self._times(law, products), tangents
 
-    # --- by the frequency of a key's word -------------------------------------------------------
+    # --- by whether a key's word is read again ---------------------------------------------------
 
-    def _maps_by_frequency(self, law: ByRelation) -> Maps:
+    def _maps_by_word(self, law: ByRelation) -> Maps:
         if self.meeting is None:
             ((excess, pairs),) = law
             return Maps(pairs[None], (excess * self.one)[None], (excess * self.two)[None])
         same, free, free_common, _ = self.meeting
-        often = [] if self.mixture.coincidence is None else self.mixture.often
-        agreeing, others = free is not None, law[0][1]
-        pairs = np.empty((len(law) + agreeing, *others.shape))
-        excess = np.empty((len(law), *law[0][0].shape))
-        pairs[0], excess[0] = others, law[0][0]
-        for kind, (alone, together) in enumerate(law[1:], start=1):
-            more = np.subtract(together, others, out=pairs[kind + agreeing])
-            whole = alone + self.at_common(more)
-            if often:  # what stands at its place of another document, the more often of its word
-                whole = law[0][0] + often[kind - 1] * (whole - law[0][0])
-            more *= same[kind - 1]
-            np.subtract(whole, self.at_common(more), out=excess[kind])
+        (alone, others), (beside, together) = law
+        pairs = np.empty((2 if free is None else 3, *others.shape))
+        excess = np.empty((2, *alone.shape))
+        pairs[0], excess[0] = others, alone
+        more = np.subtract(together, others, out=pairs[-1])
+        whole = beside + self.at_common(more)
+        if self.mixture.coincidence is not None:  # what stands at its place of another document
+            whole = alone + self.mixture.often * (whole - alone)
+        more *= same
+        np.subtract(whole, self.at_common(more), out=excess[1])
         if free is not None:
             pairs[0] *= free
             np.subtract(others, pairs[0], out=pairs[1])
-            pairs[2:] += pairs[1]
+            more += pairs[1]
         of_cell = self.at_common(pairs[0])
         agreeing_common = of_cell * (1.0 - free_common)
         of_cell -= agreeing_common
@@ -426,14 +395,15 @@ class Sums(NamedTuple):
         return total
 
     def _summed(self, pairs: Array, given: Array) -> Array:
-        """Of values by their tokens: two words meet those of all frequencies, and one its own."""
-        portions = self.mixture.frequencies.portion.tolist()
-        agreeing = len(pairs) > len(portions)
+        """Of values by their tokens: two words meet those of both kinds, and one its own."""
+        if self.meeting is None:
+            return np.asarray((pairs @ given[..., None])[..., 0])
+        agreeing = len(pairs) > 2
         if agreeing:
             given = np.concatenate([given[..., :1, :, :], given], axis=-3)
-        given[..., 0, :, :] *= portions[0]
-        for kind, portion in enumerate(portions[1:], start=1):
-            given[..., 0, :, :] += portion * given[..., kind + agreeing, :, :]
+        once, again = self.mixture.portions
+        given[..., 0, :, :] *= once
+        given[..., 0, :, :] += again * given[..., -1, :, :]
         total = np.asarray((pairs @ given[..., None])[..., 0])
         total[..., 1:, :, :] += total[..., :1, :, :]
         return total[..., agreeing:, :, :]
@@ -442,7 +412,7 @@ class Sums(NamedTuple):
     def _aims(self) -> tuple[Array, Array]:
         return self.aims_first.transpose(2, 0, 1), self.aims_second.transpose(2, 0, 1)
 
-    def _factors_by_frequency(
+    def _factors_by_word(
         self, maps: Maps, sweeps: int, begin: Array | None = None
     ) -> tuple[Array, Array]:
         """(T, c, n) and (T, c, k)."""
@@ -456,7 +426,7 @@ class Sums(NamedTuple):
     def _products(self, left: Array, right: Array) -> list[tuple[Array, Array]]:
         """(c, o) and (c, n, k) of every kind: factors of one token, and their means over pairs,
         summed over those of (r, T, c, n) and (r, T, c, k)."""
-        frequencies = self.mixture.frequencies
+        portions = np.reshape(self.mixture.portions, (-1, 1, 1))
 
         def outer(one: Array, two: Array) -> Array:
             if len(one) == 1:
@@ -464,30 +434,22 @@ class Sums(NamedTuple):
             return np.asarray(one.transpose(1, 2, 0) @ two.transpose(1, 0, 2))
 
         shared = (left[..., self.common_first] * right[..., self.common_second]).sum(0)
-        portion = frequencies.portion[:, None, None]
-        means = (left * portion).sum(1), (right * portion).sum(1)
-        result = [(shared[0], outer(*means))]
+        others = outer((left * portions).sum(1), (right * portions).sum(1))
         if self.meeting is None:
-            return result
+            return [(shared[0], others)]
         same, free, free_common, of_others = self.meeting
-        first, *rest = frequencies.portion.tolist()
-        for kind in range(1, len(shared)):
-            result.append((shared[kind], outer(left[:, kind], right[:, kind])))
-        # of two words: of any frequencies, and of those that agree, less those of one word
-        others = result[0][1]
+        once, again = self.mixture.portions
+        both = outer(left[:, 1], right[:, 1])
+        # of two words: of any, and of those that agree in being read again, less those of one word
         if free is not None:
-            agreed = first * outer(left[:, 0], right[:, 0])
-            for part, (_, both) in zip(rest, result[1:], strict=True):
-                agreed += part * both
+            agreed = once * outer(left[:, 0], right[:, 0]) + again * both
             others += (1.0 - free) * (agreed - others)
         of_cell = self.at_common(others)
-        of_cell += (1.0 - free_common) * (np.tensordot(frequencies.portion, shared, 1) - of_cell)
-        for part, one, (_, both) in zip(rest, same, result[1:], strict=True):
-            others -= (part * one) * both
+        of_cell += (1.0 - free_common) * ((portions * shared).sum(0) - of_cell)
+        others -= (again * same) * both
         others *= of_others
-        if self.mixture.coincidence is not None:
-            return [(self.at_common(pairs).copy(), pairs) for _, pairs in result]
-        return result
+        alone = shared if self.mixture.coincidence is None else map(self.at_common, (others, both))
+        return [(np.array(one), pairs) for one, pairs in zip(alone, (others, both), strict=True)]
 
     def _times(self, law: ByRelation, factors: list[tuple[Array, Array]]) -> ByRelation:
         result = []
@@ -570,9 +532,9 @@ def own_response(
     total = np.einsum("pr,pqr->pq", keys * prior, of_pairs)
     total += prior * (alone - diagonal_of(of_pairs))
     result = []
-    for kind in mixture.values:
-        beside = np.where(seen, prior * (alone - diagonal_of(guesses[kind])) / total, 0.0)
-        result.append((beside, both * (prior[:, None, :] * guesses[kind] / total[:, :, None])))
+    for guess in guesses:
+        beside = np.where(seen, prior * (alone - diagonal_of(guess)) / total, 0.0)
+        result.append((beside, both * (prior[:, None, :] * guess / total[:, :, None])))
     exponent = along / np.maximum(strength, 1e-6)[:, None, None] ** 2
     last, balance = None, None
     for _ in range(ITERATIONS):

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from ....engine.classes import KeyCounts, Matrix, diagonal_of
 from ....engine.state import ratio_or_zero
-from ....engine.texts import Frequencies
 from . import exact_rows
 from .finite_rows import Nodes, Widths, calibrate, nodes_for
 from .joint_laws import (
@@ -295,7 +294,8 @@ class Words(NamedTuple):
     Attributes:
         queries, keys, values: diagonals are of a token with itself, or of two at one place.
         share: (P, P) of pairs that are.
-        others: (T - 1,) of tokens, those of a pair's word besides that pair, by its frequency.
+        read_again: of tokens, those whose word is read again.
+        others: of tokens, those of a pair's word besides that pair.
         coincidence: (P,) of pairs at one place of two documents that are; None: of one document.
     """
 
@@ -303,8 +303,8 @@ class Words(NamedTuple):
     keys: Matrix
     values: Matrix
     share: Array
-    frequencies: Frequencies
-    others: Array
+    read_again: float
+    others: float
     coincidence: Array | None = None
 
     def mixture(
@@ -312,11 +312,7 @@ class Words(NamedTuple):
     ) -> Mixture:
         """Of kinds of pairs of keys; `common`: those of both."""
         coincidence = None if self.coincidence is None else self.coincidence[common]
-        return Mixture(self.share[left, right], self.frequencies, coincidence)
-
-    def counts(self, keys: Array) -> list[Array]:
-        """What sums over keys count of other tokens of a pair's word, of each kind."""
-        return [keys * level for level in self.others]
+        return Mixture(self.share[left, right], self.read_again, coincidence)
 
 
 class Across(NamedTuple):
@@ -424,9 +420,9 @@ class PositionAttention(RowAttention):
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
         key_counts = logits.key_counts
         self._rows = rows = rows_of_classes(logits)
-        several = attention_by_frequency(logits, rows)
-        self.weights = several @ logits.mixture().frequencies.portion
-        self._by_frequency = ratio_or_zero(several, self.weights[:, :, None])
+        several = attention_by_word(logits, rows)
+        self.weights = several @ logits.mixture().portions
+        self._by_word = ratio_or_zero(several, self.weights[:, :, None])
         self.counted = logits.key_counts.keys * self.weights
         self._pairs = row_pairs(key_counts, logits.rotary_means)
         self._rare = np.zeros_like(self.weights)
@@ -466,13 +462,9 @@ class PositionAttention(RowAttention):
         result = copy.copy(self)
         result._kernels, result._dropped, result.others = kernels, 0.0, ()
         if kernels.words is not None and kernels.words.coincidence is not None:
-            mean, *several = self._response
-            counts = kernels.words.counts(self.logits.key_counts.keys)
-            of_words = zip(several, counts, strict=True)
-            result._response = [
-                mean,
-                *(RowMaps.of(m.excess, m.pairs, n) for m, n in of_words),
-            ]
+            mean, same = self._response
+            counts = self.logits.key_counts.keys * kernels.words.others
+            result._response = [mean, RowMaps.of(same.excess, same.pairs, counts)]
         alike = all(
             getattr(kernels, name) is getattr(self._kernels, name)
             for name in ("keys", "values", "words")
@@ -487,9 +479,9 @@ class PositionAttention(RowAttention):
     # --- rows ----------------------------------------------------------------------------------
 
     def _counts(self, keys: Array) -> list[Array]:
-        """What sums over keys count: of all, and of other tokens of a pair's word, of each kind."""
+        """What sums over keys count: of all, and of other tokens of a pair's word."""
         words = self.logits.words
-        return [keys] if words is None else [keys, *words.counts(keys)]
+        return [keys] if words is None else [keys, keys * words.others]
 
     def _self_response(self) -> list[RowMaps]:
         """1 - A of every row, by the parts of `Mixture`; see `joint_laws.own_response`."""
@@ -510,7 +502,7 @@ class PositionAttention(RowAttention):
         several = rows.keys > 1.0  # one key is all of its row, whatever its logit
         temperature = logits.scale * logits.queries[0]
         pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of]
-        every, aims = slice(0, len(diagonal)), self._by_frequency[of, among]
+        every, aims = slice(0, len(diagonal)), self._by_word[of, among]
         of_classes = keys * weights
         sums = Sums.of(
             mixture, (every, every), (of_classes, of_classes), (weights, weights), (aims, aims)
@@ -725,7 +717,7 @@ class PositionAttention(RowAttention):
                 key_counts.split[long, short, right] * weights[short, right],
             ),
             (weights[long, tile.common], weights[short, tile.common]),
-            (self._by_frequency[long, left], self._by_frequency[short, right]),
+            (self._by_word[long, left], self._by_word[short, right]),
         )
 
     @property
@@ -734,7 +726,7 @@ class PositionAttention(RowAttention):
         rows, size = self.weights.shape
         result = [
             (np.zeros((rows, size)), np.zeros((rows, size, size)))
-            for _ in range(self.logits.mixture().relations)
+            for _ in self.logits.mixture().portions
         ]
         for tile, law in zip(self._pairs.tiles, self._laws, strict=True):
             alone = self._pairs.alone[tile.pairs]
@@ -755,8 +747,7 @@ class PositionAttention(RowAttention):
         once[same] = self.counted[long[same], tile.common]
         once *= weights[short, tile.common]
         both = sums.first[:, :, None] * sums.second[:, None, :]
-        spread = sums.mixture.values
-        counted = sums.mixture.weighed([kernels[kind] for kind in spread])
+        counted = sums.mixture.weighed(kernels)
         result = []
         # A token with itself is as its kind of pair and what it has beyond, and no pair of two.
         alone = sums.mixture.of_tokens(sums.mixture.wholes(values))
@@ -908,7 +899,7 @@ class PositionAttention(RowAttention):
         for law in (laws.joint, laws.keyed):
             of_tokens, mean = mixture.mean_of(law, tile.diagonal_of)
             whole = (of_tokens + tile.diagonal_of(mean)) * alike
-            result.append((whole, mixture.alike([pairs for _, pairs in law])))
+            result.append((whole, [pairs for _, pairs in law]))
         (excess, joint), (beside, keyed) = result
         if tile.turned is None:
             return [_in_single(excess, joint, both), _in_single(beside, keyed, both)]
@@ -917,8 +908,8 @@ class PositionAttention(RowAttention):
         turned, still = ([pairs * means for _, pairs in laws.keyed] for means in (rho, tile.still))
         return [
             _in_single(excess, joint, both),
-            _in_single(beside * of_rows[:, None], mixture.alike(turned), both),
-            _in_single(beside, mixture.alike(still), both),
+            _in_single(beside * of_rows[:, None], turned, both),
+            _in_single(beside, still, both),
         ]
 
     def backward(self, diagonal: Array, pairs: Any) -> Paths[Matrix]:
@@ -1010,9 +1001,9 @@ def _crowd(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> tupl
     return np.einsum("pr,pqr->pq", logits.key_counts.keys * prior, of_pairs), prior * of_own
 
 
-def attention_by_frequency(logits: ClassLogits, rows: AttentionRows) -> Array:
-    """(P, P, T) mean attention [row, key] to one token of a class, of words that are as frequent as
-    some are; see `row_statistics`."""
+def attention_by_word(logits: ClassLogits, rows: AttentionRows) -> Array:
+    """(P, P, T) mean attention [row, key] to one token of a class, of words that are read once and
+    again (T = 1 without words); see `row_statistics`."""
     keys, diagonal, scale, prior = (
         logits.key_counts.keys,
         logits.keys[0],
@@ -1021,14 +1012,14 @@ def attention_by_frequency(logits: ClassLogits, rows: AttentionRows) -> Array:
     )
     seen, held = keys * prior, logits.key_counts.visible
     relative, every = diagonal - (seen @ diagonal)[:, None], np.arange(len(keys))
-    frequencies, several = logits.mixture().frequencies, []
-    for level in frequencies.level.tolist():
+    mixture, several = logits.mixture(), []
+    for level in mixture.levels:
         crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
         logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
         several.append(np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf))
     logs = np.stack(several, -1)
     weight = np.exp(logs - logs.max((1, 2), keepdims=True))
-    total = (keys * (weight @ frequencies.portion)).sum(1)
+    total = (keys * (weight @ mixture.portions)).sum(1)
     return np.asarray(weight / total[:, None, None])
 
 
