@@ -39,6 +39,16 @@ TOLERANCE = 0.02
 """Relative error of the theory itself, one standard deviation."""
 
 
+TRUNCATION = 2.0
+"""Deviations of the parent normal at which "truncated" cuts."""
+
+
+def truncated_variance(cut: float) -> float:
+    """Variance of a standard normal cut at +-cut: 1 - 2 cut phi(cut) / (2 Phi(cut) - 1)."""
+    density = math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi)
+    return 1 - 2 * cut * density / math.erf(cut / math.sqrt(2))
+
+
 @dataclass(frozen=True, eq=False)
 class Expected:
     """A lognormal range by point, (N + 1,): its predicted mean, and the standard deviation of its

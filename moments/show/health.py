@@ -32,9 +32,11 @@ from .expected import TOLERANCE, point_log_variance
 from .findings import Finding, Report, Row, streamed
 from .precision import FORMATS, precision
 from .recognition import Weight, WeightRule, in_words, recognise, weights_of
-from .verdict import choices, times
+from .verdict import NAMES, choices, times
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ..prediction.result import Prediction
     from .comparison import Comparison
 
@@ -139,6 +141,18 @@ def _outputs(prediction: Prediction, measured: Any) -> Iterator[Row]:
         logits = None if measured is None else measured.logit_variance
         seen = math.nan if logits is None else float(logits)
         yield streamed("mean squared logit", seen, float(prediction.logit_variance))
+
+
+def first_off(points: pd.DataFrame, given: str) -> tuple[int, float, float, str]:
+    """Of `Comparison.outliers` the first, forward where any is: the layer that it leaves, measured
+    and predicted, and how far it is from what is `given`, in words."""
+    first = points[points["quantity"] == "variance"]
+    row: Any = (first.iloc[0] if len(first) else points.iloc[-1]).to_dict()
+    layer, measured, predicted = int(row["layer"]), float(row["measured"]), float(row["predicted"])
+    where = f"leaving layer {layer}" if layer else "entering layer 1"
+    words = f"the {NAMES[row['quantity']]} {where} is {measured / predicted:.3g} times what the "
+    words += f"{given} ({row['deviations']:+.1f} standard deviations)"
+    return layer, measured, predicted, words
 
 
 # --- rules ----------------------------------------------------------------------------------------

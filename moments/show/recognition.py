@@ -1,24 +1,25 @@
-"""Which initialisation a network's weights seem to be of: every published one, and frameworks' own.
+"""Which initialisation weights are of: published rules, frameworks' own and slips, in one table.
 
 A rule gives every matrix a variance, and explains those whose mean square lies within its sampling
-error of that; the weights seem to be of the rule that explains most. A variance that a rule leaves
-free is taken from the matrix that suits it best, then anew from all that it explains.
+error of that; a network's weights seem to be of the rule that explains most. A variance that a rule
+leaves free is taken from the matrix that suits it best, then anew from all that it explains. The
+same rows are the likely causes of single roles that are not as planned.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import DomainError, without_warnings
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Biases
 from ..scheme.registry import scheme, schemes
-from ..scheme.shared import blocks
-from .expected import tail_probability
+from ..scheme.shared import blocks, xavier
+from .expected import TRUNCATION, tail_probability, truncated_variance
 
 FIT = 1e-4
 """Probability of a mean square this far from its variance, below which it is not explained."""
@@ -114,14 +115,14 @@ def recognise(
     explain more."""
     best: WeightRule | None = None
     for reading in _readings(weights, model, promised, by):
-        read = _held(reading, weights)
+        read = _compared(reading, weights)
         best = read if best is None or len(read.explained) > len(best.explained) else best
         if not best.left:
             return best
     assert best is not None
     if best.share < 0.5:
         for reading in _published(without_biases(model), SLOW):
-            read = _held(reading, weights)
+            read = _compared(reading, weights)
             best = read if len(read.explained) > len(best.explained) else best
     return best
 
@@ -133,28 +134,52 @@ def _readings(
     if promised is not None:
         words = f"the initialisation that its {by} promises ({in_words(promised)})"
         yield WeightRule(words, promised)
-    rules: tuple[_Rule, ...] = _RULES if base.layers > 1 else _RULES[:1]
-    rules += (_OF_LAYERS,) if base.layers > 1 and base.encoder is not None else ()
-    bases = {rule.words: _base(weights, rule, base) for rule in (*rules, *_SLIPS)}
-    for rule in rules:
-        if (variance := bases[rule.words]) > 0:
-            drawn = rule.drawn(base, variance)
-            yield WeightRule(rule.title(base, variance), drawn, by_depth=bool(rule.divided))
-    for title, fans in FANS:
-        # Left as torch draws it, a Linear keeps torch's bias too.
-        start = model if title.startswith("torch") else base
-        yield WeightRule(title, _by_fans(weights, start, fans))
+    yield from _ruled(weights, model, base, slips=False)
     yield from _published(base, [s.name for s in schemes() if s.name not in SLOW])
-    if base.layers > 1:
-        for rule in _SLIPS:
-            if (variance := bases[rule.words]) > 0:
-                meant = _SCALED.drawn(base, variance)
-                yield WeightRule(rule.title(base, variance), rule.drawn(base, variance), meant)
-    yield from _fused(weights, base)
-    transposed = _by_fans(weights, base, lambda i, o: 1 / o)
-    meant = _by_fans(weights, base, lambda i, o: 1 / i)
-    words = "LeCun's 1/fan_in with fan_in and fan_out transposed: 1/fan_out"
-    yield WeightRule(words, transposed, meant)
+    yield from _ruled(weights, model, base, slips=True)
+
+
+def _ruled(
+    weights: Sequence[Weight], model: Transformer, base: Transformer, *, slips: bool
+) -> Iterator[WeightRule]:
+    """Networks that follow the table's rows."""
+    fans = {w.name: (w.fan_in, w.fan_out) for w in weights}
+    for rule in RULES:
+        alone = base.layers == 1 and rule.use == "network" and rule is not RULES[0]
+        if rule.use not in ("network", "both") or slips != bool(rule.meant) or alone:
+            continue
+        # Left as torch draws it, a Linear keeps torch's bias too.
+        start, free, by_depth = model if rule.words.startswith("torch's") else base, 1.0, False
+        if rule.use == "network":
+            places = (Place(w.layer, w.name, w.fan_in, w.fan_out, base) for w in weights)
+            shares = [rule.variance(place) for place in places]
+            free = _base(weights, [share for share in shares if share])
+            by_depth = len(set(shares)) > 1
+            if free <= 0:
+                continue
+        title = rule.words.format(std=f"{math.sqrt(free):.3g}", blocks=blocks(base))
+        meant = None if rule.meant is None else _drawn(rule.meant, start, fans, free)
+        yield WeightRule(title, _drawn(rule, start, fans, free), meant, by_depth=by_depth)
+
+
+def _drawn(
+    rule: Rule, base: Transformer, fans: Mapping[str, tuple[int, int]], free: float
+) -> Transformer:
+    """A network by a rule: what it says nothing of as the rule that it stands for."""
+    drawn = base if rule.meant is None else _drawn(rule.meant, base, fans, free)
+    weights = drawn.weights
+    assert weights is not None
+    known = [n for n in MATRICES if n in fans or rule.use == "network"]
+    values = {}
+    for name in (n for n in known if getattr(weights, n) is not None):
+        places = (
+            Place(layer, name, *fans.get(name, (1, 1)), base, free)
+            for layer in range(1, base.layers + 1)
+        )
+        row = [rule.variance(place) for place in places]
+        if None not in row:
+            values[name] = row
+    return drawn.replace(weights=weights.replace(**values))
 
 
 def without_biases(model: Transformer) -> Transformer:
@@ -165,7 +190,7 @@ def without_biases(model: Transformer) -> Transformer:
     return model.replace(biases=biases)
 
 
-def _held(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
+def _compared(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
     explained: set[Owner] = set()
     left: set[Owner] = set()
     for weight in weights:
@@ -174,145 +199,31 @@ def _held(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
     return dataclasses.replace(reading, explained=frozenset(explained), left=frozenset(left))
 
 
-# --- one variance, divided ------------------------------------------------------------------------
-
-INWARD = ("query", "key", "value")
-OUTWARD = ("output", "ffn_out")
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """One free variance, that of the `divided` matrices over `divisor`(blocks, layer, d_model);
-    `words` may hold {std} and {blocks}."""
-
-    words: str
-    divided: tuple[str, ...]
-    divisor: Callable[[int, int, int], float]
-
-    def by(self, model: Transformer, layer: int, name: str) -> float:
-        """What a matrix's variance is divided by."""
-        plain = name.removeprefix("cross_")
-        return self.divisor(blocks(model), layer, model.d_model) if plain in self.divided else 1.0
-
-    def title(self, model: Transformer, variance: float) -> str:
-        return self.words.format(std=f"{math.sqrt(variance):.3g}", blocks=blocks(model))
-
-    def drawn(self, base: Transformer, variance: float) -> Transformer:
-        assert base.weights is not None
-        layers = range(1, base.layers + 1)
-        names = [n for n in MATRICES if getattr(base.weights, n) is not None]
-        values = {n: [variance / self.by(base, layer, n) for layer in layers] for n in names}
-        return base.replace(weights=base.weights.replace(**values))
-
-
-_SCALED = _Rule(
-    "GPT-2's scaled init: std {std}, output and ffn_out over sqrt({blocks}) (residual blocks)",
-    OUTWARD,
-    lambda blocks, layer, width: float(blocks),
-)
-_RULES = (
-    _Rule("one normal distribution for all matrices, std {std}", (), lambda b, n, w: 1.0),
-    _SCALED,
-    _Rule(
-        "depth-scaled init by layer: std {std}, output and ffn_out of layer l over sqrt(2 l)",
-        OUTWARD,
-        lambda b, n, w: 2.0 * n,
-    ),
-    _Rule(
-        "scaled init by layers: std {std}, output and ffn_out over sqrt(N), N = {blocks}/2",
-        OUTWARD,
-        lambda b, n, w: b / 2,
-    ),
-    _Rule(
-        "torchtitan's depth init: std {std}, output, ffn_out and ffn_in of layer l over sqrt(2 l)",
-        (*OUTWARD, "ffn_in"),
-        lambda b, n, w: 2.0 * n,
-    ),
-    _Rule(
-        "torchtitan's init: std {std}, output, ffn_out and ffn_in over sqrt({blocks})",
-        (*OUTWARD, "ffn_in"),
-        lambda b, n, w: float(b),
-    ),
-    _Rule(
-        "GPT-NeoX's: small init, std {std}, and Wang's 2/(N sqrt(d_model)) on output and ffn_out",
-        OUTWARD,
-        lambda b, n, w: (2 / (5 * w)) / (2 / (b / 2 * math.sqrt(w))) ** 2,
-    ),
-)
-_OF_LAYERS = _Rule(
-    "scaled init by layers: std {std}, output and ffn_out over sqrt(2 N), N layers of three blocks",
-    OUTWARD,
-    lambda b, n, w: 2 * b / 3,
-)
-_INSTEAD = (
-    "the depth scale 1/sqrt({{blocks}}) of GPT-2's init (std {{std}}) sits on {wrong} instead of "
-    "{right}"
-)
-
-
-def _slip(wrong: tuple[str, ...], right: tuple[str, ...], *, rest: tuple[str, ...] = ()) -> _Rule:
-    words = _INSTEAD.format(wrong=joined(wrong), right=joined(right))
-    return _Rule(words, (*wrong, *rest), _SCALED.divisor)
-
-
-def joined(names: Sequence[str]) -> str:
-    """Words as a list in a sentence."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-_SLIPS = (
-    _slip(INWARD, ("output",), rest=("ffn_out",)),
-    _slip(("ffn_in",), ("ffn_out",), rest=("output",)),
-    _slip((*INWARD, "ffn_in"), OUTWARD),
-    _slip((*INWARD, "output"), OUTWARD),
-    _slip(("value",), ("output",), rest=("ffn_out",)),
-    _slip(("ffn_in", "ffn_out"), OUTWARD),
-    _Rule(
-        "GPT-2's scaled init (std {std}), but on output alone: ffn_out lacks it",
-        ("output",),
-        _SCALED.divisor,
-    ),
-    _Rule(
-        "GPT-2's scaled init (std {std}), but on ffn_out alone: output lacks it",
-        ("ffn_out",),
-        _SCALED.divisor,
-    ),
-    _Rule(
-        "GPT-2's scaled init (std {std}), but over N instead of sqrt(2 N), 2 N = {blocks}",
-        OUTWARD,
-        lambda b, n, w: b * b / 4,
-    ),
-    _Rule(
-        "GPT-2's scaled init (std {std}), applied twice: output and ffn_out over {blocks}",
-        OUTWARD,
-        lambda b, n, w: float(b * b),
-    ),
-)
-
-
-def _base(weights: Sequence[Weight], rule: _Rule, model: Transformer) -> float:
-    """The free variance under which a rule explains most matrices; 0 where it explains none."""
-    groups: dict[str, list[Weight]] = {}
-    for weight in weights:
-        groups.setdefault(weight.name, []).append(weight)
-    best: list[Weight] = []
+def _base(weights: Sequence[Weight], shares: Sequence[float]) -> float:
+    """The free variance under which a rule, which gives every matrix a share of it, explains most
+    of them; 0 where it explains none."""
+    groups: dict[str, list[tuple[Weight, float]]] = {}
+    pairs = list(zip(weights, shares, strict=False)) if len(shares) == len(weights) else []
+    for weight, share in pairs:
+        groups.setdefault(weight.name, []).append((weight, share))
+    best: list[tuple[Weight, float]] = []
     for group in groups.values():
-        middle = sorted(group, key=lambda w: w.variance * rule.by(model, w.layer, w.name))
+        middle = sorted(group, key=lambda pair: pair[0].variance / pair[1])
         # The layer in the middle as well as all of them, since one that is off moves their mean.
         for pool in (group, middle[len(middle) // 2 :][:1]):
-            start = _pooled(pool, rule, model)
+            start = _pooled(pool)
             if start > 0:
-                read = [w for w in weights if w.is_of(start / rule.by(model, w.layer, w.name))]
+                read = [(w, share) for w, share in pairs if w.is_of(start * share)]
                 best = read if len(read) > len(best) else best
-    return _pooled(best, rule, model) if best else 0.0
+    return _pooled(best) if best else 0.0
 
 
-def _pooled(group: Sequence[Weight], rule: _Rule, model: Transformer) -> float:
-    """The variance before division; that of a round deviation where it is one within its error."""
-    count = sum(w.count for w in group)
-    total = sum(w.count * w.variance * rule.by(model, w.layer, w.name) for w in group)
-    variance = total / count
-    spread = math.sqrt(sum((w.count * w.spread) ** 2 for w in group)) / count
+def _pooled(group: Sequence[tuple[Weight, float]]) -> float:
+    """The variance of which these have shares; that of a round deviation where it is one within its
+    error."""
+    count = sum(w.count for w, _ in group)
+    variance = sum(w.count * w.variance / share for w, share in group) / count
+    spread = math.sqrt(sum((w.count * w.spread) ** 2 for w, _ in group)) / count
     if variance <= 0:
         return 0.0
     for digits in (1, 2):
@@ -322,7 +233,289 @@ def _pooled(group: Sequence[Weight], rule: _Rule, model: Transformer) -> float:
     return variance
 
 
-# --- published, and by fans -----------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
+
+INWARD = ("query", "key", "value")
+OUTWARD = ("output", "ffn_out")
+BY_LAYER = "a scale 1/sqrt(2 l) that counts the layer l"
+BY_DEPTH = "1/sqrt(2 N) of all N layers"
+CUT = truncated_variance(TRUNCATION)
+
+
+class Place(NamedTuple):
+    """One matrix or table of one layer, as rules see it.
+
+    Attributes:
+        layer, name, fan_in, fan_out: which, and its features; 0 of what is no matrix.
+        plan: its stack as it is meant to be, or its architecture alone.
+        expected: the variance that it is meant to have, or a network's free one.
+        drawn: the stack as its framework draws it.
+        uniform: whether its entries look uniform.
+    """
+
+    layer: int
+    name: str
+    fan_in: int
+    fan_out: int
+    plan: Transformer
+    expected: float = 1.0
+    drawn: Transformer | None = None
+    uniform: bool = False
+
+    def of(self, model: Transformer | None, name: str = "", shift: int = 0) -> float | None:
+        """What a model gives a matrix of this layer, or of one `shift` layers on."""
+        layer, there = self.layer + shift, self.name in MATRICES
+        if model is None or not there or not 1 <= layer <= model.layers:
+            return None
+        return float(getattr(model.layer_weights(layer), name or self.name))
+
+    def xavier(self, per_head: bool) -> float | None:
+        """Glorot's rule for queries, keys and values."""
+        wanted = self.name in INWARD
+        return float(getattr(xavier(self.plan, per_head), self.name)) if wanted else None
+
+    @property
+    def fused(self) -> int:
+        """Features that queries, keys and values make together."""
+        shapes = self.plan.shapes_of(self.layer)
+        return sum(shapes[name][1] for name in INWARD)
+
+
+Variance = Callable[[Place], float | None]
+
+
+class Rule(NamedTuple):
+    """One row: what it is in words, with {std}, {blocks} of residual blocks and {n} layers, and the
+    variance that it gives; None where it says nothing.
+
+    Attributes:
+        use: of which weights it is asked: a "network"'s, up to a free variance; a single "role"'s
+            beside its plan; "both", by fans; or the "logits", as a factor of q k.
+        meant: of a slip, what it stands for.
+        everywhere: of a role's slip, whether it is one of all layers, not of those off alone.
+    """
+
+    words: str
+    variance: Variance
+    use: str = "role"
+    meant: Rule | None = None
+    everywhere: bool = False
+
+
+def _times(factor: Callable[[Place], float]) -> Variance:
+    return lambda p: factor(p) * p.expected
+
+
+def _by_fans(rule: Callable[[int, int], float], *names: str) -> Variance:
+    """Of every matrix, or of some."""
+    return lambda p: (
+        rule(p.fan_in, p.fan_out) if p.fan_in and p.name in (names or MATRICES) else None
+    )
+
+
+def _over_layers(power: int) -> Variance:
+    """Times (N / l)^power."""
+    return lambda p: p.expected * (p.plan.layers / p.layer) ** power if p.layer > 0 else None
+
+
+def _blocks(p: Place) -> float:
+    return float(blocks(p.plan))
+
+
+def joined(names: Sequence[str]) -> str:
+    """Words as a list in a sentence."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _free(
+    words: str,
+    names: Sequence[str],
+    divisor: Callable[[Place], float] = _blocks,
+    meant: Rule | None = None,
+) -> Rule:
+    """A network's: one variance, that of some matrices divided."""
+
+    def variance(p: Place) -> float:
+        return p.expected / (divisor(p) if p.name.removeprefix("cross_") in names else 1.0)
+
+    return Rule(words, variance, "network", meant)
+
+
+def _neox(p: Place) -> float:
+    """Small init over Wang's 2/(N sqrt(d_model)), squared."""
+    return (2 / (5 * p.plan.d_model)) / (2 / (_blocks(p) / 2 * math.sqrt(p.plan.d_model))) ** 2
+
+
+_GPT = "GPT-2's scaled init"
+_SCALED = _free(
+    f"{_GPT}: std {{std}}, output and ffn_out over sqrt({{blocks}}) (residual blocks)", OUTWARD
+)
+_LECUN = Rule("LeCun's 1/fan_in", _by_fans(lambda i, o: 1 / i), "both")
+_XAVIER = Rule("Xavier's 2/(fan_in + fan_out)", _by_fans(lambda i, o: 2 / (i + o)))
+_OF_THREE = _free(
+    "scaled init by layers: std {std}, output and ffn_out over sqrt(2 N), N layers of three blocks",
+    OUTWARD,
+    lambda p: 2 * _blocks(p) / 3,
+)
+
+
+def _slip(words: str, *names: str, divisor: Callable[[Place], float] = _blocks) -> Rule:
+    """Of GPT-2's scaled init."""
+    return _free(f"{_GPT} (std {{std}}), {words}", names, divisor, _SCALED)
+
+
+def _instead(wrong: tuple[str, ...], right: tuple[str, ...], *rest: str) -> Rule:
+    words = "the depth scale 1/sqrt({blocks}) of GPT-2's init (std {std}) sits on "
+    words += f"{joined(wrong)} instead of {joined(right)}"
+    return _free(words, (*wrong, *rest), meant=_SCALED)
+
+
+def _swapped(power: int) -> Rule:
+    return Rule(
+        "fan_in and fan_out are swapped",
+        lambda p: p.expected * (p.fan_in / p.fan_out) ** power if p.fan_in else None,
+    )
+
+
+RULES = (
+    _free("one normal distribution for all matrices, std {std}", ()),
+    _SCALED,
+    _free(
+        "depth-scaled init by layer: std {std}, output and ffn_out of layer l over sqrt(2 l)",
+        OUTWARD,
+        lambda p: 2.0 * p.layer,
+    ),
+    _free(
+        "scaled init by layers: std {std}, output and ffn_out over sqrt(N), N = {blocks}/2",
+        OUTWARD,
+        lambda p: _blocks(p) / 2,
+    ),
+    _free(
+        "torchtitan's depth init: std {std}, output, ffn_out and ffn_in of layer l over sqrt(2 l)",
+        (*OUTWARD, "ffn_in"),
+        lambda p: 2.0 * p.layer,
+    ),
+    _free(
+        "torchtitan's init: std {std}, output, ffn_out and ffn_in over sqrt({blocks})",
+        (*OUTWARD, "ffn_in"),
+    ),
+    _free(
+        "GPT-NeoX's: small init, std {std}, and Wang's 2/(N sqrt(d_model)) on output and ffn_out",
+        OUTWARD,
+        _neox,
+    ),
+    _OF_THREE._replace(variance=lambda p: _OF_THREE.variance(p) if p.plan.encoder else None),
+    Rule(f"{BY_LAYER} was applied for {BY_DEPTH} (N = {{n}})", _over_layers(1), everywhere=True),
+    Rule(f"{BY_DEPTH} was applied for {BY_LAYER} (N = {{n}})", _over_layers(-1), everywhere=True),
+    Rule(
+        "it is Xavier's for each head of query, key and value as a matrix of its own, 2/(d_model + "
+        "d_head) (the scheme's option per_head=true)",
+        lambda p: p.xavier(True),
+    ),
+    Rule(
+        "it is Xavier's for query, key and value as whole matrices, 2/(fan_in + fan_out), as "
+        "xavier_uniform_ does (the scheme's option per_head=false)",
+        lambda p: p.xavier(False),
+    ),
+    Rule("it is the framework's own initialisation, unscaled", lambda p: p.of(p.drawn)),
+    Rule(
+        "it is that of layer l + 1: layers are counted from another number",
+        lambda p: p.of(p.plan, shift=1),
+    ),
+    Rule(
+        "it is that of layer l - 1: layers are counted from another number",
+        lambda p: p.of(p.plan, shift=-1),
+    ),
+    Rule("a normal cut at two deviations without correcting its variance", _times(lambda p: CUT)),
+    Rule("a correction for truncation where nothing was cut", _times(lambda p: 1 / CUT)),
+    Rule("a correction for truncation that went the wrong way", _times(lambda p: CUT**2)),
+    Rule(
+        "the standard deviation was passed as the bound of a uniform draw, whose variance is a "
+        "third of its bound's square",
+        lambda p: p.expected / 3 if p.uniform else None,
+    ),
+    Rule("the variance was passed as a standard deviation", lambda p: p.expected**2),
+    Rule("the standard deviation was used as a variance", lambda p: p.expected**0.5),
+    Rule("1/N written for 1/(2N), or a factor 2 twice (N = {n})", _times(lambda p: 2.0)),
+    Rule("1/(2N) written for 1/N, or a factor 2 missing (N = {n})", _times(lambda p: 0.5)),
+    Rule("a factor 1/N is missing (N = {n})", _times(lambda p: p.plan.layers)),
+    Rule("a factor 1/N too much (N = {n})", _times(lambda p: 1 / p.plan.layers)),
+    Rule("a factor 1/(2N) is missing (N = {n})", _times(lambda p: 2.0 * p.plan.layers)),
+    Rule("a factor 1/(2N) too much (N = {n})", _times(lambda p: 0.5 / p.plan.layers)),
+    Rule(
+        "a scale 1/sqrt(N) was applied to the variance, not to the deviation (N = {n})",
+        _times(lambda p: p.plan.layers**0.5),
+    ),
+    Rule("the dropout correction is missing", _times(lambda p: 1 / (1 - p.plan.dropout))),
+    Rule("the dropout correction was applied twice", _times(lambda p: 1 - p.plan.dropout)),
+    Rule("a factor 4", _times(lambda p: 4.0)),
+    Rule("a factor 1/4", _times(lambda p: 0.25)),
+    Rule(f"it is {_XAVIER.words}", lambda p: None if p.name in INWARD else _XAVIER.variance(p)),
+    Rule(
+        "torch's default for nn.Linear, variance 1/(3 fan_in)",
+        _by_fans(lambda i, o: 1 / (3 * i)),
+        "both",
+    ),
+    _LECUN,
+    Rule("Kaiming's 2/fan_in", _by_fans(lambda i, o: 2 / i), "both"),
+    _instead(INWARD, ("output",), "ffn_out"),
+    _instead(("ffn_in",), ("ffn_out",), "output"),
+    _instead((*INWARD, "ffn_in"), OUTWARD),
+    _instead((*INWARD, "output"), OUTWARD),
+    _instead(("value",), ("output",), "ffn_out"),
+    _instead(("ffn_in", "ffn_out"), OUTWARD),
+    _slip("but on output alone: ffn_out lacks it", "output"),
+    _slip("but on ffn_out alone: output lacks it", "ffn_out"),
+    _slip(
+        "but over N instead of sqrt(2 N), 2 N = {blocks}",
+        *OUTWARD,
+        divisor=lambda p: _blocks(p) ** 2 / 4,
+    ),
+    _slip(
+        "applied twice: output and ffn_out over {blocks}",
+        *OUTWARD,
+        divisor=lambda p: _blocks(p) ** 2,
+    ),
+    Rule(
+        "Xavier's, but with the fans of query, key and value as one fused matrix",
+        lambda p: 2 / (p.fan_in + p.fused) if p.name in INWARD else None,
+        "both",
+        _XAVIER,
+    ),
+    Rule(
+        "LeCun's 1/fan_in with fan_in and fan_out transposed: 1/fan_out",
+        _by_fans(lambda i, o: 1 / o),
+        "both",
+        _LECUN,
+    ),
+    Rule("it is 0.02^2, as most language models draw", lambda p: 0.02**2),
+    _swapped(1),
+    _swapped(-1),
+    Rule("the division by sqrt(d_head) is missing", lambda p: float(p.plan.d_head or 1), "logits"),
+    Rule(
+        "q k is divided by d_head (as muP does){same} not by its root",
+        lambda p: 1 / float(p.plan.d_head or 1),
+        "logits",
+    ),
+    Rule(
+        "q k is divided by sqrt(d_model), not by sqrt(d_head)",
+        lambda p: float(p.plan.d_head or 1) / p.plan.d_model,
+        "logits",
+    ),
+)
+"""Every rule and slip; of several that fit alike the first, specific slips before others."""
+
+
+def causes(of: str) -> Iterator[Rule]:
+    """Rows that a "role", or the "logits", may suffer from, as sentences."""
+    for rule in RULES:
+        if rule.use == "both" and of == "role":
+            yield rule._replace(words=f"it is {rule.words}")
+        elif rule.use == of:
+            yield rule
+
+
+# --- published ------------------------------------------------------------------------------------
 
 
 def _published(base: Transformer, names: Sequence[str]) -> Iterator[WeightRule]:
@@ -354,32 +547,6 @@ def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
     if options.get("variant") == "authors":
         found += [{**one, "variant": "sun"} for one in list(found)]
     return found
-
-
-Fans = Callable[[int, int], float]
-FANS: tuple[tuple[str, Fans], ...] = (
-    ("torch's default for nn.Linear, variance 1/(3 fan_in)", lambda i, o: 1 / (3 * i)),
-    ("LeCun's 1/fan_in", lambda i, o: 1 / i),
-    ("Kaiming's 2/fan_in", lambda i, o: 2 / i),
-)
-
-
-def _by_fans(weights: Sequence[Weight], base: Transformer, rule: Fans) -> Transformer:
-    assert base.weights is not None
-    by_name = {w.name: rule(w.fan_in, w.fan_out) for w in weights}
-    return base.replace(weights=base.weights.replace(**by_name))
-
-
-def _fused(weights: Sequence[Weight], base: Transformer) -> Iterator[WeightRule]:
-    """Xavier's rule with the fans of one matrix that holds query, key and value."""
-    assert base.weights is not None
-    meant = _by_fans(weights, base, lambda i, o: 2 / (i + o))
-    fans = {w.name: (w.fan_in, w.fan_out) for w in weights if w.name in INWARD}
-    fan_in, fan_out = next(iter(fans.values()), (1, 0))[0], sum(out for _, out in fans.values())
-    assert meant.weights is not None
-    wrong = meant.weights.replace(**dict.fromkeys(fans, 2 / (fan_in + fan_out)))
-    words = "xavier, but with the fans of query, key and value as one fused matrix"
-    yield WeightRule(words, meant.replace(weights=wrong), meant)
 
 
 def in_words(model: Transformer) -> str:

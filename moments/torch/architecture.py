@@ -13,9 +13,10 @@ from ..model.huggingface import READERS
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..model.weights import Biases, Weights
+from ..show.findings import Row
 from .anatomy import anatomy_of, as_drawn
 from .dataflow.reading import ModuleReading
-from .departures import Departure, check_sizes, departures, refuse, shared_by
+from .departures import check_sizes, departures, refuse, shared_by
 from .expectation import model_of
 from .running import own_module
 
@@ -27,7 +28,7 @@ class Fitted(NamedTuple):
     reading: ModuleReading
     model: Transformer
     described: Transformer | None
-    departures: tuple[Departure, ...]
+    departures: tuple[Row, ...]
 
 
 def fitted(

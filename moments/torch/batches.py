@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +22,31 @@ from ..prediction.draws import STREAM
 from ..prediction.measurement import Measurement, last_grad_kernel
 from ..prediction.resolution import positional
 from .anatomy import measured_parts
+from .measure import Loss, needs_labels
+from .roles import ModuleRoles, tensors_of
 from .running import (
     batch_first,
     device_of,
     first_tensor,
     hooked,
     in_mode,
+    made_at_hand,
     module_logits,
     module_loss,
     on_device,
     run,
     watch_tensor,
 )
+from .text import mask_tokens
+
+OWN, SEQUENCES, MOST_TOKENS = 1, 2, 32
+"""Sequences that are read of random input and of a user's batch, and their tokens."""
+
+FEW = 16
+"""Tokens of the runs that look at sums, masks and dropout."""
+
+TARGETS = ("targets", "target", "labels", "label", "y")
+"""What people call the tokens to predict."""
 
 
 def shifted_right(labels: np.ndarray, start: int = 0) -> np.ndarray:
@@ -229,3 +244,173 @@ def shortened(batch: Any, sequences: int, tokens: int) -> Any:
 def is_ids(value: Any) -> bool:
     """Whether it is (B, L) token ids."""
     return np.ndim(value) == 2 and not torch.as_tensor(value).is_floating_point()
+
+
+# --- what it is run on ----------------------------------------------------------------------------
+
+
+class RunInputs(NamedTuple):
+    """What a module is run on; `few` is `batch` of fewer tokens."""
+
+    batch: Any
+    few: Any
+    loss: Loss | None
+    words: str
+
+
+def completed(module: nn.Module, batch: Any) -> Any:
+    """A batch with what a module is trained on, where it holds the text alone."""
+    return _with_labels(module, _with_targets(module, batch))
+
+
+def inputs_for(
+    module: nn.Module,
+    found: ModuleRoles,
+    model: Transformer,
+    batch: Any,
+    loss: Loss | None,
+    example: Any,
+) -> RunInputs:
+    """A batch of one's own, or the user's; `example` is what the module was run on to be read."""
+    random = batch is None
+    given = shortened(batch, SEQUENCES, MOST_TOKENS)
+    if random:
+        given = _own_batch(module, found, model, example)
+        if given is not example and not configured(module):  # nothing says how much it reads
+            given = _that_runs(module, given, example)
+    given = completed(module, given)
+    loss = loss or _next_token(module, given, found)
+    words = f"measured on {batch_shape(given)}" + (" of random input" if random else "")
+    return RunInputs(given, shortened(given, 1, FEW), loss, words)
+
+
+def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
+    """Of the longest first tokens of a batch those that the module reads; else the example."""
+    lengths = (MOST_TOKENS, 24, FEW) if _ids_alone(given) else (MOST_TOKENS,)
+    with torch.no_grad(), in_mode(module, False):
+        for length in lengths:
+            few = shortened(given, SEQUENCES, length)
+            with contextlib.suppress(Exception):  # the module's own code, on too many tokens
+                run(module, few)
+                return few
+    return example
+
+
+@made_at_hand
+def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer, given: Any) -> Any:
+    """Random input like what is `given`, with what the module is trained on."""
+    generator = torch.Generator().manual_seed(0)
+    task = None if model.head is None else model.head.loss
+    if isinstance(given, Mapping) and "pixel_values" in given:
+        classes = getattr(getattr(module, "config", None), "num_labels", None)
+        if task != "classification" or not classes:
+            return given
+        return _classified(given, classes, generator)
+    token = found.named("token") or found.named("token", stack="encoder.")
+    if not token or (isinstance(given, Mapping) and "input_ids" not in given):
+        return given
+    vocab = len(tensors_of(module)[token[0].parameter])
+    length = _length(module, found)
+    ids = torch.randint(vocab, (OWN, length), generator=generator)
+    if not isinstance(given, Mapping):
+        return ids
+    if model.encoder is not None:
+        labels = torch.randint(vocab, (OWN, length), generator=generator)
+        return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
+    if task == "masked" and "labels" in _arguments(module):
+        read, labels = mask_tokens(ids.numpy(), vocab)
+        return {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
+    return {"input_ids": ids}
+
+
+def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generator) -> Any:
+    count = len(batch["pixel_values"])
+    return {**batch, "labels": torch.randint(classes, (count,), generator=generator)}
+
+
+def _length(module: nn.Module, found: ModuleRoles) -> int:
+    """Tokens that its tables have positions for; some families keep a few rows to themselves."""
+    position, config = found.named("position"), getattr(module, "config", None)
+    kept = 4 if hasattr(config, "to_dict") else 0
+    rows = [MOST_TOKENS]
+    if position:
+        table = tensors_of(module)[position[0].parameter]
+        rows.append(table.numel() // table.shape[-1] - kept)
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int):
+        rows.append(most - kept)
+    return max(4, min(rows))
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def configured(module: nn.Module) -> bool:
+    """Whether its arguments are Hugging Face's."""
+    return hasattr(getattr(module, "config", None), "to_dict")
+
+
+def _with_targets(module: nn.Module, batch: Any) -> Any:
+    """Token ids alone, for a module that takes what to predict beside them."""
+    arguments = _arguments(module)
+    name = next((n for n in TARGETS if n in arguments[1:]), None)
+    if name is None or configured(module) or not _ids_alone(batch):
+        return batch
+    ((first, ids),) = (batch if isinstance(batch, Mapping) else {arguments[0]: batch}).items()
+    ids = torch.as_tensor(ids)
+    return {first: ids[:, :-1], name: ids[:, 1:]}
+
+
+@made_at_hand
+def _with_labels(module: nn.Module, batch: Any) -> Any:
+    """Labels for a Hugging Face module that makes none of its own."""
+    config: Any = getattr(module, "config", None)
+    name, arguments = type(module).__name__, _arguments(module)
+    if not needs_labels(name) or not configured(module) or "labels" not in arguments:
+        return batch
+    if not isinstance(batch, Mapping):
+        batch = {arguments[0]: batch}
+    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
+    if "labels" in batch:
+        return batch
+    if name.endswith("ForImageClassification") and "pixel_values" in batch:
+        generator = torch.Generator().manual_seed(0)
+        return _classified(batch, config.num_labels, generator)
+    if name.endswith("ForMaskedLM") and ids is not None:
+        rows = torch.as_tensor(ids)
+        read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
+        changed = {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
+        return {**batch, **changed}
+    return batch if ids is None else {**batch, "labels": ids}
+
+
+def _ids_alone(batch: Any) -> bool:
+    if isinstance(batch, Mapping):
+        return len(batch) == 1 and is_ids(next(iter(batch.values())))
+    return is_ids(batch)
+
+
+def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | None:
+    """The cross-entropy of the next token, for a module that gives logits and no loss."""
+    token = found.named("token")
+    if not token or not _ids_alone(batch) or configured(module):
+        return None
+    vocab = len(tensors_of(module)[token[0].parameter])
+    ids = torch.as_tensor(next(iter(batch.values())) if isinstance(batch, Mapping) else batch)
+
+    def loss(output: Any, _: Any) -> Tensor:
+        logits = first_tensor(output)
+        wanted = ids.to(logits.device)[:, 1:].flatten()
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted)
+
+    with in_mode(module, False):
+        output = run(module, batch)
+    if module_loss(output) is not None:
+        return None
+    try:
+        logits = first_tensor(output)
+    except MomentsError:
+        return None
+    whole = logits.ndim == 3 and logits.shape[:2] == ids.shape and logits.shape[-1] == vocab
+    return loss if whole else None

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
 from ..show.findings import Finding, Report, Row
-from ..show.health import Seen, rules, stream_numbers
+from ..show.health import Seen, first_off, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
 from .advice import advise
@@ -34,12 +34,11 @@ from .alike import BIDIRECTIONAL
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
 from .batches import (
-    batch_shape,
+    configured,
     first_stream,
-    is_ids,
+    inputs_for,
     measured_gradient,
     measured_moments,
-    shortened,
 )
 from .checkpoints import opened
 from .dataflow.reading import ModuleReading, in_every_layer, random_part
@@ -48,11 +47,10 @@ from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten
-from .measure import Loss, measure, needs_labels
+from .measure import Loss, measure
 from .open_check import NotRead, check_open, not_read, random_outcome
-from .promised import FAR, TOKENS, check_promised
+from .promised import FAR, check_promised
 from .roles import (
-    ModuleRoles,
     block_of,
     gathered,
     gathered_names,
@@ -64,22 +62,10 @@ from .running import (
     aliases,
     as_named,
     at_hand,
-    first_tensor,
     grouped,
-    in_mode,
-    made_at_hand,
-    module_loss,
-    run,
 )
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
-from .text import mask_tokens
 from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings
-
-OWN, SEQUENCES = 1, 2
-"""Sequences that are read of random input, and of a user's batch."""
-
-FEW = 16
-"""Tokens of the runs that look at sums, masks and dropout."""
 
 FEW_ROWS = 64
 """Tokens up to which rows that are not alike are predicted one by one."""
@@ -102,9 +88,6 @@ TABLE = 0.1
 the std of matrices below which that is named."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
-
-TARGETS = ("targets", "target", "labels", "label", "y")
-"""What people call the tokens to predict."""
 
 
 def check_module(
@@ -136,15 +119,6 @@ def check_module(
         return check_open(module, batch, refusal)
 
 
-class _Inputs(NamedTuple):
-    """What a module is run on; `few` is `batch` of fewer tokens."""
-
-    batch: Any
-    few: Any
-    loss: Loss | None
-    words: str
-
-
 class Checking:
     """One module: everything that is read of it, then what is found."""
 
@@ -166,7 +140,7 @@ class Checking:
         if self.promised is not None and self.promised.mixer is not None and scheme is None:
             said = f"{type(module).__name__}: its config has blocks in attention's place"
             raise not_read(module, batch, said)
-        self.promised_by = "config" if _configured(module) else "class"
+        self.promised_by = "config" if configured(module) else "class"
         own = self.reading.model
         if self.promised is not None and own is not None and self.promised_by == "class":
             # A class of torch's says how it draws itself; masks, tables and head are the module's.
@@ -273,10 +247,6 @@ class Checking:
         if len(given) < len(case.inputs):
             given["grad_kernel"] = last_grad_kernel(self.measurement)
         return dataclasses.replace(case, inputs=given)
-
-    def completed(self, batch: Any) -> Any:
-        """A batch with what a module is trained on, where it holds the text alone."""
-        return _with_labels(self.module, _with_targets(self.module, batch))
 
     # --- what is found ----------------------------------------------------------------------------
 
@@ -691,26 +661,17 @@ class Checking:
         points = points[points["stack"] == ""]
         if not len(points):
             return
-        first = points[points["quantity"] == "variance"]
-        forward = len(first) > 0
+        forward = bool((points["quantity"] == "variance").any())
         if self.uneven and not forward:
             return
-        row: Any = (first.iloc[0] if forward else points.iloc[-1]).to_dict()
-        layer = int(row["layer"])
-        where = f"leaving layer {layer}" if layer else "entering layer 1"
-        words = "variance" if forward else "gradient variance"
+        given = "module's own weights, sums and norms give"
+        layer, measured, predicted, reason = first_off(points, given)
         path = self._path(layer, forward)
-        reason = (
-            f"the {words} {where} is {row['measured'] / row['predicted']:.3g} times what the "
-            f"module's own weights, sums and norms give ({row['deviations']:+.1f} standard "
-            f"deviations)"
-        )
         reason += "" if explained else "; nothing that was read of it explains that"
-        numbers = float(row["measured"]), float(row["predicted"])
         yield Finding(
             "note" if explained else "warning",
             "not what its weights give",
-            *((path,) if path else (), (layer,) if layer else (), *numbers, reason),
+            *((path,) if path else (), (layer,) if layer else (), measured, predicted, reason),
             "look at the code of that layer: a scale, dropout, mask or norm that hooks do not see",
         )
 
@@ -794,159 +755,3 @@ def architecture_read(
         ]
         raise not_read(module, batch, f"{said}: {'; '.join(why)}")
     return model
-
-
-# --- what it is run on ----------------------------------------------------------------------------
-
-
-def inputs_for(
-    module: nn.Module,
-    found: ModuleRoles,
-    model: Transformer,
-    batch: Any,
-    loss: Loss | None,
-    example: Any,
-) -> _Inputs:
-    """A batch of one's own, or the user's; `example` is what the module was run on to be read."""
-    random = batch is None
-    given = shortened(batch, SEQUENCES, TOKENS)
-    if random:
-        given = _own_batch(module, found, model, example)
-        if given is not example and not _configured(module):  # nothing says how much it reads
-            given = _that_runs(module, given, example)
-    given = _with_labels(module, _with_targets(module, given))
-    loss = loss or _next_token(module, given, found)
-    words = f"measured on {batch_shape(given)}" + (" of random input" if random else "")
-    return _Inputs(given, shortened(given, 1, FEW), loss, words)
-
-
-def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
-    """Of the longest first tokens of a batch those that the module reads; else the example."""
-    lengths = (TOKENS, 24, FEW) if _ids_alone(given) else (TOKENS,)
-    with torch.no_grad(), in_mode(module, False):
-        for length in lengths:
-            few = shortened(given, SEQUENCES, length)
-            with contextlib.suppress(Exception):  # the module's own code, on too many tokens
-                run(module, few)
-                return few
-    return example
-
-
-@made_at_hand
-def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer, given: Any) -> Any:
-    """Random input like what is `given`, with what the module is trained on."""
-    generator = torch.Generator().manual_seed(0)
-    task = None if model.head is None else model.head.loss
-    if isinstance(given, Mapping) and "pixel_values" in given:
-        classes = getattr(getattr(module, "config", None), "num_labels", None)
-        if task != "classification" or not classes:
-            return given
-        return _classified(given, classes, generator)
-    token = found.named("token") or found.named("token", stack="encoder.")
-    if not token or (isinstance(given, Mapping) and "input_ids" not in given):
-        return given
-    vocab = len(tensors_of(module)[token[0].parameter])
-    length = _length(module, found)
-    ids = torch.randint(vocab, (OWN, length), generator=generator)
-    if not isinstance(given, Mapping):
-        return ids
-    if model.encoder is not None:
-        labels = torch.randint(vocab, (OWN, length), generator=generator)
-        return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
-    if task == "masked" and "labels" in _arguments(module):
-        read, labels = mask_tokens(ids.numpy(), vocab)
-        return {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
-    return {"input_ids": ids}
-
-
-def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generator) -> Any:
-    count = len(batch["pixel_values"])
-    return {**batch, "labels": torch.randint(classes, (count,), generator=generator)}
-
-
-def _length(module: nn.Module, found: ModuleRoles) -> int:
-    """Tokens that its tables have positions for; some families keep a few rows to themselves."""
-    position, config = found.named("position"), getattr(module, "config", None)
-    kept = 4 if hasattr(config, "to_dict") else 0
-    rows = [TOKENS]
-    if position:
-        table = tensors_of(module)[position[0].parameter]
-        rows.append(table.numel() // table.shape[-1] - kept)
-    most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int):
-        rows.append(most - kept)
-    return max(4, min(rows))
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
-
-
-def _configured(module: nn.Module) -> bool:
-    """Whether its arguments are Hugging Face's."""
-    return hasattr(getattr(module, "config", None), "to_dict")
-
-
-def _with_targets(module: nn.Module, batch: Any) -> Any:
-    """Token ids alone, for a module that takes what to predict beside them."""
-    arguments = _arguments(module)
-    name = next((n for n in TARGETS if n in arguments[1:]), None)
-    if name is None or _configured(module) or not _ids_alone(batch):
-        return batch
-    ((first, ids),) = (batch if isinstance(batch, Mapping) else {arguments[0]: batch}).items()
-    ids = torch.as_tensor(ids)
-    return {first: ids[:, :-1], name: ids[:, 1:]}
-
-
-@made_at_hand
-def _with_labels(module: nn.Module, batch: Any) -> Any:
-    """Labels for a Hugging Face module that makes none of its own."""
-    config: Any = getattr(module, "config", None)
-    name, arguments = type(module).__name__, _arguments(module)
-    if not needs_labels(name) or not _configured(module) or "labels" not in arguments:
-        return batch
-    if not isinstance(batch, Mapping):
-        batch = {arguments[0]: batch}
-    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
-    if "labels" in batch:
-        return batch
-    if name.endswith("ForImageClassification") and "pixel_values" in batch:
-        generator = torch.Generator().manual_seed(0)
-        return _classified(batch, config.num_labels, generator)
-    if name.endswith("ForMaskedLM") and ids is not None:
-        rows = torch.as_tensor(ids)
-        read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
-        changed = {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
-        return {**batch, **changed}
-    return batch if ids is None else {**batch, "labels": ids}
-
-
-def _ids_alone(batch: Any) -> bool:
-    if isinstance(batch, Mapping):
-        return len(batch) == 1 and is_ids(next(iter(batch.values())))
-    return is_ids(batch)
-
-
-def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | None:
-    """The cross-entropy of the next token, for a module that gives logits and no loss."""
-    token = found.named("token")
-    if not token or not _ids_alone(batch) or _configured(module):
-        return None
-    vocab = len(tensors_of(module)[token[0].parameter])
-    ids = torch.as_tensor(next(iter(batch.values())) if isinstance(batch, Mapping) else batch)
-
-    def loss(output: Any, _: Any) -> Tensor:
-        logits = first_tensor(output)
-        wanted = ids.to(logits.device)[:, 1:].flatten()
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted)
-
-    with in_mode(module, False):
-        output = run(module, batch)
-    if module_loss(output) is not None:
-        return None
-    try:
-        logits = first_tensor(output)
-    except MomentsError:
-        return None
-    whole = logits.ndim == 3 and logits.shape[:2] == ids.shape and logits.shape[-1] == vocab
-    return loss if whole else None

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from ..errors import DomainError, domain_error
 from ..model.transformer import Transformer
+from ..show.findings import Row
 from .dataflow import ModuleReading
 from .expectation import OUTSIDE, model_of_stack, stacks_in
 from .roles import ENCODER, ModuleRoles, gathered_names, in_layers
@@ -63,53 +64,46 @@ EXACT = 1e-4
 """Relative difference of two numbers that are one."""
 
 
-@dataclass(frozen=True)
-class Departure:
-    """One field, "embedding.norm", "encoder.causal", ..., in which a plan is not what a module is.
-
-    `planned` is what the plan says, `present` what the module has, `remark` why it is no fault.
-    """
+class Field(NamedTuple):
+    """One field, "embedding.norm", "encoder.causal", ..., in which a plan is not what a module is:
+    what the plan says, what the module has, and why that is no fault."""
 
     name: str
     planned: Any
     present: Any
     remark: str = ""
 
-    @property
-    def silent(self) -> bool:
-        """Whether it changes no signal at initialisation."""
-        plain = self.name.removeprefix(ENCODER)
-        return bool(self.remark) and (self.remark == UNMOVED or plain in _OUTSIDE)
-
-    def __str__(self) -> str:
-        said = f"the plan says {self.planned!r}, the module has {self.present!r}"
-        return f"{said}; {self.remark}" if self.remark else said
+    def row(self, parameter: str) -> Row:
+        """As a check: failed where it is a fault, passed where it changes no signal at
+        initialisation, else neither."""
+        name, planned, present, remark = self
+        unmoved = remark == UNMOVED or name.removeprefix(ENCODER) in _OUTSIDE
+        passed = (unmoved or None) if remark else False
+        one, other = (float(v) if isinstance(v, int | float) else math.nan for v in self[1:3])
+        note = f"the plan says {planned!r}, the module has {present!r}"
+        note += f"; {remark}" if remark else ""
+        return Row(0, name, parameter, "architecture", one, other, passed, note)
 
 
 def departures(
     model: Transformer, module: nn.Module, reading: ModuleReading, promised: Transformer | None
-) -> tuple[Departure, ...]:
-    """Every field in which a model departs from a module, whose config or class says `promised`."""
+) -> tuple[Row, ...]:
+    """Every field in which a model departs from a module, whose config or class says `promised`, as
+    rows of quantity "architecture"."""
     found, read = reading.roles, reading.model
     rows = list(_of_stack("", model, found, read or promised, promised))
     rows += _without_matrices(model, found, shared_by(module, reading))
     if model.encoder is not None:
-        known = read or promised
-        inside = None if known is None else known.encoder
-        outside = promised and promised.encoder
+        inside, outside = (one and one.encoder for one in (read or promised, promised))
         if inside is not None:
             rows += _of_stack(ENCODER, model.encoder, found, inside, outside)
-        elif any(block.name == "cross" for block in found.blocks):
-            rows.append(Departure("encoder", "one", None, "it is outside of the module"))
         else:
-            rows.append(Departure("encoder", "one", None))
+            alone = any(block.name == "cross" for block in found.blocks)
+            rows.append(Field("encoder", "one", None, "it is outside of the module" * alone))
     if masked_by_caller(module):
         remark = "the mask is an argument of its forward; without one every token sees all"
-        rows = [
-            dataclasses.replace(row, remark=remark) if row.name.endswith("causal") else row
-            for row in rows
-        ]
-    return tuple(rows)
+        rows = [r._replace(remark=remark) if r.name.endswith("causal") else r for r in rows]
+    return tuple(row.row(type(module).__name__) for row in rows)
 
 
 def _of_stack(
@@ -118,12 +112,12 @@ def _of_stack(
     found: ModuleRoles,
     has: Transformer | None,
     promised: Transformer | None,
-) -> Iterator[Departure]:
+) -> Iterator[Field]:
     yield from _placements(stack, model, found)
     yield from _without_tensors(stack, model, found)
     if has is None:
         why = "what the module computes could not be read as a Transformer"
-        yield Departure(f"{stack}architecture", "a Transformer", None, why)
+        yield Field(f"{stack}architecture", "a Transformer", None, why)
         return
     skipped = {"encoder", "name", "biases", "norm_gain", "norm", *_WRITTEN}
     if not model.parallel:
@@ -138,7 +132,7 @@ def _of_stack(
         if name == "seq_len":
             tables = [r for r in found.named("position", stack=stack) if has.embedding is not None]
             if tables and model.seq_len > has.seq_len:
-                yield Departure(f"{stack}{name}", planned, f"positions for {has.seq_len}")
+                yield Field(f"{stack}{name}", planned, f"positions for {has.seq_len}")
             continue
         also = None if promised is None else _resolved(model, promised, name)
         if name == "norm_epsilon" and model.layernorm_scaling == "before-norm":
@@ -157,15 +151,15 @@ def _of_part(
     found: ModuleRoles,
     has: Transformer,
     promised: Transformer | None,
-) -> Iterator[Departure]:
+) -> Iterator[Field]:
     planned, present = getattr(model, name), getattr(has, name)
     also = None if promised is None else getattr(promised, name)
     present = also if present is None else present
     if name == "relative_bias" and (planned is None) != (present is None):
-        yield Departure(f"{stack}{name}", planned, present)
+        yield Field(f"{stack}{name}", planned, present)
     if planned is None:
         if name == "head" and present is not None and not found.named("head", stack=stack):
-            yield Departure(f"{stack}head", None, type(present).__name__, "the plan says nothing")
+            yield Field(f"{stack}head", None, type(present).__name__, "the plan says nothing")
         return
     if present is None or type(planned) is not type(present):
         roles = {"head": ("head",), "embedding": ("token", "patch")}.get(name, ())
@@ -173,7 +167,7 @@ def _of_part(
         if present is None:
             remark = remark or "how the module uses it could not be read"
         kind = type(present).__name__ if present is not None else None
-        yield Departure(f"{stack}{name}", type(planned).__name__, kind, remark)
+        yield Field(f"{stack}{name}", type(planned).__name__, kind, remark)
         return
     for field in _names(planned):
         whole = f"{name}.{field}"
@@ -191,7 +185,7 @@ def _of_part(
         yield from _compared(f"{stack}{whole}", one, other, third)
 
 
-def _compared(name: str, planned: Any, present: Any, promised: Any) -> Iterator[Departure]:
+def _compared(name: str, planned: Any, present: Any, promised: Any) -> Iterator[Field]:
     plain = name.removeprefix(ENCODER)
     if _same(planned, present):
         return
@@ -204,7 +198,7 @@ def _compared(name: str, planned: Any, present: Any, promised: Any) -> Iterator[
         remark = UNMOVED
     elif plain.endswith("norm_epsilon") and planned == 0:
         remark = "it counts where variances are not far above it"
-    yield Departure(name, planned, present, remark)
+    yield Field(name, planned, present, remark)
 
 
 def _names(declaration: Any) -> list[str]:
@@ -240,7 +234,7 @@ def _close(one: Any, other: Any) -> bool:
     return numbers and bool(np.isclose(one, other, rtol=0.01))
 
 
-def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Departure]:
+def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Field]:
     seen = set()
     for block in found.blocks:
         if block.stack != stack or block.layer > model.layers:
@@ -248,10 +242,10 @@ def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[
         wanted = model.placements[block.layer - 1]
         if wanted != block.placement and (wanted, block.placement) not in seen:
             seen.add((wanted, block.placement))
-            yield Departure(f"{stack}norm", wanted, block.placement)
+            yield Field(f"{stack}norm", wanted, block.placement)
 
 
-def _without_tensors(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Departure]:
+def _without_tensors(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Field]:
     """What the plan draws or sets, for which the module has no tensor in some layer."""
     there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
     layers = range(1, model.layers + 1)
@@ -263,17 +257,17 @@ def _without_tensors(stack: str, model: Transformer, found: ModuleRoles) -> Iter
             continue
         zero = not np.any(planned)
         remark = UNMOVED if zero else ""
-        yield Departure(f"{stack}biases.{name}", planned, None, remark)
+        yield Field(f"{stack}biases.{name}", planned, None, remark)
     for block, column in (("attention", 0), ("ffn", 1)):
         gains = model.norm_gains[:, column]
         names = (f"{block}.norm.gain", "attention.norm.gain")
         lacking = [n for n in layers if not any((n, name) in there for name in names)]
         if any(gains[n - 1] != 1 for n in lacking):
-            yield Departure(f"{stack}norm_gain", gains.tolist(), "no gain")
+            yield Field(f"{stack}norm_gain", gains.tolist(), "no gain")
             break
     head, last = model.head, model.layers + 1
     if head is not None and head.norm_gain != 1 and (last, "final.norm.gain") not in there:
-        yield Departure(f"{stack}head.norm_gain", head.norm_gain, "no gain")
+        yield Field(f"{stack}head.norm_gain", head.norm_gain, "no gain")
     for role, (part, name) in OUTSIDE.items():
         planned = getattr(getattr(model, part), name, None)
         if planned and not any(known == role for _, known in there):
@@ -281,7 +275,7 @@ def _without_tensors(stack: str, model: Transformer, found: ModuleRoles) -> Iter
             tables = "no parameter of the module is one" if gone or part == "head" else ""
             if name == "weight_variance":  # a head, or none, is compared as a whole
                 continue
-            yield Departure(f"{stack}{part}.{name}", planned, None, tables)
+            yield Field(f"{stack}{part}.{name}", planned, None, tables)
 
 
 def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
@@ -301,7 +295,7 @@ def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
 
 def _without_matrices(
     model: Transformer, found: ModuleRoles, shared: Sequence[str]
-) -> Iterator[Departure]:
+) -> Iterator[Field]:
     """Matrices that the plan draws and the module has not, or has once for several layers."""
     for stack, of_stack in stacks_in(model).items():
         there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
@@ -312,7 +306,7 @@ def _without_matrices(
                 planned = of_stack.variances_of(lacking[0])[name]
                 used = f" ({'; '.join(shared)})" if shared else ""
                 where = in_layers(lacking, of_stack.layers)
-                yield Departure(f"{stack}{name}", planned, f"no such matrix{where}{used}")
+                yield Field(f"{stack}{name}", planned, f"no such matrix{where}{used}")
 
 
 def masked_by_caller(module: nn.Module) -> bool:
@@ -344,19 +338,15 @@ def check_sizes(
         raise domain_error("d_model of the plan", model.d_model, f"the module's {min(widths)}")
 
 
-def refuse(rows: tuple[Departure, ...]) -> None:
+def refuse(rows: Sequence[Row]) -> None:
     """Raise a DomainError that names every field in which a plan is not what the module is."""
-    faults = [row for row in rows if not row.remark]
-    if faults:
-        said = "; ".join(
-            f"{row.name} of the plan = {_shown(row.planned)}, the module has {_shown(row.present)}"
-            for row in faults
-        )
+    if faults := [phrase_of(row) for row in rows if row.passed is False]:
         raise DomainError(
-            f"{said}: weights and hooks cannot change that; build the module as the plan says, or "
-            "declare what the module is"
+            f"{'; '.join(faults)}: weights and hooks cannot change that; build the module as the "
+            "plan says, or declare what the module is"
         )
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) and " " in value else repr(value)
+def phrase_of(row: Row) -> str:
+    """A field, and what both sides have."""
+    return f"{row.role} ({row.note})"

@@ -10,15 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-TRUNCATION = 2.0
-"""Deviations of the parent normal at which "truncated" cuts."""
-
-
-def truncated_variance(cut: float) -> float:
-    """Variance of a standard normal cut at +-cut: 1 - 2 cut phi(cut) / (2 Phi(cut) - 1)."""
-    density = math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi)
-    return 1 - 2 * cut * density / math.erf(cut / math.sqrt(2))
-
+from ..show.expected import TRUNCATION
 
 BLOCK = 1 << 16
 """Entries whose moments are taken at once."""

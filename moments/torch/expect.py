@@ -16,7 +16,7 @@ from ..prediction.result import Prediction
 from ..show.expected import TOLERANCE, one_draw
 from ..show.health import declared, made_by
 from ..show.verdict import choices
-from .batches import inputs_of
+from .batches import completed, inputs_of
 from .check import Checking
 from .checkpoints import opened
 from .diagnose import Text, arrays_of
@@ -109,7 +109,7 @@ def _at_full_size(checking: Checking, batch: Any, loss: Loss | None) -> Predicti
     model = checking.described
     if batch is None or "token_ids" not in checking.case.inputs:
         return prediction
-    given = checking.completed(at_hand(as_named(checking.module, batch)))
+    given = completed(checking.module, at_hand(as_named(checking.module, batch)))
     rows = arrays_of(given)
     length = next((np.shape(v)[1] for v in rows.values() if np.ndim(v) >= 2), model.seq_len)
     model = model.replace(seq_len=int(length))

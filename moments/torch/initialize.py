@@ -18,6 +18,7 @@ from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from ..simulation.parameters import draw
 from .architecture import Fitted, fitted
+from .departures import phrase_of
 from .expectation import Scales, expected_variance, scales_of
 from .roles import ModuleBranch, ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
@@ -134,7 +135,7 @@ def initialize(
             blocks[role].fill_(float(values[role.layer - 1, _column(role)]))
     written = {name for _, _, name, _ in rows} | {role.parameter for role in found.scales}
     untouched = [role.label for role in found.roles if role.label not in written]
-    unlike = tuple(f"{row.name} ({row})" for row in of.departures)
+    unlike = tuple(map(phrase_of, of.departures))
     return Initialization(tuple(rows), (*untouched, *found.unidentified), applied, unlike)
 
 

@@ -59,6 +59,7 @@ def measure(
     seeds: int = 1,
     seed: int = 0,
     progress: bool = False,
+    parts: Measured | None = None,
 ) -> Measurement:
     """Run a real module in training mode and measure every site, forward and backward.
 
@@ -83,6 +84,7 @@ def measure(
         seeds: draws.
         seed: of the draws; the same seed on the same device gives the same result.
         progress: write one line per draw to standard error.
+        parts: where it is watched, and what its parameters are; None: as it is read.
 
     Returns:
         A Measurement, with the encoder's as its `encoder` where there are two stacks. Its
@@ -101,7 +103,6 @@ def measure(
     elif not isinstance(batch, Mapping | Tensor):
         batch = as_named(built(module, seed), batch)
     draws, name, size = [], "", 0
-    parts: Measured | None = None
     for draw in range(seeds):
         with torch.random.fork_rng():
             target = built(module, seed + draw)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,18 +25,15 @@ from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.findings import Finding, Report
-from ..show.health import Seen, rules, stream_numbers
+from ..show.health import Seen, first_off, rules, stream_numbers
 from .alike import lists_of, odd_namesakes
-from .batches import batch_shape, shortened
+from .batches import MOST_TOKENS, SEQUENCES, batch_shape, completed, shortened
 from .dataflow.reading import recorded
 from .diagnose import Text, at_length, case_of
 from .entries import EntryMoments
-from .measure import Loss, needs_labels, one_draw
+from .measure import Loss, measure
 from .open_check import NotRead, why_not
 from .roles import HookPoint, WeightPart, gathered_names
-
-TOKENS = 32
-"""Of the random text that a module is run on, or of the user's own that is read."""
 
 FAR = 6.0
 """Standard deviations, beyond band and tolerance, from which a point is a finding, not chance."""
@@ -62,14 +59,11 @@ def check_promised(
     random = batch is None
     if random:
         generator = torch.Generator().manual_seed(0)
-        size = (1, min(TOKENS, promised.seq_len))
+        size = (1, min(MOST_TOKENS, promised.seq_len))
         ids = torch.randint(promised.embedding.vocab_size, size, generator=generator)
         batch = {"input_ids": ids}
-    else:
-        batch = shortened(batch, 2, TOKENS)
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if needs_labels(type(module).__name__) and ids is not None and loss is None:
-        batch = {"labels": ids} | batch
+    batch = shortened(batch, SEQUENCES, MOST_TOKENS)
+    batch = completed(module, batch) if loss is None else batch
     path = _layers(module, batch, promised)
     measurement = _measured(module, batch, loss, path, promised)
     model = at_length(promised, measurement)
@@ -132,10 +126,7 @@ def _measured(
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        draw, size = one_draw(module, batch, loss, (tuple(points), rows))
-    return Measurement.from_draws([draw], batch=size, source=type(module).__name__)
+    return measure(module, batch, loss=loss, parts=(tuple(points), rows))
 
 
 def _table(module: nn.Module) -> tuple[str, ...]:
@@ -193,19 +184,7 @@ def _mismatch(comparison: Comparison, path: str, left: list[str]) -> Iterator[Fi
         points = points[points["layer"] > 0]
     if not len(points):
         return
-    first = points[points["quantity"] == "variance"]
-    row: Any = (first.iloc[0] if len(first) else points.iloc[-1]).to_dict()
-    layer = int(row["layer"])
-    words = "variance" if len(first) else "gradient variance"
-    where = f"leaving layer {layer}" if layer else "entering layer 1"
-    yield Finding(
-        "note" if left else "warning",
-        "not what its config gives",
-        (f"{path}.{max(layer - 1, 0)}",),
-        (layer,) if layer else (),
-        float(row["measured"]),
-        float(row["predicted"]),
-        f"the {words} {where} is {row['measured'] / row['predicted']:.3g} times what the config's "
-        f"initialisation gives ({row['deviations']:+.1f} standard deviations)",
-        "look at that layer's matrices, its sums, scales and norms",
-    )
+    layer, measured, predicted, why = first_off(points, "config's initialisation gives")
+    of = (f"{path}.{max(layer - 1, 0)}",), (layer,) if layer else (), measured, predicted, why
+    mend = "look at that layer's matrices, its sums, scales and norms"
+    yield Finding("note" if left else "warning", "not what its config gives", *of, mend)

@@ -19,7 +19,7 @@ from ..show.outliers import odd_layers
 from .architecture import promised_by
 from .assumptions import Copies, copies, copy_findings
 from .dataflow import ModuleReading
-from .departures import Departure, departures
+from .departures import departures, phrase_of
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
 from .roles import (
@@ -155,32 +155,20 @@ class Checked:
         apart = {f"{block.stack}norm" for block in found.blocks} | set(MATRICES)
         rows = [
             *drawn.rows,
-            *(
-                _structure(row, module)
-                for row in fields
-                if not row.remark and row.name not in apart
-            ),
+            *(row for row in fields if row.passed is False and row.role not in apart),
             *scale_findings(model, found, sums),
             *temperature_findings(found, model),
         ]
         if (path := logits_path(found)) is not None and model.head is not None:
             of = model.layers + 1, "head", path, "output_scale", read.reading.logit_scale
             rows.append(written(*of, model.head.output_scale))
-        unchecked_rows = (f"{row.name} ({row})" for row in fields if row.remark and not row.silent)
+        open_fields = (phrase_of(row) for row in fields if row.passed is None)
         return cls(
             drawn.measured,
             tuple(sorted(rows, key=lambda row: -row.size)),
-            (*unchecked_rows, *unchecked(model, found, sums, rows)),
-            tuple(f"{row.name} ({row})" for row in fields if row.silent),
+            (*open_fields, *unchecked(model, found, sums, rows)),
+            tuple(phrase_of(row) for row in fields if row.passed),
         )
-
-
-def _structure(row: Departure, module: nn.Module) -> Row:
-    """A field that no weight changes, as a check that failed."""
-    both = row.planned, row.present
-    planned, present = (float(v) if isinstance(v, int | float) else math.nan for v in both)
-    of = 0, row.name, type(module).__name__, "architecture"
-    return Row(*of, planned, present, False, str(row))
 
 
 def _carried(model: Transformer) -> dict[tuple[int, str], float]:

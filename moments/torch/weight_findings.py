@@ -14,8 +14,8 @@ from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..show.findings import Finding, Report, Row
 from ..show.health import BY_DESIGN
-from ..show.recognition import WeightRule, joined
-from .advice import BY_DEPTH, BY_LAYER, Advice, advise
+from ..show.recognition import BY_DEPTH, BY_LAYER, Place, WeightRule, causes, joined
+from .advice import Advice, advise
 from .anatomy import as_drawn
 from .architecture import fitted
 from .expectation import model_of_stack
@@ -422,16 +422,13 @@ class WeightFindings:
 
     def _slips(self) -> Iterator[tuple[float, str]]:
         """What a known slip multiplies q k by, beside 1/sqrt(d_head)."""
-        d_head, d_model = float(self.target.d_head or 1), float(self.target.d_model)
-        same = ", which is sqrt(d_model)," if d_head**2 == d_model else ","
-        whole = f"q k is divided by d_head (as muP does){same} not by its root"
-        for square, words in (
-            (d_head, "the division by sqrt(d_head) is missing"),
-            (1 / d_head, whole),
-            (d_head / d_model, "q k is divided by sqrt(d_model), not by sqrt(d_head)"),
-        ):
-            if abs(math.sqrt(square) - 1) > NEAR:
-                yield math.sqrt(square), words
+        place = Place(1, "query", 0, 0, self.target)
+        is_root = float(self.target.d_head or 1) ** 2 == self.target.d_model
+        same = ", which is sqrt(d_model)," if is_root else ","
+        for rule in causes("logits"):
+            factor = math.sqrt(rule.variance(place) or 0.0)
+            if abs(factor - 1) > NEAR:
+                yield factor, rule.words.format(same=same)
 
 
 def _scale_fault(rows: list[Row], layers: int) -> str:
