@@ -16,10 +16,9 @@ from moments.engine.state import Kernel
 from moments.errors import DomainError
 from moments.formulas.normalization import LAYERNORM
 from moments.layers.embedding import (
-    embedded_alike,
     embedding_gradients,
     fixed_positions,
-    joint_kernel,
+    text_kernel,
 )
 from moments.layers.images import (
     check_pixels,
@@ -82,11 +81,11 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_joint_kernel_of_a_batch(name: str) -> None:
+def test_text_kernel_of_a_batch(name: str) -> None:
     embedding, draws = TEXTS[name], 4000
     x, _ = embedded(embedding, draws)
     each = (x @ x.transpose(1, 2) / WIDTH).detach().numpy()
-    kernel = joint_kernel(embedding, LENGTH, IDS, SEGMENTS, WIDTH).off_diagonal
+    kernel = text_kernel(embedding, LENGTH, IDS, SEGMENTS, WIDTH).off_diagonal
     assert np.abs(kernel - each.mean(0)).max() < 5 * each.std(0).max() / math.sqrt(draws)
     diagonal = np.diagonal(kernel)
     assert diagonal.max() == pytest.approx(embedding.variance, rel=1e-12)
@@ -97,7 +96,7 @@ def test_spread_of_squared_norms() -> None:
     embedding, draws = TEXTS["original"], 4000
     x, _ = embedded(embedding, draws)
     norms = (x**2).mean(-1).detach().numpy()
-    kernel = joint_kernel(embedding, LENGTH, IDS, SEGMENTS, WIDTH)
+    kernel = text_kernel(embedding, LENGTH, IDS, SEGMENTS, WIDTH)
     fixed = fixed_positions(embedding, LENGTH, WIDTH, len(IDS))
     signal = gaussian(kernel, LENGTH, WIDTH, True, fixed)
     assert signal.fluctuation is not None
@@ -118,7 +117,7 @@ def test_layernorm_of_sinusoidal_positions() -> None:
     x = rows[:, IDS.reshape(-1)] + table
     x = (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True)
     measured = (x @ x.swapaxes(1, 2) / width).mean(0)
-    kernel = joint_kernel(embedding, LENGTH, IDS, None, width)
+    kernel = text_kernel(embedding, LENGTH, IDS, None, width)
     fixed = fixed_positions(embedding, LENGTH, width, len(IDS))
     norm = FiniteNormalization(LAYERNORM, "norm")
     found, _ = norm.forward(gaussian(kernel, LENGTH, width, True, fixed))
@@ -129,8 +128,8 @@ def test_layernorm_of_sinusoidal_positions() -> None:
 
 def test_sinusoidal_positions_alike_are_the_averages() -> None:
     embedding = TEXTS["original"]
-    resolved = joint_kernel(embedding, LENGTH, IDS[:1], None, WIDTH)
-    alike = embedded_alike(embedding, LENGTH, "refined", IDS[:1], None, WIDTH)
+    resolved = text_kernel(embedding, LENGTH, IDS[:1], None, WIDTH)
+    alike = text_kernel(embedding, LENGTH, IDS[:1], None, WIDTH, resolved=False)
     assert alike.diagonal == pytest.approx(float(resolved.mean_diagonal()), rel=1e-12)
     assert alike.off_diagonal == pytest.approx(float(resolved.mean_off_diagonal()), rel=1e-12)
 
@@ -206,15 +205,15 @@ def test_texts_under_strong_logits_tell_words_apart() -> None:
 def test_bad_texts_are_named() -> None:
     embedding = TEXTS["gpt2"]
     with pytest.raises(DomainError, match="vocab_size"):
-        joint_kernel(embedding, LENGTH, IDS + 5)
+        text_kernel(embedding, LENGTH, IDS + 5)
     with pytest.raises(DomainError, match="seq_len"):
-        joint_kernel(embedding, LENGTH + 1, IDS)
+        text_kernel(embedding, LENGTH + 1, IDS)
     with pytest.raises(DomainError, match="pad shorter sequences"):
-        joint_kernel(embedding, LENGTH, [[0] * LENGTH, [0]])
+        text_kernel(embedding, LENGTH, [[0] * LENGTH, [0]])
     with pytest.raises(DomainError, match="12"):
         embedding_gradients(embedding, LENGTH, WIDTH, Kernel.of_matrix(np.eye(6)), IDS)
     with pytest.raises(DomainError, match="d_model"):
-        joint_kernel(TEXTS["original"], LENGTH, IDS)
+        text_kernel(TEXTS["original"], LENGTH, IDS)
     for wrong, word in (
         ({"scale": 0.0}, "scale"),
         ({"positions": "rotary"}, "positions"),

@@ -21,7 +21,7 @@ from moments.engine.trace import Run
 from moments.errors import DomainError
 from moments.formulas.head import CROSS_ENTROPY
 from moments.layers.architecture import declare
-from moments.layers.embedding import embedded_alike, joint_kernel
+from moments.layers.embedding import text_kernel
 from moments.layers.head.components import head_chain
 from moments.layers.head.cross_entropy import _wide_from, softmax_expectations
 from moments.layers.head.output import carried_amplitude, output_moments
@@ -170,7 +170,7 @@ def test_language_model_heads(name: str) -> None:
     targets = np.full(ids.shape, -100)
     targets[:, :-1] = ids[:, 1:]
     measured = simulate(model, ids, targets, DRAWS.get(name, 32))
-    first = joint_kernel(embedding, LENGTH, ids)
+    first = text_kernel(embedding, LENGTH, ids)
     found = output_moments(model, gaussian(first, LENGTH, WIDTH, True), token_ids=ids)
     agree(found.loss, measured.loss, 0.002)
     agree(found.logit_variance, measured.logit, 0.01)
@@ -197,7 +197,7 @@ def test_a_gain_before_the_matrix_is_a_factor_on_it() -> None:
     for gain in (1.0, 2.5):
         head = Head(tied=False, weight_variance=3 / WIDTH / gain**2, norm_gain=gain)
         model = model_with(head, TABLES)
-        first = joint_kernel(TABLES, LENGTH, ids)
+        first = text_kernel(TABLES, LENGTH, ids)
         found.append(output_moments(model, gaussian(first, LENGTH, WIDTH, True), token_ids=ids))
     one, other = found
     assert other.loss == pytest.approx(one.loss, rel=1e-12)
@@ -221,7 +221,7 @@ def test_tied_table_gathers_both_gradients() -> None:
     targets = np.full(ids.shape, -100)
     targets[:, :-1] = ids[:, 1:]
     measured = simulate(model, ids, targets, 32)
-    first = joint_kernel(embedding, LENGTH, ids)
+    first = text_kernel(embedding, LENGTH, ids)
     found = output_moments(model, gaussian(first, LENGTH, WIDTH, True), token_ids=ids)
     assert found.gradient is not None
     read = embedding_gradients(embedding, LENGTH, WIDTH, found.gradient.kernel, ids)
@@ -246,7 +246,7 @@ def test_classification(pool: str, hidden: bool) -> None:
     )
     model, ids, labels = model_with(head, TABLES), text(), np.array([3, 7])
     measured = simulate(model, ids, labels, 64)
-    signal = gaussian(joint_kernel(TABLES, LENGTH, ids), LENGTH, WIDTH, True)
+    signal = gaussian(text_kernel(TABLES, LENGTH, ids), LENGTH, WIDTH, True)
     found = output_moments(model, signal, targets=labels)
     agree(found.loss, measured.loss, 0.005)
     assert found.gradient is not None
@@ -285,7 +285,7 @@ def test_tokens_alike_average_over_texts(tied: bool, loss: str) -> None:
     head = Head(tied=tied, weight_variance=None if tied else SMALL, loss=loss, target_share=0.5)
     embedding, vocab_size = Embedding(60, SMALL, SMALL), 60
     model = model_with(head, embedding)
-    alike = gaussian(embedded_alike(embedding, LENGTH, "refined"), LENGTH, WIDTH, True)
+    alike = gaussian(text_kernel(embedding, LENGTH, resolved=False), LENGTH, WIDTH, True)
     predicted = output_moments(model, alike)
     rng = np.random.default_rng(0)
     frequency = 1 / np.arange(1, vocab_size + 1)
@@ -297,7 +297,7 @@ def test_tokens_alike_average_over_texts(tied: bool, loss: str) -> None:
         if loss == "masked":
             chosen = rng.permutation(LENGTH) < LENGTH // 2
             targets = np.where(chosen, rng.choice(vocab_size, (1, LENGTH), p=frequency), -100)
-        signal = gaussian(joint_kernel(embedding, LENGTH, ids), LENGTH, WIDTH, True)
+        signal = gaussian(text_kernel(embedding, LENGTH, ids), LENGTH, WIDTH, True)
         found = output_moments(model, signal, token_ids=ids, targets=targets)
         assert found.gradient is not None
         losses.append(float(found.loss))
@@ -313,7 +313,7 @@ def test_tokens_alike_average_over_texts(tied: bool, loss: str) -> None:
 def test_unknown_text_by_token_averages_to_tokens_alike() -> None:
     head = Head(tied=False, weight_variance=SMALL)
     model = model_with(head, TABLES)
-    kernel = embedded_alike(TABLES, LENGTH, "refined")
+    kernel = text_kernel(TABLES, LENGTH, resolved=False)
     alike = output_moments(model, gaussian(kernel, LENGTH, WIDTH, True), batch=4)
     matrix = np.full((LENGTH, LENGTH), kernel.off_diagonal)
     np.fill_diagonal(matrix, kernel.diagonal)
@@ -568,7 +568,7 @@ def test_carried_amplitude_in_post_norm() -> None:
 
 
 def test_bad_requests_are_named() -> None:
-    signal = gaussian(joint_kernel(TABLES, LENGTH, text()), LENGTH, WIDTH, True)
+    signal = gaussian(text_kernel(TABLES, LENGTH, text()), LENGTH, WIDTH, True)
     with pytest.raises(DomainError, match=r"declare model\.head"):
         output_moments(Transformer(1, WIDTH, 4, LENGTH), signal)
     with pytest.raises(DomainError, match="token table"):

@@ -92,6 +92,33 @@ def step_within(kernel: Kernel, variance: Array) -> Array:
     return np.minimum(variance**0.5, np.maximum(room, 0.0))
 
 
+class MovedOverlaps(NamedTuple):
+    """A signal at two values of its realised overlaps: a mean over them is that of both, to third
+    order in the overlaps.
+
+    Attributes:
+        step: sqrt(Var o_ij), to either side.
+    """
+
+    step: Array
+    above: Signal
+    below: Signal
+
+
+def moved_overlaps(signal: Signal) -> MovedOverlaps | None:
+    """None where overlaps are not followed."""
+    variance, kernel = overlap_variance(signal), signal.second_moment()
+    if variance is None:
+        return None
+    step = step_within(kernel, variance)
+    pairs = (kernel.off_diagonal + side * step for side in (1.0, -1.0))
+    moved = (Kernel.joined(kernel.diagonal, one, kernel.resolved) for one in pairs)
+    ends = [
+        Signal(one, signal.seq_len, mean=0.0 * kernel.diagonal, width=signal.width) for one in moved
+    ]
+    return MovedOverlaps(step, *ends)
+
+
 # --- through components --------------------------------------------------------------------------
 
 

@@ -417,8 +417,8 @@ _OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
-def observed(by: Observer) -> Iterator[None]:
-    """Show every law that is evaluated inside, in this thread or task alone."""
+def observed(by: Observer | None) -> Iterator[None]:
+    """Show every law that is evaluated inside, in this thread or task alone; None: to nobody."""
     token = _OBSERVER.set(by)
     try:
         yield
@@ -460,12 +460,14 @@ def evaluate(law: Law, algebra: Any, values: Values) -> Array:
 
 
 def evaluate_sides(
-    law: Law, algebra: Any, values: Values, sides: tuple[Values, Values]
+    law: Law, algebra: Any, values: Values, sides: tuple[Values, Values] | None
 ) -> tuple[Array, Array]:
-    """One law at two values of some symbols.
+    """One law at two values of some symbols, or twice at `values` where there are none.
 
     What is observed is the law at `values`, between them.
     """
+    if sides is None:
+        return (evaluate(law, algebra, values),) * 2
     if (observer := _OBSERVER.get()) is not None:
         observer(law, values, law.formula(algebra, *law.pick(values)))
     one, two = (law.formula(algebra, *law.pick(values | side)) for side in sides)

@@ -12,7 +12,7 @@ from ..engine.layout import places
 from ..engine.state import Array, Kernel
 from ..engine.texts import TextClasses
 from ..errors import DomainError, domain_error
-from ..formulas.embedding import POSITION_EMBEDDING, SEGMENT_EMBEDDING, TOKEN_EMBEDDING
+from ..formulas.embedding import SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import Theory
 from ..model.embedding import Embedding
 from .attention.kernels.relative_positions import basis_of, of_pairs, turned_means
@@ -49,97 +49,99 @@ def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
     return matrix
 
 
-def embedded_alike(
-    embedding: Embedding,
-    seq_len: int,
-    theory: Theory,
-    token_ids: Any = None,
-    segment_ids: Any = None,
-    d_model: int | None = None,
-) -> Kernel:
-    """Sum of the embedding tables for tokens alike, before the embedding's norm and dropout.
+class TablePatterns(NamedTuple):
+    """Of every table, whether two tokens look up one row, or how often. The sum of the tables is
+    linear in their variances, and a table's squared gradient is its derivative in one."""
 
-    Without `token_ids` the text follows Zipf's law and segments split it uniformly; with them the
-    repetitions are counted, and a text without `segment_ids` is one segment.
-    """
-    total = drawn_alike(embedding, seq_len, theory, token_ids, segment_ids)
-    fixed = fixed_positions(embedding, seq_len, d_model)
-    return total if fixed is None else total + fixed.kernel
+    token: Kernel
+    position: Kernel
+    segment: Kernel
 
+    @classmethod
+    def of(
+        cls,
+        embedding: Embedding,
+        seq_len: int,
+        token_ids: Any = None,
+        segment_ids: Any = None,
+        resolved: Any = False,
+        documents: np.ndarray | None = None,
+        sequences: int = 1,
+        theory: Theory = "refined",
+    ) -> TablePatterns:
+        """Those of a text, in any resolution.
 
-def drawn_alike(
-    embedding: Embedding,
-    seq_len: int,
-    theory: Theory,
-    token_ids: Any = None,
-    segment_ids: Any = None,
-) -> Kernel:
-    """The same without what no weight is drawn for: sinusoidal positions."""
-    token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
-    tables = [
-        (TOKEN_EMBEDDING, embedding.row_variance, token),
-        (SEGMENT_EMBEDDING, embedding.segment_variance, segment),
-        (POSITION_EMBEDDING, embedding.position_variance, 0.0),
-    ]
-    total = Kernel(0.0, 0.0)
-    for laws, variance, pattern in tables:
-        values = {"table_variance": variance, "pattern_correlation": pattern}
-        diagonal, off_diagonal = (
-            float(laws.law(n, theory).of(values)) for n in ("variance", "covariance")
+        Args:
+            seq_len: tokens per sequence L.
+            token_ids, segment_ids: integers of shape (L,) or (B, L). Without `token_ids` the text
+                follows Zipf's law and segments split it uniformly; of tokens alike repetitions are
+                counted. Without segments, and on classes of words, there is one.
+            resolved: as `Kernel.resolved`; on classes the entries are means over their cells.
+            documents: of packed rows, (L,) or (B, L), see `layout`: positions restart with each.
+            sequences: B of a text by token without `token_ids`.
+
+        Raises:
+            DomainError: ids of another shape or outside the table.
+        """
+        if resolved is True and token_ids is not None:
+            ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
+            read = _same(ids) * (ids != embedding.padding_id)
+            return cls(
+                *(Kernel.of_matrix(one + 0.0) for one in (read, _same(where), _same(segments)))
+            )
+        token: Array = 0.0
+        segment: Array = 1.0
+        if isinstance(resolved, TextClasses):
+            token = resolved.one_word
+        else:
+            token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
+        if not resolved:
+            return cls(Kernel(1.0, token), Kernel(1.0, 0.0), Kernel(1.0, segment))
+        if resolved is True:
+            where = _places(seq_len, sequences, documents)
+            one = np.eye(len(where))
+            pairs = one + (1.0 - one) * token, _same(where) + 0.0, one + (1.0 - one) * segment
+            return cls(*map(Kernel.of_matrix, pairs))
+        ones = np.ones(len(resolved.nodes))
+        even = np.ones((len(ones), len(ones)))
+        pairs = even * token, even * resolved.at_one_place, even * segment
+        return cls(*(Kernel(ones, pair, resolved) for pair in pairs))
+
+    def kernel(self, embedding: Embedding) -> Kernel:
+        """The sum of the tables, before the embedding's norm and dropout and without what no weight
+        is drawn for: sinusoidal positions."""
+        return (
+            self.token.scaled(embedding.row_variance)
+            + self.segment.scaled(embedding.segment_variance)
+            + self.position.scaled(embedding.position_variance)
         )
-        total = total + Kernel(diagonal, off_diagonal)
-    return total
 
 
-def joint_kernel(
+def text_kernel(
     embedding: Embedding,
     seq_len: int,
-    token_ids: Any,
+    token_ids: Any = None,
     segment_ids: Any = None,
     d_model: int | None = None,
     documents: np.ndarray | None = None,
+    resolved: Any = True,
+    theory: Theory = "refined",
 ) -> Kernel:
-    """Sum of the embedding tables of a whole batch as one kernel, (B L, B L), sequence by sequence.
-
-    Two tokens share what the tables they look up share: E x_i x_j is a table's variance where the
-    two rows are one; tokens at the same position of two sequences share the position's row.
+    """Sum of the embedding tables, before the embedding's norm and dropout, of a whole batch as one
+    kernel: by token (B L, B L), where one position of two sequences is one row.
 
     Args:
-        seq_len: tokens per sequence L.
-        token_ids, segment_ids: integers of shape (L,) or (B, L); without segments there is one.
         d_model: width; needed for sinusoidal positions.
-        documents: of packed rows, (L,) or (B, L), see `layout`: positions restart with each.
 
     Raises:
-        DomainError: ids of another shape or outside the table, or sinusoidal positions without
-            d_model.
+        DomainError: as `TablePatterns.of`, or sinusoidal positions without d_model.
     """
-    ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
-    drawn = ids != embedding.padding_id if embedding.padding_id is not None else 1.0
-    matrix = (
-        embedding.row_variance * _same(ids) * drawn
-        + embedding.segment_variance * _same(segments)
-        + embedding.position_variance * _same(where)
-    )
-    fixed = fixed_positions(embedding, seq_len, d_model, len(ids) // seq_len, documents)
-    return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
-
-
-def class_kernel(embedding: Embedding, classes: TextClasses, d_model: int | None = None) -> Kernel:
-    """The same of a text on classes of positions and of words: means over their cells.
-
-    The text is one segment without padding.
-
-    Args:
-        d_model: width; needed for sinusoidal positions.
-    """
-    token = embedding.row_variance
-    off_diagonal = token * classes.one_word + embedding.segment_variance
-    off_diagonal = off_diagonal + embedding.position_variance * classes.at_one_place
-    diagonal = token + embedding.segment_variance + embedding.position_variance
-    result = Kernel(np.full(len(classes.nodes), diagonal), off_diagonal, classes)
-    fixed = fixed_positions(embedding, classes.length, d_model, classes=classes)
-    return result if fixed is None else result + fixed.kernel
+    given = token_ids, segment_ids, resolved, documents
+    total = TablePatterns.of(embedding, seq_len, *given, theory=theory).kernel(embedding)
+    sequences = len(total.diagonal) // seq_len if resolved is True else None
+    classes = resolved if isinstance(resolved, PositionClasses) else None
+    fixed = fixed_positions(embedding, seq_len, d_model, sequences, documents, classes)
+    return total if fixed is None else total + fixed.kernel
 
 
 def _frequencies(d_model: int, base: float) -> np.ndarray:
@@ -241,9 +243,8 @@ def embedding_gradients(
 ) -> dict[str, Array]:
     """Squared gradient norms of the tables that have parameters.
 
-    A row gathers the gradients of the tokens that look it up, so that E |dTable|^2 = d sum of
-    G_ij over pairs of one row; the token rows' also times the embedding's scale squared. The
-    padding row has no gradient.
+    The derivative of the kernel in a table's variance: E |dTable|^2 = d sum of G_ij over pairs of
+    one row; the token rows' also times the embedding's scale squared. The padding row has none.
 
     Args:
         seq_len: tokens per sequence L.
@@ -259,43 +260,24 @@ def embedding_gradients(
     Raises:
         DomainError: ids that do not fit the gradient.
     """
-    scale = embedding.scale**2
-    if gradient.resolved is not True:
-        token, segment = _patterns(embedding, seq_len, "refined", token_ids, segment_ids)
-        classes = gradient.classes
-        length = seq_len if classes is None else classes.length
-        alone = length * gradient.mean_diagonal()
-        pairs = gradient.total(seq_len) - alone
-        repeated, shared = token * pairs, 0.0 * alone
-        if classes is not None:
-            shared = classes.sum_of_pairs(gradient.off_diagonal * classes.at_one_place)
-            if isinstance(classes, TextClasses):
-                repeated = classes.sum_of_pairs(gradient.off_diagonal * classes.one_word)
-        result = {"token": scale * (alone + repeated), "position": alone + shared}
-        result["segment"] = alone + segment * pairs
-    else:
-        count = gradient.off_diagonal.shape[-1]
-        if token_ids is None:
-            token, _ = _patterns(embedding, seq_len, "refined", None, None)
-            where, segments = _places(seq_len, count // seq_len, documents), np.zeros(count)
-            of_one: Any = np.where(np.eye(count) > 0.0, 1.0, token)
-        else:
-            ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
-            if ids.size != count:
-                allowed = f"{count}, as the gradient has"
-                raise domain_error("token_ids", f"{ids.size} tokens", allowed)
-            of_one = _same(ids) * (ids != embedding.padding_id)
-        result = {
-            "token": scale * (gradient.off_diagonal * of_one).sum((-2, -1)),
-            "position": (gradient.off_diagonal * _same(where)).sum((-2, -1)),
-            "segment": (gradient.off_diagonal * _same(segments)).sum((-2, -1)),
-        }
-    there = {
-        "token": True,
-        "position": embedding.position_variance > 0,
-        "segment": embedding.segment_variance > 0,
+    resolved, sequences = gradient.resolved, 1
+    if resolved is True:
+        sequences = gradient.off_diagonal.shape[-1] // seq_len
+    given = token_ids, segment_ids, resolved, documents, sequences
+    patterns = TablePatterns.of(embedding, seq_len, *given)
+    if resolved is True and len(patterns.token.diagonal) != len(gradient.diagonal):
+        allowed = f"{len(gradient.diagonal)}, as the gradient has"
+        raise domain_error("token_ids", f"{len(patterns.token.diagonal)} tokens", allowed)
+    factors = {
+        "token": embedding.scale**2,
+        "position": float(embedding.position_variance > 0),
+        "segment": float(embedding.segment_variance > 0),
     }
-    norms = {name: d_model * value for name, value in result.items() if there[name]}
+    norms = {
+        name: d_model * factor * (pattern * gradient).total(seq_len)
+        for (name, factor), pattern in zip(factors.items(), patterns, strict=True)
+        if factor
+    }
     if embedding.factor_dim is not None and not embedding.norm:
         # Both meet the same sums: a row's gradient is the matrix's turn of what arrives, the
         # matrix's the rows' products with it.

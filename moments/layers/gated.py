@@ -20,9 +20,8 @@ from ..engine.fluctuation import (
     UnsharedOverlap,
     elasticity,
     followed,
-    overlap_variance,
+    moved_overlaps,
     shared_with,
-    step_within,
 )
 from ..engine.state import (
     Array,
@@ -34,6 +33,7 @@ from ..engine.state import (
     bind,
     evaluate,
     evaluate_sides,
+    observed,
     ratio_or_zero,
 )
 from ..engine.trace import Record
@@ -116,21 +116,18 @@ class GatedLinear(Leaf):
         return of_gate / upper
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        (inner, gate_back), (factor, factor_back) = (one.forward(signal) for one in self._maps())
+        (inner, factor), *backs = self._entering(signal)
         laws = gated(self.activation).under("refined")
-        kept = None if signal.kernel.classes is None else Keeping()
-        algebra = signal.algebra if kept is None else kept
+        algebra = signal.algebra if signal.kernel.classes is None else Keeping()
         one, two = bind(inner, {})
-        if self.shift:
-            # about zero, as its square enters everywhere
-            moved = factor.kernel.with_ones().scaled(self.shift**2)
-            factor = factor.replace(kernel=factor.kernel + moved)
         one = one | {"factor_variance": factor.kernel.diagonal}
         two = two | {"factor_covariance": factor.kernel.off_diagonal}
-
-        varied, step = self._two_points(signal, inner, factor)
-        values = _Values(self.activation, signal, kept, one, two, varied)
-        variance, ends = evaluate(laws["variance"], algebra, one), values.sides("covariance")
+        moved, sides = moved_overlaps(signal), None
+        if moved is not None:
+            with observed(None):  # laws are shown at the mean
+                sides = self._at_pairs(moved.above), self._at_pairs(moved.below)
+        values = _Values(laws, algebra, one, two, sides)
+        variance, ends = evaluate(laws["variance"], algebra, one), values.at_ends("covariance")
         kernel = Kernel.joined(variance, 0.5 * (ends[0] + ends[1]), signal.resolved)
         kurtosis = faintly(laws["kurtosis"], algebra, one)
         limit = laws["variance"].domain["x_variance"]
@@ -152,15 +149,16 @@ class GatedLinear(Leaf):
             of_gate = values.sent(AT_FACTOR, inner.kernel.with_ones())
             kurtosis = kernel.average(kurtosis)
             norms = self._norms(signal, inner, factor, of_gate, kurtosis / 3)
+            step = None if moved is None else moved.step
             output = output.replace(
                 notes=notes + _unsteady(signal),
                 kurtosis=kurtosis,
                 fluctuation=_fluctuation(signal, output, norms, ends, step),
             )
-        return output, functools.partial(self._back, output, values, gate_back, factor_back)
+        return output, functools.partial(self._back, output, values, backs)
 
     def _back(
-        self, output: Signal, values: _Values, gate: Pullback, factor: Pullback, gradient: Gradient
+        self, output: Signal, values: _Values, maps: list[Pullback], gradient: Gradient
     ) -> Pulled:
         """The way back: to both factors, and through the map before each."""
         at_gate, at_factor = (values.sent(one, gradient.kernel) for one in (AT_GATE, AT_FACTOR))
@@ -171,7 +169,10 @@ class GatedLinear(Leaf):
             at_gate = realigned(at_gate, output, gradient, 3 * slopes)
             at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
         # The two matrices are independent, and so are what they send back.
-        parts = gate(gradient.with_kernel(at_gate)), factor(gradient.with_kernel(at_factor))
+        parts = [
+            back(gradient.with_kernel(kernel))
+            for back, kernel in zip(maps, (at_gate, at_factor), strict=True)
+        ]
         total = parts[0].gradient.kernel + parts[1].gradient.kernel
         return Pulled(Gradient(total, gradient.seq_len), functools.partial(weights_of, *parts))
 
@@ -192,42 +193,26 @@ class GatedLinear(Leaf):
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after, walk.real)
-        tokens = before.second_moment()
-        size = float(tokens.mean_diagonal(walk.real))
-        alone = size - float(tokens.mean_off_diagonal(walk.real))
-
-        def entering(entry: Any, bias: Any) -> tuple[float, float]:
-            variance = float(self.fan_in * entry * size + bias)
-            return variance, 1.0 - ratio_or_zero(float(self.fan_in * entry * alone), variance)
-
-        gate, factor = entering(self.gate, self.gate_bias), entering(self.ffn_in, self.bias)
+        gate, factor = (
+            (variance, ratio_or_zero(float(one.mean_off_diagonal(walk.real)), variance))
+            for one in (part.forward(before)[0].kernel for part in self._maps())
+            for variance in (float(one.mean_diagonal(walk.real)),)
+        )
         units = concentration(self.activation, *gate, (*factor, self.shift))
         return at.mapped(after.width).activated(moved, (after.width, after.width), units)
 
-    def _two_points(
-        self, signal: Signal, inner: Signal, factor: Signal
-    ) -> tuple[tuple[Values, Values] | None, Array | None]:
-        """What laws of a pair take at the two values of its overlap, and the step to either.
+    def _entering(self, signal: Signal) -> tuple[tuple[Signal, Signal], Pullback, Pullback]:
+        """What enters the activation and the other factor, about zero; and the maps' ways back."""
+        (inner, gate_back), (factor, factor_back) = (one.forward(signal) for one in self._maps())
+        if self.shift:  # whose square enters everywhere
+            moved = factor.kernel.with_ones().scaled(self.shift**2)
+            factor = factor.replace(kernel=factor.kernel + moved)
+        return (inner, factor), gate_back, factor_back
 
-        Both maps see the realised overlap o of two tokens: a mean over it is that of E o plus and
-        minus sqrt(Var o), to third order in o.
-        """
-        variance = overlap_variance(signal)
-        if variance is None:
-            return None, None
-        step = step_within(signal.second_moment(), variance)
-        first, second = inner.kernel.over_tokens(inner.kernel.diagonal)
-        at_gate = ratio_or_zero(step * (self.fan_in * self.gate), (first * second) ** 0.5)
-        at_factor = step * (self.fan_in * self.ffn_in)
+    def _at_pairs(self, signal: Signal) -> Values:
+        (inner, factor), *_ = self._entering(signal)
         correlation, covariance = inner.correlation(), factor.kernel.off_diagonal
-        above, below = (
-            {
-                "x_correlation": np.clip(correlation + side * at_gate, -1.0, 1.0),  # of rounding
-                "factor_covariance": covariance + side * at_factor,
-            }
-            for side in (1.0, -1.0)
-        )
-        return (above, below), step
+        return {"x_correlation": correlation, "factor_covariance": covariance}
 
     def _maps(self) -> tuple[Linear, Linear]:
         """To the gate and to the other factor."""
@@ -253,8 +238,8 @@ class GatedLinear(Leaf):
 
         Given the input, features are independent, each f(a)^2 u^2, with E f(a)^2 f(a')^2 taken as
         P_ii P_jj + (kurtosis - 1) P_ij^2 (exact for a token with itself). What the input's squared
-        norm had beyond its mean moves E f(a)^2 by its elasticity and E u^2 in proportion, as far as
-        they are not their biases'.
+        norm had beyond its mean moves E f(a)^2, as a function of degree 1 would, and E u^2 in
+        proportion, as far as they are not their biases'.
         """
         assert signal.fluctuation is not None
         more, more_pairs = of_gate.lift(kurtosis - 1)
@@ -266,24 +251,13 @@ class GatedLinear(Leaf):
             + more_pairs * gate.off_diagonal * (u * u_other + 2 * other.off_diagonal)
         ) / self.fan_out
         diagonal = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
-        elastic = self._elasticity(inner.kernel.diagonal, inner.algebra)
-        moves = elastic * (1 - ratio_or_zero(self.gate_bias, inner.kernel.diagonal))
+        moves = 1 - ratio_or_zero(self.gate_bias, inner.kernel.diagonal)
         moves = moves + (1 - ratio_or_zero(self.bias, factor.kernel.diagonal))
         moves = moves * of_gate.diagonal * factor.kernel.diagonal
         moves = ratio_or_zero(moves, signal.second_moment().diagonal)
         first, second = of_gate.over_tokens(moves)
         shared = signal.fluctuation.norms.weighted(moves * moves, first * second)
         return shared + Kernel.joined(diagonal, own_pairs, of_gate.resolved)
-
-    def _elasticity(self, variance: Any, algebra: Any) -> Any:
-        """d log E f(a)^2 / d log E a^2, by a central difference: 1 for functions of degree 1."""
-        step = 1e-4
-        law = gated(self.activation).law("grad_factor")
-        above, at, below = (
-            evaluate(law, algebra, {"x_variance": variance * factor, "grad_variance": 1.0})
-            for factor in (1 + step, 1.0, 1 - step)
-        )
-        return ratio_or_zero(above - below, 2 * step * at)
 
 
 BOUND = 1e-3
@@ -341,36 +315,22 @@ AT_FACTOR = "grad_factor", "grad_factor_covariance"
 
 
 class _Values(NamedTuple):
-    """The activation, what entered, expectations already evaluated, and values of the laws'
-    symbols: for a token, for a pair, and at the two overlaps of a pair that are averaged
-    (`GatedLinear._two_points`)."""
+    """Values of the laws' symbols: for a token, for a pair, and at the two overlaps of a pair that
+    are averaged (`engine.fluctuation.moved_overlaps`)."""
 
-    activation: ComponentLaws
-    signal: Signal
-    kept: Keeping | None
+    laws: Mapping[str, Law]
+    algebra: Any
     one: Values
     two: Values
-    varied: tuple[Values, Values] | None
+    sides: tuple[Values, Values] | None
 
-    @property
-    def laws(self) -> Mapping[str, Law]:
-        return gated(self.activation).under("refined")
-
-    @property
-    def algebra(self) -> Any:
-        return self.signal.algebra if self.kept is None else self.kept
-
-    def sides(self, quantity: str, **more: Array) -> tuple[Array, Array]:
+    def at_ends(self, quantity: str, **more: Array) -> tuple[Array, Array]:
         """A law of a pair at its two overlaps."""
-        law, values = self.laws[quantity], self.two | more
-        if self.varied is not None:
-            return evaluate_sides(law, self.algebra, values, self.varied)
-        same = evaluate(law, self.algebra, values)
-        return same, same
+        return evaluate_sides(self.laws[quantity], self.algebra, self.two | more, self.sides)
 
-    def sent(self, laws: tuple[str, str], gradient: Kernel) -> Kernel:
+    def sent(self, quantities: tuple[str, str], gradient: Kernel) -> Kernel:
         """The gradient at a factor."""
         given = {"grad_variance": gradient.diagonal}
-        diagonal = evaluate(self.laws[laws[0]], self.algebra, self.one | given)
-        above, below = self.sides(laws[1], grad_covariance=gradient.off_diagonal)
+        diagonal = evaluate(self.laws[quantities[0]], self.algebra, self.one | given)
+        above, below = self.at_ends(quantities[1], grad_covariance=gradient.off_diagonal)
         return Kernel.joined(diagonal, 0.5 * (above + below), gradient.resolved)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.composition import Chain, forward
-from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, overlap_variance, step_within
+from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, moved_overlaps
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
 from ..layers.attention.projections import real_tokens
@@ -108,49 +108,26 @@ def units(chain: Record) -> Iterator[ChainUnit]:
 def unit_growth(unit: ChainUnit) -> dict[str, float]:
     """Factors on squared gradient norms, by name."""
     tokens, gradient = unit.records[0].input, unit.records[-1].grad_out
-    kernel = tokens.second_moment()
-    first, second = kernel.over_tokens(kernel.diagonal)
-    result = overlap_variance(tokens)
-    if result is None:  # behind a component of one's own that does not follow them
+    kernel, moved = tokens.second_moment(), moved_overlaps(tokens)
+    if moved is None:  # behind a component of one's own that does not follow them
         return {}
-    step = step_within(kernel, result)
-    at = _norms(unit, kernel, kernel.off_diagonal, tokens, gradient, True)
-    above, below = (
-        _norms(unit, kernel, kernel.off_diagonal + side * step, tokens, gradient)
-        for side in (1, -1)
-    )
+    mean = tokens.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
+    at, above, below = (_norms(unit, one, gradient) for one in (mean, moved.above, moved.below))
     grown = {name: 0.5 * (above[0][name] + below[0][name]) for name in at[0]}
     if unit.before is not None:
-        slope = ratio_or_zero(0.5 * (above[1] - below[1]), step)  # a token with itself has no step
-        along = (
-            (first * second + 2.0 * kernel.off_diagonal * kernel.off_diagonal)
-            * slope
-            / tokens.width
-        )
+        first, second = kernel.over_tokens(kernel.diagonal)
+        # a token with itself has no step
+        slope = ratio_or_zero(0.5 * (above[1] - below[1]), moved.step)
+        along = (first * second + 2.0 * kernel.off_diagonal**2) * slope / tokens.width
         diagonal = 0.0 * kernel.diagonal
         total = Kernel.joined(diagonal, along, kernel.resolved).total(tokens.seq_len)
         grown[unit.before] += unit.along * float(np.sum(total))
     return {name: grown[name] / norm for name, norm in at[0].items() if norm > 0.0}
 
 
-def _norms(
-    unit: ChainUnit,
-    kernel: Kernel,
-    off_diagonal: Array,
-    tokens: Signal,
-    gradient: Gradient,
-    averaged: bool = False,
-) -> tuple[dict[str, float], Array]:
+def _norms(unit: ChainUnit, tokens: Signal, gradient: Gradient) -> tuple[dict[str, float], Array]:
     """Squared norms, or what they are in proportion to, and the gradient's pairs at the tokens."""
-    moved = Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
-    signal = Signal(
-        moved,
-        tokens.seq_len,
-        mean=0.0 * kernel.diagonal,
-        width=tokens.width,
-        fluctuation=tokens.fluctuation if averaged else None,
-    )
-    _, record = forward(Chain(tuple(one.component for one in unit.records)), signal)
+    _, record = forward(Chain(tuple(one.component for one in unit.records)), tokens)
     signal = record.output
     result: dict[str, Array] = {}
     if unit.behind is not None:
@@ -161,7 +138,7 @@ def _norms(
         result |= one.weights()
     gradient = record.grad_in
     if unit.before is not None:
-        result[unit.before] = (moved * gradient.kernel).total(tokens.seq_len)
+        result[unit.before] = (tokens.kernel * gradient.kernel).total(tokens.seq_len)
     return {
         name: float(np.sum(norm)) for name, norm in result.items()
     }, gradient.kernel.off_diagonal

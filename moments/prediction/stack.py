@@ -25,13 +25,11 @@ from ..formulas.law import Theory
 from ..layers.architecture import declare, declare_embedding, declare_output
 from ..layers.embedding import (
     FixedPart,
+    TablePatterns,
     check_ids,
-    class_kernel,
-    drawn_alike,
-    embedded_alike,
     embedding_gradients,
     fixed_positions,
-    joint_kernel,
+    text_kernel,
 )
 from ..layers.head.output import OutputMoments, output_moments
 from ..layers.images import ReadsPixels, entering, image_gradients
@@ -224,7 +222,8 @@ class Stack:
             # of what a token has of its own they do not.
             embedding = self.model.embedding
             assert isinstance(embedding, Embedding)
-            tables = drawn_alike(embedding, length, self.theory)
+            patterns = TablePatterns.of(embedding, length, theory=self.theory)
+            tables = patterns.kernel(embedding)
             alone = tables.diagonal - tables.off_diagonal - embedding.position_variance
             off_diagonal = off_diagonal - alone * np.kron(1.0 - np.eye(texts), np.eye(length))
         return Kernel.of_matrix(off_diagonal)
@@ -258,10 +257,11 @@ class Stack:
         assert isinstance(self.model.embedding, Embedding)
         table = Embedding(self.model.embedding.vocab_size, 1.0)
         if isinstance(self.classes, TextClasses):
-            return class_kernel(table, self.classes)
+            return text_kernel(table, length, resolved=self.classes)
         if self.resolved is True and self.ids is not None:
-            return joint_kernel(table, length, self.ids)
-        repeated = drawn_alike(table, length, self.theory, self.ids).off_diagonal
+            return text_kernel(table, length, self.ids)
+        of_text = text_kernel(table, length, self.ids, resolved=False, theory=self.theory)
+        repeated = of_text.off_diagonal
         tokens = self.first.off_diagonal.shape[-1] if self.resolved is True else length
         return alike(1.0, repeated, tokens, self.resolved)
 
@@ -718,27 +718,17 @@ def first_kernel(
             "moments.layers.images.photograph), or variance and correlation; an encoder's in "
             "encoder_inputs"
         )
-    if isinstance(resolved, TextClasses):
-        return class_kernel(embedding, resolved, model.d_model)
-    if token_ids is not None and resolved:
-        return joint_kernel(
-            embedding, model.seq_len, token_ids, segment_ids, model.d_model, documents
-        )
-    if not resolved:
-        alone = embedding, model.seq_len, theory, token_ids, segment_ids, model.d_model
-        tables = embedded_alike(*alone)
-        return alike(tables.diagonal, tables.off_diagonal / tables.diagonal, model.seq_len, False)
-    tables = drawn_alike(embedding, model.seq_len, theory, token_ids, segment_ids)
-    result = alike(tables.diagonal, tables.off_diagonal / tables.diagonal, model.seq_len, resolved)
-    fixed = placed_positions(model, resolved, 1, documents)
-    return result if fixed is None else result + fixed.kernel
+    given = token_ids, segment_ids, model.d_model, documents, resolved, theory
+    return text_kernel(embedding, model.seq_len, *given)
 
 
 def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
     """Variance and correlation of what the embedding makes of tokens alike, norm and dropout in."""
     embedding = model.embedding
     assert isinstance(embedding, Embedding)
-    tables = embedded_alike(embedding, model.seq_len, theory, d_model=model.d_model)
+    tables = text_kernel(
+        embedding, model.seq_len, d_model=model.d_model, resolved=False, theory=theory
+    )
     width = embedding.table_width(model.d_model)
     signal = gaussian(tables, model.seq_len, width, theory == "refined")
     made = declare_embedding(embedding, model, theory).propagate(signal, Run()).output

@@ -12,7 +12,7 @@ from ..errors import DomainError, domain_error
 from ..formulas.block import FFN_BLOCK
 from ..formulas.checks import POSITIVE, Interval, check_choice, check_flag, check_in
 from ..formulas.references import kedia
-from ..layers.embedding import embedded_alike
+from ..layers.embedding import text_kernel
 from ..model.transformer import Transformer
 from ..model.weights import Weights
 from ..solver.block import MATRICES, solvable
@@ -180,7 +180,9 @@ def _input_correlation(model: Transformer, given: float | None) -> float:
             "the model declares no embedding of tokens: pass the token correlation of its input, "
             'with_scheme("dslm", input_correlation=...) or solve(model, "dslm", correlation=...)'
         )
-    tables = embedded_alike(model.embedding, model.seq_len, "published", d_model=model.d_model)
+    tables = text_kernel(
+        model.embedding, model.seq_len, d_model=model.d_model, resolved=False, theory="published"
+    )
     return float(tables.off_diagonal / tables.diagonal)
 
 

@@ -23,7 +23,7 @@ from ..engine.trace import Point, Trace
 from ..errors import DomainError
 from ..layers.architecture import declare, declare_embedding, declare_output
 from ..layers.attention.self_attention import AttentionPulled
-from ..layers.embedding import joint_kernel, table_rows
+from ..layers.embedding import table_rows, text_kernel
 from ..layers.head.readout import Readout
 from ..layers.images import image_kernel, patch_layout
 from ..model.embedding import Embedding
@@ -226,7 +226,7 @@ class Stream:
         else:
             assert model.embedding is not None
             given = inputs.token_ids, inputs.segment_ids
-            before = np.asarray(joint_kernel(model.embedding, length, *given, d).off_diagonal)
+            before = np.asarray(text_kernel(model.embedding, length, *given, d).off_diagonal)
             rows = table_rows(model.embedding, length, *given, None)
             tables, patch = _of_text(model.embedding, rows), None
             ids = rows[0]

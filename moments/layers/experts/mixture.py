@@ -25,13 +25,7 @@ from ...engine.composition import (
 )
 from ...engine.composition import forward as passed
 from ...engine.directions import shortened
-from ...engine.fluctuation import (
-    OverlapWalk,
-    UnsharedOverlap,
-    followed,
-    overlap_variance,
-    step_within,
-)
+from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, moved_overlaps
 from ...engine.response import (
     Around,
     Elementwise,
@@ -51,10 +45,6 @@ from ...model.experts import OUTPUT_NORMS, SHARED, Experts
 from ..elementary import Scale, entrywise_overlap
 from ..normalization import FiniteNormalization
 from .routing import LARGEST, LEAST, Router, functions
-
-
-def _by_nobody(*_: Any) -> None:
-    pass
 
 
 class Routed(NamedTuple):
@@ -180,7 +170,7 @@ class Mixture(Leaf):
         return replace(self, router=router, expert=expert, inward=False)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        with observed(_by_nobody):  # laws inside are of one expert, some at two overlaps
+        with observed(None):  # laws inside are of one expert, some at two overlaps
             return (self._outward(signal) if self.inward else self)._forward(signal)
 
     def _forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -222,7 +212,7 @@ class Mixture(Leaf):
         grad_out = Gradient(
             gradient.kernel * weight, gradient.seq_len, 1.0 - lacks, norm_response=falls
         )
-        with observed(_by_nobody):
+        with observed(None):
             record = record.backward(grad_out)
         through, slopes = record.grad_in.kernel, at.slopes
         if sides is not None:
@@ -378,19 +368,14 @@ class _Sides(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Mixture, signal: Signal) -> _Sides | None:
-        variance = None if followed(signal) is None else overlap_variance(signal)
-        if variance is None:
+        moved = moved_overlaps(signal)
+        if moved is None:
             return None
-        tokens = signal.second_moment()
-        step = step_within(tokens, variance)
         routed, out, back = [], [], []
-        for side in (1.0, -1.0):
-            off_diagonal = tokens.off_diagonal + side * step
-            moved = Kernel.joined(tokens.diagonal, off_diagonal, tokens.resolved)
-            still = Signal(moved, signal.seq_len, mean=0.0 * moved.diagonal, width=signal.width)
+        for side, still in ((1.0, moved.above), (-1.0, moved.below)):
             given, record = passed(leaf.expert, still)
-            even = Gradient(moved.with_ones(), signal.seq_len)
-            routed.append(leaf.routed(signal, side * step))
+            even = Gradient(still.kernel.with_ones(), signal.seq_len)
+            routed.append(leaf.routed(signal, side * moved.step))
             out.append(abs(given.second_moment().off_diagonal))
             back.append(abs(record.backward(even).grad_in.kernel.off_diagonal))
         return cls(tuple(routed), tuple(out), tuple(back))  # type: ignore[arg-type]
