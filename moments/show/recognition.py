@@ -143,7 +143,10 @@ def _readings(
     for title, fans in FANS:
         # Left as torch draws it, a Linear keeps torch's bias too.
         start = model if title.startswith("torch") else base
-        yield WeightRule(title, _by_fans(weights, start, fans))
+        drawn = _by_fans(weights, start, fans)
+        yield WeightRule(title, drawn)
+        for words, divisor in _DEPTHS if base.layers > 1 else ():
+            yield WeightRule(f"{title}, {words}", _divided(drawn, divisor(base)), by_depth=True)
     yield from _published(base, [s.name for s in schemes() if s.name not in SLOW])
     if base.layers > 1:
         for rule in _SLIPS:
@@ -362,6 +365,20 @@ FANS: tuple[tuple[str, Fans], ...] = (
     ("LeCun's 1/fan_in", lambda i, o: 1 / i),
     ("Kaiming's 2/fan_in", lambda i, o: 2 / i),
 )
+
+
+_DEPTHS: tuple[tuple[str, Callable[[Transformer], float]], ...] = (
+    ("output and ffn_out over sqrt(2 N)", lambda model: float(blocks(model))),
+    ("output and ffn_out over sqrt(N)", lambda model: float(model.layers)),
+)
+
+
+def _divided(model: Transformer, divisor: float) -> Transformer:
+    """With what blocks add divided."""
+    weights = model.weights
+    assert weights is not None
+    of = {n: v / divisor for n in OUTWARD if (v := getattr(weights, n)) is not None}
+    return model.replace(weights=weights.replace(**of))
 
 
 def _by_fans(weights: Sequence[Weight], base: Transformer, rule: Fans) -> Transformer:
