@@ -145,21 +145,21 @@ def _ruled(
     """Networks that follow the table's rows."""
     fans = {w.name: (w.fan_in, w.fan_out) for w in weights}
     for rule in RULES:
-        alone = base.layers == 1 and rule.use == "network" and rule is not RULES[0]
-        if rule.use not in ("network", "both") or slips != bool(rule.meant) or alone:
+        alone = base.layers == 1 and rule.by_depth
+        if rule.use not in ("network", "whole", "both") or slips != bool(rule.meant) or alone:
             continue
         # Left as torch draws it, a Linear keeps torch's bias too.
-        start, free, by_depth = model if rule.words.startswith("torch's") else base, 1.0, False
+        start, free = model if rule.words.startswith("torch's") else base, 1.0
         if rule.use == "network":
             places = (Place(w.layer, w.name, w.fan_in, w.fan_out, base) for w in weights)
             shares = [rule.variance(place) for place in places]
             free = _base(weights, [share for share in shares if share])
-            by_depth = len(set(shares)) > 1
             if free <= 0:
                 continue
         title = rule.words.format(std=f"{math.sqrt(free):.3g}", blocks=blocks(base))
         meant = None if rule.meant is None else _drawn(rule.meant, start, fans, free)
-        yield WeightRule(title, _drawn(rule, start, fans, free), meant, by_depth=by_depth)
+        drawn = _drawn(rule, start, fans, free)
+        yield WeightRule(title, drawn, meant, by_depth=rule.by_depth)
 
 
 def _drawn(
@@ -289,10 +289,12 @@ class Rule(NamedTuple):
     variance that it gives; None where it says nothing.
 
     Attributes:
-        use: of which weights it is asked: a "network"'s, up to a free variance; a single "role"'s
-            beside its plan; "both", by fans; or the "logits", as a factor of q k.
+        use: of which weights it is asked: a "network"'s, up to a free variance, or a "whole" one's,
+            by fans; a single "role"'s beside its plan; "both", by fans; or the "logits", as a
+            factor of q k.
         meant: of a slip, what it stands for.
         everywhere: of a role's slip, whether it is one of all layers, not of those off alone.
+        by_depth: whether some matrices are divided by a number that grows with depth.
     """
 
     words: str
@@ -300,6 +302,7 @@ class Rule(NamedTuple):
     use: str = "role"
     meant: Rule | None = None
     everywhere: bool = False
+    by_depth: bool = False
 
 
 def _times(factor: Callable[[Place], float]) -> Variance:
@@ -338,7 +341,7 @@ def _free(
     def variance(p: Place) -> float:
         return p.expected / (divisor(p) if p.name.removeprefix("cross_") in names else 1.0)
 
-    return Rule(words, variance, "network", meant)
+    return Rule(words, variance, "network", meant, by_depth=bool(names))
 
 
 def _neox(p: Place) -> float:
@@ -351,12 +354,31 @@ _SCALED = _free(
     f"{_GPT}: std {{std}}, output and ffn_out over sqrt({{blocks}}) (residual blocks)", OUTWARD
 )
 _LECUN = Rule("LeCun's 1/fan_in", _by_fans(lambda i, o: 1 / i), "both")
+_OF_FANS = (
+    Rule(
+        "torch's default for nn.Linear, variance 1/(3 fan_in)",
+        _by_fans(lambda i, o: 1 / (3 * i)),
+        "both",
+    ),
+    _LECUN,
+    Rule("Kaiming's 2/fan_in", _by_fans(lambda i, o: 2 / i), "both"),
+)
 _XAVIER = Rule("Xavier's 2/(fan_in + fan_out)", _by_fans(lambda i, o: 2 / (i + o)))
 _OF_THREE = _free(
     "scaled init by layers: std {std}, output and ffn_out over sqrt(2 N), N layers of three blocks",
     OUTWARD,
     lambda p: 2 * _blocks(p) / 3,
 )
+
+
+def _divided(rule: Rule, words: str, divisor: Callable[[Place], float]) -> Rule:
+    """A network's by fans, what blocks add divided."""
+
+    def variance(p: Place) -> float | None:
+        drawn = rule.variance(p)
+        return drawn if drawn is None or p.name not in OUTWARD else drawn / divisor(p)
+
+    return Rule(f"{rule.words}, {words}", variance, "whole", by_depth=True)
 
 
 def _slip(words: str, *names: str, divisor: Callable[[Place], float] = _blocks) -> Rule:
@@ -451,13 +473,12 @@ RULES = (
     Rule("a factor 4", _times(lambda p: 4.0)),
     Rule("a factor 1/4", _times(lambda p: 0.25)),
     Rule(f"it is {_XAVIER.words}", lambda p: None if p.name in INWARD else _XAVIER.variance(p)),
-    Rule(
-        "torch's default for nn.Linear, variance 1/(3 fan_in)",
-        _by_fans(lambda i, o: 1 / (3 * i)),
-        "both",
+    *_OF_FANS,
+    *(_divided(rule, "output and ffn_out over sqrt(2 N)", _blocks) for rule in _OF_FANS),
+    *(
+        _divided(rule, "output and ffn_out over sqrt(N)", lambda p: float(p.plan.layers))
+        for rule in _OF_FANS
     ),
-    _LECUN,
-    Rule("Kaiming's 2/fan_in", _by_fans(lambda i, o: 2 / i), "both"),
     _instead(INWARD, ("output",), "ffn_out"),
     _instead(("ffn_in",), ("ffn_out",), "output"),
     _instead((*INWARD, "ffn_in"), OUTWARD),

@@ -101,9 +101,9 @@ def _followed(
 ) -> tuple[Lowered, str | None]:
     """With the cross-entropy of the next token where it gives logits, else any gradient."""
     try:
-        return lowered(module, batch, "cross-entropy", wider=wider), "cross-entropy"
+        return lowered(module, batch, "cross-entropy", wider=wider, scalars=False), "cross-entropy"
     except MomentsError:
-        return lowered(module, batch, wider=wider), None
+        return lowered(module, batch, wider=wider, scalars=False), None
 
 
 def _gradients(done: Lowered, loss: str | None) -> dict[int, Tensor]:

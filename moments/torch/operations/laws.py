@@ -10,7 +10,7 @@ choices) is held fixed. See docs/theory/any-module.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from .variables import (
     Blend,
     Combination,
     Curve,
+    Drift,
     Entries,
     Field,
     Fixed,
@@ -29,10 +30,15 @@ from .variables import (
     Parts,
     Product,
     Sampled,
+    Slope,
     Square,
+    Term,
     Times,
     Variable,
+    combination,
     gathered,
+    slope,
+    varies,
 )
 
 F64 = torch.float64
@@ -165,6 +171,7 @@ class Drawn(Protocol):
 
     def law(self, variable: Sampled) -> tuple[Tensor, Tensor]: ...
     def covariance(self, variable: Sampled, replicas: Replicas) -> Tensor: ...
+    def drift(self, variable: Drift) -> tuple[Tensor, Tensor, Tensor]: ...
     def same_choice(self, route: Variable) -> Tensor: ...
     def shared_source(self, mix: Mix, total: Tensor, replicas: Replicas) -> Tensor: ...
 
@@ -179,6 +186,9 @@ class Laws:
         self._means: dict[int, Tensor] = {}
         self._series: dict[int, Series] = {}
         self._chosen: dict[int, frozenset[int]] = {}
+        self._changes: dict[int, Series] = {}
+        self._gains: dict[int, list[tuple[Entries, Variable]]] = {}
+        self._slope: dict[tuple[int, int], Slope] = {}
 
     # --- means ------------------------------------------------------------------------------------
 
@@ -229,6 +239,10 @@ class Laws:
                 return (weights * self.mean(v.values)[v.values_at]).sum(-1)
             case Sampled():
                 return self.drawn.law(v)[0]
+            case Slope():
+                return self.changes(v).value[0].mean(1)
+            case Drift():
+                return self.drawn.drift(v)[0]
         raise TypeError(type(v).__name__)
 
     def variance(self, v: Variable) -> Tensor:
@@ -342,7 +356,21 @@ class Laws:
             case Curve(), Curve() if u.inner.features == v.inner.features:
                 inner = self.covariance(u.inner, v.inner, where)
                 pair: Tensor = _Pair.apply(inner, self.series(u), self.series(v))
-                return pair
+                return pair + self._of_gains(u, v, where) if where.crossed else pair
+            case Slope(), Slope() | Curve():
+                return self._of_slopes(u, v)
+            case Curve(), Slope():
+                return self._of_slopes(v, u).T
+            case Slope(), Product() | Entries() | Part() | Fixed():
+                return self._of_slope(u, v)
+            case Product() | Entries() | Part() | Fixed(), Slope():
+                return self._of_slope(v, u).T
+            case Drift(), Drift() if u is v:
+                return self.drawn.drift(u)[2]
+            case Drift(), Sampled() if u.sampled is v:
+                return self.drawn.drift(u)[1]
+            case Sampled(), Drift() if v.sampled is u:
+                return self.drawn.drift(v)[1].T
             case Curve(), Product() | Entries() | Part() | Fixed():
                 return self._stein(u, v, where)
             case Product() | Entries() | Part() | Fixed(), Curve():
@@ -498,6 +526,127 @@ class Laws:
             both.append((found, ((x**2) @ _WEIGHT - (found**2).sum(0)).clamp_min(0)))
         (value, rest), (derivative, slope_rest) = both
         return value, derivative, rest, slope_rest
+
+    # --- how a curve changes ----------------------------------------------------------------------
+
+    def changes(self, v: Slope) -> Series:
+        """Hermite coefficients of E[f'(x) y | x], of the part of y that x says."""
+        if v.number not in self._changes:
+            x, y = v.curve.inner, v.change
+            base, mean = self.series(v.curve), self.mean(y)
+            share = self._share(v) * base.deviation
+            levels = [
+                _HERMITE @ (slope * (mean[:, None] + share[:, None] * _GRID)).T
+                for slope in self._slopes(v.curve)
+            ]
+            value = torch.stack(levels, -1)
+            zero = torch.zeros(x.sites, value.shape[-1], dtype=F64)
+            self._changes[v.number] = replace(base, value=value, rest=zero)
+        return self._changes[v.number]
+
+    def share(self, y: Variable, x: Variable) -> Tensor:
+        """(sites,) cov(x, y) / var x."""
+        return self.covariance(y, x).diagonal() / self.variance(x).clamp_min(1e-300)
+
+    def _share(self, v: Slope) -> Tensor:
+        return self.share(v.change, v.curve.inner)
+
+    def _apart(self, v: Slope, other: Variable) -> Tensor:
+        """(sites, sites of another one) its covariance with what of y is not x at the same site."""
+        own = self._share(v)[:, None] * self.covariance(v.curve.inner, other)
+        return self.covariance(v.change, other) - own
+
+    def _of_slope(self, f: Slope, y: Variable) -> Tensor:
+        """With a Gaussian: by Stein's lemma in x and in what of the change is not x."""
+        made, base = self.changes(f), self.series(f.curve)
+        along = made.value[1].mean(1) / base.deviation.clamp_min(1e-300)
+        through = along[:, None] * self.covariance(f.curve.inner, y)
+        return through + base.slope[0].mean(1, keepdim=True) * self._apart(f, y)
+
+    def _of_slopes(self, u: Slope, v: Slope | Curve) -> Tensor:
+        """f'(x) y with f'(x') y' or f(x'): with y = E[y | x] + e, Hermite series in x and Stein's
+        lemma in e."""
+        curve = v.curve if isinstance(v, Slope) else v
+        x, z, f, g = u.curve.inner, curve.inner, self.series(u.curve), self.series(curve)
+        made = self.changes(u)
+        other = self.changes(v) if isinstance(v, Slope) else g
+        scale = (f.deviation[:, None] * g.deviation[None]).clamp_min(1e-30)
+        between = self.covariance(x, z)
+        rho = (between / scale).clamp(-1, 1)
+        one = self._apart(u, z)
+        of_slopes = _over_levels(f.slope_rest.sqrt(), g.slope_rest.sqrt(), False) * rho**ORDER
+        total, straight, crossed, twice = (torch.zeros_like(rho) for _ in range(4))
+        power, before, earlier = (torch.ones_like(rho), *(torch.zeros_like(rho) for _ in range(2)))
+        for n in range(ORDER):
+            a, b = made.value[n].mean(1), f.value[n].mean(1)
+            c, d = other.value[n].mean(1), g.value[n].mean(1)
+            total = total + a[:, None] * c * power
+            of_slopes = of_slopes + _over_levels(f.slope[n], g.slope[n], False) * power
+            straight = straight + n * b[:, None] * c * before
+            crossed = crossed + n * a[:, None] * d * before
+            twice = twice + n * (n - 1) * b[:, None] * d * earlier
+            power, before, earlier = power * rho, power, before
+        total = total - self.mean(u)[:, None] * self.mean(v)[None]
+        if not isinstance(v, Slope):
+            return total + of_slopes * one
+        two = self._apart(v, x).T
+        both = (
+            self.covariance(u.change, v.change)
+            - self._share(u)[:, None] * self.covariance(x, v.change)
+            - self._share(v) * (self.covariance(u.change, z) - self._share(u)[:, None] * between)
+        )
+        total = total + of_slopes * both + twice * one * two / scale**2
+        return total + (straight * one + crossed * two) / scale
+
+    def _of_gains(self, u: Curve, v: Curve, where: Replicas) -> Tensor:
+        """Nothing, but derivatives in gains g of f(g x + b): E f'(g x) x f'(g x') x', where the
+        covariance of g x alone says E f'f' E x x'."""
+        total = torch.zeros(u.sites, v.sites, dtype=F64)
+        for gain, x in self.gained(u.inner):
+            for other, y in self.gained(v.inner):
+                if gain.root != other.root or not torch.equal(gain.index[0], other.index[0]):
+                    continue
+                leaf = where.weight(gain.root, gain.variance)
+                one, two = self._slope_of(u, x), self._slope_of(v, y)
+                inner = self.covariance(u.inner, v.inner).detach().requires_grad_(True)
+                made = _Pair.apply(inner, self.series(u), self.series(v))
+                (slopes,) = torch.autograd.grad(made.sum(), inner)
+                apart = self.moment(one, two) - slopes * self.moment(x, y)
+                total = total + (leaf - leaf.detach()) * apart
+        return total
+
+    def gained(self, v: Variable) -> list[tuple[Entries, Variable]]:
+        """Gains, one for every feature, in a sum, and what each multiplies."""
+        if v.number not in self._gains:
+            terms = v.terms if isinstance(v, Combination) else [Term(v, torch.ones((), dtype=F64))]
+            self._gains[v.number] = [
+                (gain, combination(v.sites, v.features, [Term(x, term.coefficient, term.at)]))
+                for term in terms
+                if isinstance(term.variable, Times) and term.variable.at == (None, None)
+                for x, gain in (term.variable.parents, term.variable.parents[::-1])
+                if isinstance(gain, Entries) and gain.mean and not varies(gain.index, [0])
+            ]
+        return self._gains[v.number]
+
+    def _slope_of(self, curve: Curve, change: Variable) -> Slope:
+        key = curve.number, change.number
+        if key not in self._slope:
+            self._slope[key] = slope(curve, change)
+        return self._slope[key]
+
+    def _slopes(self, v: Curve) -> list[Tensor]:
+        """(sites, grid) f' at every level."""
+        base, mean = self.series(v), self.mean(v.inner)
+        shifts = torch.zeros(1, dtype=F64)
+        if base.added is not None and base.added[0].levels is not None:
+            shifts = base.added[1] * (base.added[0].levels - base.added[0].mean)
+        made = []
+        for shift in shifts:
+            with torch.enable_grad():
+                z = (mean + shift)[:, None] + base.deviation[:, None] * _GRID
+                z = z.detach().requires_grad_(True)
+                made.append(torch.autograd.grad(v.function(z).sum(), z)[0])
+        return made
 
     def added(self, v: Variable) -> tuple[Entries, float] | None:
         """Of a sum the parameter in it that is far from Gaussian, and how often it is added."""

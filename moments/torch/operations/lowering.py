@@ -49,6 +49,7 @@ from .variables import (
     joined,
     number,
     of_rows,
+    times,
     varies,
 )
 
@@ -140,7 +141,9 @@ class Lowering:
         tied: tables that a matrix behind them is, too.
         whole: all entries of every parameter, and of every tensor that is made of some.
         coherent: parameters of which one entry acts on all features of a place, or that are used as
-            numbers: their gradients have no law here.
+            numbers: they move norms as well (`scalars`).
+        numbers: these, by name, as what depends on them does.
+        owned: variables whose mean and mean square known numbers are made of, with these.
     """
 
     def __init__(
@@ -163,6 +166,8 @@ class Lowering:
         self.tied: set[str] = set()
         self.whole: dict[str, Tensor] = {}
         self.coherent: set[str] = set()
+        self.numbers: dict[str, Tensor] = {}
+        self.owned: dict[int, tuple[Variable, Tensor, Tensor]] = {}
         for index, value in enumerate(graph.values):
             if value.producer is not None:
                 continue
@@ -490,8 +495,8 @@ class Lowering:
             total = self._rows(total, shape, dim, kept.nonzero()[:, 0], kept.nonzero()[:, 0])
         elif total is None and bool((_tensor(into) != 0).any()):
             raise Unlowered("known numbers to which rows are added")
-        for times in range(int(before.max()) + 1):  # a place may be given several rows
-            rows = (before == times).nonzero()[:, 0]
+        for nth in range(int(before.max()) + 1):  # a place may be given several rows
+            rows = (before == nth).nonzero()[:, 0]
             placed = self._rows(source, shape, dim, rows, at[rows])
             summed = placed if total is None else self._added(total, placed, (1.0, 1.0), shape)
             if summed is None:
@@ -591,7 +596,7 @@ class Lowering:
 
     def _coefficient(self, c: Tensor, x: Field) -> Tensor | None:
         """A known tensor by site and feature of a field; None where it is no function of them."""
-        c = c.detach().to(F64)
+        c = c.to(F64)
         if c.numel() == 1:
             return c.reshape(())
         table = _by_entry(c, x)
@@ -637,7 +642,7 @@ class Lowering:
         if name == "div":
             if isinstance(y, Field) or "rounding_mode" in node.kwargs:
                 return None
-            y = Known(1 / _tensor(y).to(F64))
+            y = Known(1 / self._numbers_of(y).to(F64))
         return self._multiplied(x, y, shape)
 
     def _turned(self, args: list[Any], shape: torch.Size) -> Field | None:
@@ -660,10 +665,38 @@ class Lowering:
         return w.tensor.shape[-1:] == (count,) == x.site.shape[-1:] and varies(x.feature, [-1])
 
     def _numbers_of(self, state: Any) -> Tensor:
-        """The numbers that a tensor has, be they a parameter's."""
-        if isinstance(state, Weights):
-            self.coherent.add(state.root)
-        return _tensor(state)
+        """The numbers that a tensor has, be they a parameter's, on which they depend then."""
+        if not isinstance(state, Weights):
+            return _tensor(state)
+        self.coherent.add(state.root)
+        return self.moving(state)
+
+    def moving(self, w: Weights) -> Tensor:
+        """Numbers of weights as they depend on the parameters that they are made of."""
+        graph, (name, _, made) = self.graph, w.root.partition("#")
+        if made:
+            value = int(made)
+        else:
+            value = next(n for n, v in enumerate(graph.values) if v.params and v.name == name)
+        tensors: dict[int, Tensor] = {}
+        for leaf in graph.leaves(value):
+            if graph.values[leaf].params:
+                tensor = self.graph.tensor(leaf).detach().clone().requires_grad_(True)
+                tensors[leaf] = self.numbers.setdefault(str(graph.values[leaf].name), tensor)
+        for node in graph.makers(value):
+            again(graph, node, tensors, {})
+        return tensors[value].reshape(-1)[w.index]
+
+    def own(self, v: Variable) -> tuple[Tensor, Tensor]:
+        """Mean and mean square (sites,) of a variable; where a parameter is used as a number before
+        it, as what known numbers made of them depend on."""
+        if not self.coherent:
+            return self.laws.mean(v), self.laws.square(v)
+        if v.number not in self.owned:
+            law = self.laws.mean(v), self.laws.square(v)
+            mean, square = (t.detach().clone().requires_grad_(True) for t in law)
+            self.owned[v.number] = v, mean, square
+        return self.owned[v.number][1] * 1.0, self.owned[v.number][2] * 1.0
 
     def _scaled(self, x: Field, c: Tensor) -> Field:
         terms = [Term(x.variable, c)]
@@ -687,12 +720,15 @@ class Lowering:
             x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
             if field is None:
                 return None
-            self._level(field.variable, y, x.variable)
-            return self._sum(x, one, field, other)
+            if not _shared(field.variable):
+                self._level(field.variable, y, x.variable)
+                return self._sum(x, one, field, other)
+            y = _weights_expanded(y, shape)
         numbers = self._numbers_of(y)
         if numbers.is_complex() or numbers.dtype == torch.bool:
             return None
-        if not bool(torch.isfinite(numbers.to(F64)).all()) or float(numbers.abs().max()) > 1e9:
+        largest = float(numbers.detach().to(F64).abs().max())
+        if not largest <= 1e9:
             return None
         numbers = numbers.expand(tuple(shape))
         x, c = self._matched(x, numbers, shape, self._coefficient)
@@ -731,7 +767,7 @@ class Lowering:
                 f, g = one[1], other[1]
                 return Field(_curve(one[0], lambda z: f(z) * g(z)), site, feature)
             if self._independent(a, b):
-                return Field(_times(a, b, (i, j), sites, features), site, feature)
+                return Field(times(a, b, (i, j), sites, features), site, feature)
             return None
         x = _expanded(x, shape)
         few = isinstance(y, Weights) and 1 < y.tensor.numel() < _FEW
@@ -740,7 +776,9 @@ class Lowering:
             if field is None:
                 return None
             a, b = x.variable, field.variable
-            return Field(_times(a, b, (None, None), a.sites, a.features), x.site, x.feature)
+            if not _shared(b):
+                return Field(times(a, b, (None, None), a.sites, a.features), x.site, x.feature)
+            y = _weights_expanded(y, shape)
         numbers = self._numbers_of(y)
         if numbers.is_complex():
             return None
@@ -831,12 +869,13 @@ class Lowering:
             share = number(1.0 / count if name == "mean" else 1.0)
             shape = self._shape(node.outputs[0])
             return [self._pooled(x, axes, share, shape)] if pools else None
-        mean = self.laws.mean(x.variable)[x.site]
+        own = self.own(x.variable)
+        mean = own[0][x.site]
         over = mean.mean(axes, keepdim=True)
         positive = isinstance(x.variable, Square)
         if name == "mean" or (name == "sum" and positive):
             return [self._known(node, 0, over * (count if name == "sum" else 1))]
-        second = self.laws.square(x.variable)[x.site]
+        second = own[1][x.site]
         if name == "sum" and float((mean**2).mean()) * count < 4 * float(second.mean()):
             return None  # noise of the same order as what follows
         if name == "sum":
@@ -902,7 +941,7 @@ class Lowering:
             whole = numbers[x.site].reshape(rows)
             return whole.mean(axes, keepdim=True).expand(rows).reshape(x.site.shape)
 
-        mean, square = over(self.laws.mean(x.variable)), over(self.laws.square(x.variable))
+        mean, square = map(over, self.own(x.variable))
         if not centres:
             return x, (square + epsilon).rsqrt()
         centred = self._added(x, Known(-mean), (1.0, 1.0), x.site.shape)
@@ -924,7 +963,7 @@ class Lowering:
         centred = self._added(x, mean_of, (1.0, -1.0), shape)
         if centred is None:
             return None, torch.ones(())
-        square = self.laws.square(centred.variable)[centred.site].mean()
+        square = self.own(centred.variable)[1][centred.site].mean()
         return centred, (square + args[7]).rsqrt()
 
     # --- several tensors in one -------------------------------------------------------------------
@@ -1145,10 +1184,13 @@ class Lowering:
         sites = rows.unsqueeze(-3).expand(*full[:-2], full[-2], full[-1], k)
         count = c.shape[-2] if c.ndim > 1 else 1
         factors = c.unsqueeze(-2).expand(*full[:-2], count, full[-1], k)
-        code = torch.cat((sites.reshape(-1, k).to(F64), factors.reshape(-1, k)), 1)
-        values, new = torch.unique(code, dim=0, return_inverse=True)
+        sites, factors = sites.reshape(-1, k), factors.reshape(-1, k)
+        code = torch.cat((sites.to(F64), factors.detach()), 1)
+        new = torch.unique(code, dim=0, return_inverse=True)[1]
+        first = torch.zeros(_count(new), dtype=torch.long)
+        first[new] = torch.arange(len(new))
         feature = y.feature.select(-2, 0).unsqueeze(-2).expand(full)
-        made = blend(y.variable, values[:, :k].long(), values[:, k:])
+        made = blend(y.variable, sites[first], factors[first])
         return self._settled(made, new.reshape(full), feature)
 
     def _weighted(self, x: Field | Known, w: Weights, shape: Sequence[int]) -> Field | None:
@@ -1182,7 +1224,7 @@ class Lowering:
             numbers = x.tensor.to(F64)
             sites = numbers.shape[:-1].numel()
             site = torch.arange(sites).reshape(*numbers.shape[:-1], 1).expand(full)
-            known = numbers.reshape(sites, k)
+            known = numbers.detach().reshape(sites, k)
         if matrix is not None:
             feature = torch.arange(full[-1]).expand(full)
             key: object = (w.root, "several")
@@ -1521,7 +1563,7 @@ def _fixed(values: Tensor, source: Known | Weights) -> Fixed:
         gaussian=True,
         alike=False,
         roots=frozenset([("numbers", id(source))]),
-        values=values,
+        values=values.detach(),
     )
 
 
@@ -1536,28 +1578,15 @@ def _curve(inner: Variable, function: Any) -> Curve:
     )
 
 
-def _times(
-    a: Variable, b: Variable, at: tuple[Tensor | None, Tensor | None], sites: int, features: int
-) -> Times:
-    def steady(v: Variable) -> bool:
-        return isinstance(v, Entries) and v.variance <= 1e-3 * v.mean**2
-
-    return Times(
-        sites=sites,
-        features=features,
-        gaussian=(a.gaussian and steady(b)) or (b.gaussian and steady(a)),
-        alike=a.alike and b.alike,
-        roots=a.roots | b.roots,
-        one=a,
-        other=b,
-        at=at,
-    )
-
-
 def _is_part(v: Variable) -> bool:
     if isinstance(v, Combination):
         return any(isinstance(t.variable, Part) for t in v.terms)
     return isinstance(v, Part)
+
+
+def _shared(v: Variable) -> bool:
+    """Whether one entry of a parameter acts on all features of a site."""
+    return isinstance(v, Entries) and v.features > 1 and not varies(v.index, [1])
 
 
 def _padded_axis(gone: Tensor) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from ..running import built, made_at_hand
 from .laws import F64, Replicas
 from .lowering import PLACES, Lowering
 from .sampling import SETTLED
+from .scalars import squared_gradients
 from .variables import Field, Sampled, Square, Variable
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ class Lowered:
         lowering: what every value is.
         replicas: covariances with their derivatives.
         gradient: what derivatives are of, in words.
+        scalars: squared gradients of parameters that are used as numbers, by name.
     """
 
     graph: Graph
@@ -221,6 +223,7 @@ class Lowered:
     lowering: Lowering
     replicas: Replicas
     gradient: str
+    scalars: dict[str, float] = field(default_factory=dict)
 
     @property
     def ids(self) -> Tensor | None:
@@ -247,6 +250,7 @@ class Lowered:
     def left(self) -> list[str]:
         """Parameters whose gradients have no law here."""
         names = {root.partition("#")[0] for root in self.lowering.coherent}
+        names -= self.scalars.keys()
         return [v.name for v in self.graph.values if v.params and v.name in names]
 
     @property
@@ -265,7 +269,7 @@ class Lowered:
             name = root.partition("#")[0]
             if leaf.grad is not None and name in total:
                 total[name] += float(leaf.grad) * self.lowering.sampler.slope(root)
-        return total
+        return total | {n: square for n, square in self.scalars.items() if n in total}
 
 
 def lowered(
@@ -278,10 +282,12 @@ def lowered(
     wider: Mapping[str, tuple[float, ...]] | None = None,
     tokens: int = TOKENS,
     places: int = PLACES,
+    scalars: bool = True,
 ) -> Lowered:
     """Record a pass, make variables of it, and carry a gradient back; arguments as of `predict`.
 
-    `wider`: by parameter and axis, how many times more entries it stands for.
+    `wider`: by parameter and axis, how many times more entries it stands for; `scalars`: with the
+    gradients of parameters that are used as numbers.
     """
     if any(p.is_meta for p in module.parameters()):
         raise MomentsError(
@@ -297,7 +303,7 @@ def lowered(
     try:
         with torch.inference_mode(False), torch.enable_grad():
             lowering = Lowering(graph, draws, seed, wider or {}, places)
-            return _carried_back(lowering, loss, grad_variance)
+            return _carried_back(lowering, loss, grad_variance, scalars)
     except RuntimeError as error:  # shapes of another draw
         if routed := graph.routed():
             raise MomentsError(
@@ -308,7 +314,9 @@ def lowered(
         raise
 
 
-def _carried_back(lowering: Lowering, loss: str | None, grad_variance: float) -> Lowered:
+def _carried_back(
+    lowering: Lowering, loss: str | None, grad_variance: float, scalars: bool
+) -> Lowered:
     """A gradient at the end of a pass, carried back through the laws of its variables."""
     graph = lowering.graph
     end, state = _output(graph, lowering)
@@ -325,9 +333,12 @@ def _carried_back(lowering: Lowering, loss: str | None, grad_variance: float) ->
         if real and isinstance(drawn, Field) and type(drawn.variable) is Sampled:
             lowering.sampler.law(drawn.variable)
     covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
+    kernel = _cotangent(done, state, loss, grad_variance)
     if covariance.requires_grad:
-        covariance.backward(_cotangent(done, state, loss, grad_variance))
+        covariance.backward(kernel)
         done.replicas.collect()
+    if scalars:
+        done.scalars.update(squared_gradients(lowering, state.variable, kernel))
     return done
 
 

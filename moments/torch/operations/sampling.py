@@ -6,7 +6,7 @@ as the module, so that heads' widths are in it; averages over draws carry a Mont
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from .laws import F64, Laws, Replicas
 from .variables import (
     Blend,
     Combination,
+    Drift,
     Entries,
     Field,
     Known,
@@ -163,6 +164,7 @@ class Sampler:
         self._laws: dict[int, tuple[Tensor, Tensor]] = {}
         self._choices: dict[int, Tensor] = {}
         self._shared: dict[int, list[_SharedSource]] = {}
+        self._drifts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def add_square(self, root: str, square: float) -> None:
         """Count a part of a parameter's squared gradient."""
@@ -333,6 +335,50 @@ class Sampler:
         made: Tensor = _Drawn.apply(self, v, value, inside, *below)
         return made
 
+    def drift(self, v: Drift) -> tuple[Tensor, Tensor, Tensor]:
+        """Of how a sampled variable changes, its mean (sites,), its covariance with the variable
+        and its own, (sites, sites)."""
+        if v.number not in self._drifts:
+            plan, graph = self.plan(v.sampled), self.graph
+            groups = [
+                group + [v.changes[u.number] for u in group if u.number in v.changes]
+                for group in plan.groups
+            ]
+            random = self._random(v.sampled)
+            mean, other = torch.zeros(2, v.sites, dtype=F64)
+            crossed, own = torch.zeros(2, v.sites, v.sites, dtype=F64)
+            for _ in range(self.draws):
+                fields, values, moved = self.fields(groups, random), {}, []
+                for value, at in plan.cuts.items():
+                    x = self._spelled(value, fields[at.variable.number][at.site, at.feature])
+                    values[value] = x
+                    change = v.changes.get(at.variable.number)
+                    if change is not None:
+                        y = self._spelled(value, fields[change.number][at.site, at.feature])
+                        moved.append((x.requires_grad_(True), y))
+                for value, y in v.numbers.items():
+                    state = self.states[value]
+                    assert isinstance(state, Known | Weights)
+                    x = state.tensor.detach().to(graph.tensor(value).dtype, copy=True)
+                    values[value] = x.requires_grad_(True)
+                    moved.append((x, y.to(x.dtype)))
+                with torch.enable_grad():
+                    for index in plan.nodes:
+                        again(graph, graph.nodes[index], values, self.states)
+                    x = values[v.sampled.value]
+                    y = pushed(x, moved)
+                x, y = x.detach(), torch.zeros_like(x) if y is None else y
+                x, y = (self.field(v.sampled, {v.sampled.value: t}) for t in (x, y))
+                mean, other = mean + y.mean(1) / self.draws, other + x.mean(1) / self.draws
+                crossed = crossed + y @ x.T / (v.features * self.draws)
+                own = own + y @ y.T / (v.features * self.draws)
+            noise = own.diagonal().mean() / (self.draws * v.features)
+            if (mean**2).mean() < 4 * noise:
+                mean = torch.zeros_like(mean)
+            crossed = crossed - mean[:, None] * other[None]
+            self._drifts[v.number] = mean, crossed, own - mean[:, None] * mean[None]
+        return self._drifts[v.number]
+
     def same_choice(self, route: Variable) -> Tensor:
         """(sites, sites) how often two choices are one."""
         assert isinstance(route, Sampled)
@@ -357,6 +403,12 @@ class Sampler:
         weights = self._weights_inside(v)
         squares: dict[str, float] = {}
         sizes: list[Tensor] = []
+        gains = [
+            (n, gain, x, self.laws.share(x, a))
+            for n, (a, b) in enumerate(pairs)
+            if a is b
+            for gain, x in self.laws.gained(a)
+        ]
         while len(sizes) < self.draws or (
             len(sizes) < MORE * self.draws and _error(sizes) > SETTLED
         ):
@@ -375,6 +427,15 @@ class Sampler:
                 one, other = below[a.number], below[b.number]
                 if one is not None and other is not None and a.features == b.features:
                     totals[n] = totals[n] + one @ other.T
+            for n, gain, x, share in gains:  # of which the gain's gradient is, with its sign
+                a = pairs[n][0]
+                g = below[a.number]
+                if g is not None:
+                    centred = fields[a.number].detach() - self.laws.mean(a)[:, None]
+                    of_x = share[:, None] * centred + self.laws.mean(x)[:, None]
+                    whole = float((g * of_x).sum(0).square().sum())
+                    apart = whole - float((g @ g.T * self.laws.moment(x, x)).sum())
+                    squares[gain.root] = squares.get(gain.root, 0.0) + apart
             ends_of = [g.square().sum() for g in below.values() if g is not None]
             sizes.append(torch.stack(ends_of) if ends_of else torch.ones(1))
         for name, square in squares.items():
@@ -638,6 +699,28 @@ def _factor(v: Variable, origin: Variable) -> float | None:
         return None
     inner = _factor(terms[0].variable, origin)
     return None if inner is None else inner * float(terms[0].coefficient)
+
+
+def pushed(y: Tensor, moved: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """The derivative of a tensor along changes of what it was made of, given as pairs of a tensor
+    and its change: that of its derivative backwards, which is linear; None where it has none."""
+    if not y.requires_grad:
+        return None
+    back = torch.zeros_like(y, requires_grad=True)
+    leaves = [x for x, _ in moved]
+    received = torch.autograd.grad(
+        y, leaves, back, create_graph=True, retain_graph=True, allow_unused=True
+    )
+    parts = [
+        (got * change).sum()
+        for got, (_, change) in zip(received, moved, strict=True)
+        if got is not None and got.requires_grad
+    ]
+    if not parts:
+        return None
+    total = torch.stack(parts).sum()
+    (made,) = torch.autograd.grad(total, back, retain_graph=True, allow_unused=True)
+    return None if made is None else made.detach()
 
 
 def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int) -> Tensor:

@@ -101,20 +101,34 @@ class Fixed(Variable):
 @dataclass
 class Term:
     """One summand: a coefficient, a number, (sites, 1) or (sites, features), times a variable whose
-    sites are gathered; site -1 is zero, None every site in order."""
+    sites are gathered; site -1 is zero, None every site in order.
+
+    `moving`: the coefficient with what it depends on, where that is a parameter used as a number.
+    """
 
     variable: Variable
     coefficient: Tensor
     at: Tensor | None = None
+    moving: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.coefficient.requires_grad:
+            self.moving, self.coefficient = self.coefficient, self.coefficient.detach()
 
 
 @dataclass(eq=False, kw_only=True)
 class Combination(Variable):
-    """A sum of terms, and a shift (sites, 1); `through` a larger one that has these features."""
+    """A sum of terms, and a shift (sites, 1), `moving` as of a term; `through` a larger one that
+    has these features."""
 
     terms: list[Term]
     shift: Tensor | None = None
     through: tuple[Combination, Tensor] | None = None
+    moving: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.shift is not None and self.shift.requires_grad:
+            self.moving, self.shift = self.shift, self.shift.detach()
 
     @property
     def parents(self) -> tuple[Variable, ...]:
@@ -128,10 +142,16 @@ class Combination(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Blend(Variable):
-    """Sums over the sites of a variable: known numbers (sites, its sites) times it."""
+    """Sums over the sites of a variable: known numbers (sites, its sites), `moving` as of a term,
+    times it."""
 
     inner: Variable
     mixing: Tensor
+    moving: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.mixing.requires_grad:
+            self.moving, self.mixing = self.mixing, self.mixing.detach()
 
     @property
     def parents(self) -> tuple[Variable, ...]:
@@ -175,6 +195,18 @@ class Curve(Variable):
 
 
 @dataclass(eq=False, kw_only=True)
+class Slope(Variable):
+    """How a curve f(x) changes where x does by y, jointly Gaussian with x: f'(x) y."""
+
+    curve: Curve
+    change: Variable
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return self.curve, self.change
+
+
+@dataclass(eq=False, kw_only=True)
 class Times(Variable):
     """Two independent variables, entry by entry; `at` gathers the sites of each."""
 
@@ -212,6 +244,20 @@ class Sampled(Variable):
     """
 
     value: int
+
+
+@dataclass(eq=False, kw_only=True)
+class Drift(Variable):
+    """How a sampled variable changes: with changes of Gaussian variables under it, by their number,
+    and of known numbers and parameters on the way, by their recorded value."""
+
+    sampled: Sampled
+    changes: dict[int, Variable]
+    numbers: dict[int, Tensor]
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return self.sampled, *self.changes.values()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -292,7 +338,8 @@ def combination(
         same = term.at is None or (
             term.variable.sites == sites and torch.equal(term.at, torch.arange(sites))
         )
-        once = term.coefficient.numel() == 1 and float(term.coefficient) == 1.0
+        c = term.coefficient
+        once = c.numel() == 1 and float(c) == 1.0 and term.moving is None
         if same and once and term.variable.features == features:
             return term.variable
     return Combination(
@@ -304,6 +351,38 @@ def combination(
         alike=features == 1
         or all(t.variable.alike and t.coefficient.shape[-1:] != (features,) for t in terms),
         roots=frozenset().union(*(t.variable.roots for t in terms)),
+    )
+
+
+def slope(curve: Curve, change: Variable) -> Slope:
+    """How a curve changes."""
+    return Slope(
+        sites=curve.sites,
+        features=curve.features,
+        alike=curve.alike and change.alike,
+        roots=curve.roots | change.roots,
+        curve=curve,
+        change=change,
+    )
+
+
+def times(
+    a: Variable, b: Variable, at: tuple[Tensor | None, Tensor | None], sites: int, features: int
+) -> Times:
+    """Two independent variables, entry by entry."""
+
+    def steady(v: Variable) -> bool:
+        return isinstance(v, Entries) and v.variance <= 1e-3 * v.mean**2
+
+    return Times(
+        sites=sites,
+        features=features,
+        gaussian=(a.gaussian and steady(b)) or (b.gaussian and steady(a)),
+        alike=a.alike and b.alike,
+        roots=a.roots | b.roots,
+        one=a,
+        other=b,
+        at=at,
     )
 
 
@@ -353,7 +432,8 @@ class Parts:
             sizes = {t.variable.features for t in whole.terms}
             if sizes <= {1, whole.features}:
                 terms = [self._cut(term, chosen, whole.features) for term in whole.terms]
-                part = combination(whole.sites, len(chosen), terms, whole.shift)
+                shift = whole.shift if whole.moving is None else whole.moving
+                part = combination(whole.sites, len(chosen), terms, shift)
                 if isinstance(part, Combination) and not whole.by_feature:
                     part.through = whole, chosen
                 return part
@@ -371,7 +451,8 @@ class Parts:
         )
 
     def _cut(self, term: Term, chosen: Tensor, features: int) -> Term:
-        variable, coefficient = term.variable, term.coefficient
+        variable = term.variable
+        coefficient = term.coefficient if term.moving is None else term.moving
         if variable.features == features:
             variable = self.of(variable, chosen)
         if coefficient.ndim == 2 and coefficient.shape[1] == features > 1:
@@ -395,13 +476,15 @@ def _curve_of_sum(
 ) -> tuple[Variable, Callable[[Tensor], Tensor]] | None:
     inner = []
     for term in variable.terms:
-        plain = term.at is None and term.coefficient.ndim == 0
+        plain = term.at is None and term.coefficient.ndim == 0 and term.moving is None
         own = curve_of(term.variable) if plain else None
         if own is None or term.variable.features != variable.features:
             return None
         inner.append((term.coefficient, *own))
     shift = variable.shift
     if shift is not None and not bool((shift == shift[0, 0]).all()):
+        return None
+    if variable.moving is not None:
         return None
     if len({base.number for _, base, _ in inner}) > 1:
         return None
