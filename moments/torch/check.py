@@ -29,7 +29,6 @@ from ..show.findings import Finding, Report, Row
 from ..show.health import Seen, first_off, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
-from .advice import advise
 from .alike import BIDIRECTIONAL
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
@@ -48,8 +47,7 @@ from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten
 from .measure import Loss, measure
-from .open_check import NotRead, check_open, not_read, random_outcome
-from .promised import FAR, check_promised
+from .open_check import FAR, NotRead, check_open, check_promised, not_read, random_outcome
 from .roles import (
     block_of,
     gathered,
@@ -65,7 +63,7 @@ from .running import (
     grouped,
 )
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
-from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings
+from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings, advise
 
 FEW_ROWS = 64
 """Tokens up to which rows that are not alike are predicted one by one."""

@@ -17,12 +17,11 @@ from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from .anatomy import anatomy_of
-from .architecture import promised_by
+from .architecture import check_sizes, promised_by
 from .assumptions import WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .checkpoints import drawn, is_meta, opened
 from .dataflow import ModuleReading, read
 from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer, near
-from .departures import check_sizes
 from .entries import EntryMoments
 from .expectation import OUTSIDE, model_of_stack
 from .roles import (

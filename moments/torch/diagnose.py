@@ -21,7 +21,6 @@ from ..show.diagnosis import TOKENS, diagnose_case, say
 from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
 from ..show.findings import Report
-from .advice import advise
 from .anatomy import anatomy_of, as_drawn
 from .architecture import promised_by
 from .assumptions import Copies, copy_notes, shuffle, shuffled
@@ -40,6 +39,7 @@ from .measure import Loss, measure
 from .roles import ENCODER
 from .running import as_named, at_hand, built
 from .tensors import Checked, Tensors, unchecked
+from .weight_findings import advise
 
 LARGE = 1e10
 """Parameters times tokens times draws from which a diagnosis tells how far it is."""
