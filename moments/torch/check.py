@@ -40,7 +40,7 @@ from .batches import (
     measured_moments,
 )
 from .checkpoints import opened
-from .dataflow.reading import ModuleReading, in_every_layer, random_part
+from .dataflow.reading import in_every_layer, random_part
 from .describe import broken, described_as
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entries import EntryMoments
@@ -145,7 +145,13 @@ class Checking:
             drawn = {"weights": self.promised.weights, "biases": self.promised.biases}
             if self.promised.encoder is None and own.encoder is None:
                 self.promised = own.replace(**drawn)
-        read = architecture_read(module, batch, self.reading, self.promised)
+        read = self.reading.model or self.promised
+        if read is None:
+            said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
+            count = len(self.roles.unidentified)
+            reasons = [*dict.fromkeys(self.reading.reasons)]
+            reasons += [f"{count} parameters of unknown role"] * bool(count)
+            raise not_read(module, batch, f"{said}: {'; '.join(reasons)}")
         example = self.reading.example
         self.inputs = inputs_for(module, self.roles, self.promised or read, batch, loss, example)
         self.measurement = self._measured(batch is None)
@@ -723,9 +729,6 @@ class Checking:
         return tuple(dict.fromkeys(phrases))
 
 
-# --- the module as it stands ----------------------------------------------------------------------
-
-
 def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Finding:
     return Finding("warning", "norm placement", names, (layer,), 0.0, 1.0, why, PRE_OR_POST)
 
@@ -737,19 +740,3 @@ def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Finding:
     if tied:
         mend = "give the head a matrix: head.weight = nn.Parameter(tokens.weight.detach().clone())"
     return Finding("error", f"{kind} head", names, reason=why, mend=mend)
-
-
-def architecture_read(
-    module: nn.Module, batch: Any, reading: ModuleReading, promised: Transformer | None
-) -> Transformer:
-    """What the module is by one pass, or else what it promises."""
-    model = reading.model or promised
-    if model is None:
-        said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
-        count = len(reading.roles.unidentified)
-        why = [
-            *dict.fromkeys(reading.reasons),
-            *[f"{count} parameters of unknown role"] * bool(count),
-        ]
-        raise not_read(module, batch, f"{said}: {'; '.join(why)}")
-    return model
