@@ -12,7 +12,7 @@ import moments
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from moments.torch.promised import NEAR  # noqa: E402
+from moments.torch.open_check import NEAR  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,

@@ -31,7 +31,7 @@ from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
 from .findings import Finding, Report, Row, streamed
 from .precision import FORMATS, precision
-from .recognition import Weight, WeightRule, in_words, recognise, weights_of
+from .recognition import Weight, in_words, recognise, weights_of
 from .verdict import NAMES, choices, times
 
 if TYPE_CHECKING:
@@ -740,13 +740,13 @@ def check_declared(
     reading = recognise(weights, model)
     seen = Seen(prediction, None, {}, meant or model)
     findings, said = rules(seen)
-    findings += _otherwise(weights, meant)
+    findings += () if meant is None else _wrong(weights, meant)
     words = reading.title
     if reading.left:
         left = ", ".join(reading.roles_left())
         words = f"{words}, but for {left}" if reading.share >= 0.5 else "of no published scheme"
     if reading.meant is not None:
-        findings.insert(0, _slipped(reading, weights))
+        findings = [*_wrong(weights, reading.meant, reading.title), *findings]
     return Report(
         source=name,
         scheme=words,
@@ -759,42 +759,23 @@ def check_declared(
     )
 
 
-def _off(weights: Sequence[Weight], meant: Transformer) -> Iterator[tuple[Weight, float]]:
-    """Matrices that are not of their variance, and what that is."""
+def _wrong(weights: Sequence[Weight], meant: Transformer, slip: str = "") -> Iterator[Finding]:
+    """Matrices that are not of their variance, by name; together where one `slip` explains them."""
+    groups: dict[str, list[tuple[Weight, float]]] = {}
     for w in weights:
         wanted = float(getattr(meant.layer_weights(w.layer), w.name))
         if not w.is_of(wanted):
-            yield w, wanted
-
-
-def _slipped(reading: WeightRule, weights: Sequence[Weight]) -> Finding:
-    assert reading.meant is not None
-    off = list(_off(weights, reading.meant))
-    return Finding(
-        "warning",
-        "wrong variance",
-        tuple(dict.fromkeys(w.name for w, _ in off)),
-        tuple(sorted({w.layer for w, _ in off})),
-        off[0][0].variance,
-        off[0][1],
-        reading.title,
-        f"draw them as {in_words(reading.meant)}",
-    )
-
-
-def _otherwise(weights: Sequence[Weight], meant: Transformer | None) -> Iterator[Finding]:
-    groups: dict[str, list[tuple[Weight, float]]] = {}
-    for w, wanted in () if meant is None else _off(weights, meant):
-        groups.setdefault(w.name, []).append((w, wanted))
-    for name, group in groups.items():
+            groups.setdefault(slip or w.name, []).append((w, wanted))
+    for group in groups.values():
         weight, wanted = group[0]
+        more = f"{times(weight.variance, wanted):.3g} times the scheme's variance"
         yield Finding(
             "warning",
             "wrong variance",
-            (name,),
-            tuple(w.layer for w, _ in group),
+            tuple(dict.fromkeys(w.name for w, _ in group)),
+            tuple(sorted({w.layer for w, _ in group})),
             weight.variance,
             wanted,
-            f"{name} has {times(weight.variance, wanted):.3g} times the scheme's variance",
-            f"draw it with std {math.sqrt(wanted):.3g}",
+            slip or f"{weight.name} has {more}",
+            f"draw them as {in_words(meant)}" if slip else f"draw it with std {wanted**0.5:.3g}",
         )

@@ -29,7 +29,6 @@ from ..show.findings import Finding, Report, Row
 from ..show.health import Seen, first_off, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
-from .advice import advise
 from .alike import BIDIRECTIONAL
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
@@ -41,15 +40,14 @@ from .batches import (
     measured_moments,
 )
 from .checkpoints import opened
-from .dataflow.reading import ModuleReading, in_every_layer, random_part
+from .dataflow.reading import in_every_layer, random_part
 from .describe import broken, described_as
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entries import EntryMoments
 from .expectation import model_of
 from .factory import seen_of, unwritten
 from .measure import Loss, measure
-from .open_check import NotRead, check_open, not_read, random_outcome
-from .promised import FAR, check_promised
+from .open_check import FAR, NotRead, check_open, check_promised, not_read, random_outcome
 from .roles import (
     block_of,
     gathered,
@@ -65,7 +63,7 @@ from .running import (
     grouped,
 )
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
-from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings
+from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings, advise
 
 FEW_ROWS = 64
 """Tokens up to which rows that are not alike are predicted one by one."""
@@ -147,7 +145,13 @@ class Checking:
             drawn = {"weights": self.promised.weights, "biases": self.promised.biases}
             if self.promised.encoder is None and own.encoder is None:
                 self.promised = own.replace(**drawn)
-        read = architecture_read(module, batch, self.reading, self.promised)
+        read = self.reading.model or self.promised
+        if read is None:
+            said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
+            count = len(self.roles.unidentified)
+            reasons = [*dict.fromkeys(self.reading.reasons)]
+            reasons += [f"{count} parameters of unknown role"] * bool(count)
+            raise not_read(module, batch, f"{said}: {'; '.join(reasons)}")
         example = self.reading.example
         self.inputs = inputs_for(module, self.roles, self.promised or read, batch, loss, example)
         self.measurement = self._measured(batch is None)
@@ -725,9 +729,6 @@ class Checking:
         return tuple(dict.fromkeys(phrases))
 
 
-# --- the module as it stands ----------------------------------------------------------------------
-
-
 def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Finding:
     return Finding("warning", "norm placement", names, (layer,), 0.0, 1.0, why, PRE_OR_POST)
 
@@ -739,19 +740,3 @@ def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Finding:
     if tied:
         mend = "give the head a matrix: head.weight = nn.Parameter(tokens.weight.detach().clone())"
     return Finding("error", f"{kind} head", names, reason=why, mend=mend)
-
-
-def architecture_read(
-    module: nn.Module, batch: Any, reading: ModuleReading, promised: Transformer | None
-) -> Transformer:
-    """What the module is by one pass, or else what it promises."""
-    model = reading.model or promised
-    if model is None:
-        said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
-        count = len(reading.roles.unidentified)
-        why = [
-            *dict.fromkeys(reading.reasons),
-            *[f"{count} parameters of unknown role"] * bool(count),
-        ]
-        raise not_read(module, batch, f"{said}: {'; '.join(why)}")
-    return model

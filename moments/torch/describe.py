@@ -17,12 +17,11 @@ from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from .anatomy import anatomy_of
-from .architecture import promised_by
+from .architecture import check_sizes, promised_by
 from .assumptions import WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .checkpoints import drawn, is_meta, opened
-from .dataflow import ModuleReading, read
+from .dataflow import read
 from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer, near
-from .departures import check_sizes
 from .entries import EntryMoments
 from .expectation import OUTSIDE, model_of_stack
 from .roles import (
@@ -85,17 +84,22 @@ def describe(
     model = architecture
     if model is None and hasattr(module, "config"):
         model = promised_by(module, seq_len)
-    if model is None:
-        own = batch is None and seq_len is None
-        reading = anatomy_of(module, own=True) if own else read(module, batch, seq_len)
-        return _of_reading(module, reading, lost)
-    reading = anatomy_of(module, batch)
-    read_of = Tensors.of(module, reading)
-    held = described_as(model, read_of)
-    for note in broken(read_of):
-        warnings.warn(note, ValidityWarning, stacklevel=2)
+    own = model is None and batch is None and seq_len is None
+    if model is None and not own:
+        reading = read(module, batch, seq_len)
+    else:
+        reading = anatomy_of(module, batch, own=own)
+    tensors = Tensors.of(module, reading)
     unplaced = tuple(f"{name}{NO_ROLE}" for name in reading.roles.unidentified)
-    return Description(module, held, reading.roles, unplaced, reading.sites, lost)
+    notes = lost
+    if model is None:  # what one pass shows
+        model, unplaced = reading.model, (*reading.reasons, *unplaced)
+        notes = (*reading.doubts, *lost)
+    else:
+        model = described_as(model, tensors)
+    for note in broken(tensors):
+        warnings.warn(note, ValidityWarning, stacklevel=2)
+    return Description(module, model, reading.roles, unplaced, reading.sites, notes)
 
 
 def described_as(model: Transformer, read: Tensors) -> Transformer:
@@ -177,15 +181,6 @@ class Description:
             layered = any(1 <= r.layer <= self.found.layers for r in roles)
             lines.setdefault(layer_pattern(name) if layered else name, role)
         return [f'"{pattern}": "{role}",' for pattern, role in lines.items()]
-
-
-def _of_reading(module: nn.Module, reading: ModuleReading, lost: tuple[str, ...]) -> Description:
-    """What one pass shows; `lost`: what nothing in the module says."""
-    for note in broken(Tensors.of(module, reading)):
-        warnings.warn(note, ValidityWarning, stacklevel=3)
-    unknown = (f"{name}{NO_ROLE}" for name in reading.roles.unidentified)
-    of = reading.model, reading.roles, (*reading.reasons, *unknown), reading.sites
-    return Description(module, *of, (*reading.doubts, *lost))
 
 
 def weight_statistics(module: nn.Module) -> pandas.DataFrame:

@@ -21,7 +21,6 @@ from ..show.diagnosis import TOKENS, diagnose_case, say
 from ..show.differences import Case, Feature, differences
 from ..show.expected import TOLERANCE
 from ..show.findings import Report
-from .advice import advise
 from .anatomy import anatomy_of, as_drawn
 from .architecture import promised_by
 from .assumptions import Copies, copy_notes, shuffle, shuffled
@@ -40,6 +39,7 @@ from .measure import Loss, measure
 from .roles import ENCODER
 from .running import as_named, at_hand, built
 from .tensors import Checked, Tensors, unchecked
+from .weight_findings import advise
 
 LARGE = 1e10
 """Parameters times tokens times draws from which a diagnosis tells how far it is."""
@@ -103,7 +103,11 @@ def diagnose(
     described = promised_by(target, measurement.seq_len)
     read = as_drawn(reading) if described is None else described
     if plan is None and described is None:
-        raise _meant(read)
+        raise DomainError(
+            "nothing in the module says how it is meant to be drawn: pass the plan that it should "
+            "follow, such as moments.torch.describe(module).model with other weights, or the name "
+            "of a scheme"
+        )
     declared = at_length(described if plan is None else model_of(plan, read, options), measurement)
     if declared.layers != measurement.layers:
         raise domain_error("layers of the plan", declared.layers, f"{measurement.layers}")
@@ -168,35 +172,6 @@ def _large(module: nn.Module, batch: Any, seeds: int) -> bool:
     given = batch.values() if isinstance(batch, Mapping) else [batch]
     tokens = max((int(np.prod(np.shape(v)[:2])) for v in given if np.ndim(v) >= 2), default=1)
     return seeds * tokens * sum(int(p.numel()) for p in module.parameters()) > float(LARGE)
-
-
-def _meant(read: Transformer | None) -> DomainError:
-    """What to pass for a module that does not say how it is meant to be drawn."""
-    remedy = "" if read is None else f": {_written(read)}, or the name of a scheme"
-    return DomainError(
-        "nothing in the module says how it is meant to be drawn: pass the plan that it is meant "
-        f"to follow{remedy}"
-    )
-
-
-def _written(model: Transformer) -> str:
-    """A declaration as one types it: what is not a default, but for weights, tables and head."""
-    left = ("weights", "biases", "embedding", "head", "encoder")
-    words = [
-        f"{field.name}={_typed(value)}"
-        for field in dataclasses.fields(model)
-        if field.init and field.name not in left
-        if (value := getattr(model, field.name)) != field.default
-    ]
-    rest = "weights=moments.Weights(...), embedding=moments.Embedding(...), head=moments.Head(...)"
-    return f"moments.Transformer({', '.join(words)}, {rest})"
-
-
-def _typed(value: Any) -> str:
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    entries = (f"{f.name}={getattr(value, f.name)!r}" for f in dataclasses.fields(value) if f.init)
-    return f"moments.{type(value).__name__}({', '.join(entries)})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ from ..formulas.checks import check_choice, check_count
 from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from ..simulation.parameters import draw
-from .architecture import Fitted, fitted
-from .departures import phrase_of
+from .architecture import Fitted, fitted, phrase_of
 from .expectation import Scales, expected_variance, scales_of
 from .roles import ModuleBranch, ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows

@@ -16,10 +16,9 @@ from ..model.weights import MATRICES
 from ..show.expected import tail_probability
 from ..show.findings import Finding, Row
 from ..show.outliers import odd_layers
-from .architecture import promised_by
+from .architecture import departures, phrase_of, promised_by
 from .assumptions import Copies, copies, copy_findings
 from .dataflow import ModuleReading
-from .departures import departures, phrase_of
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
 from .roles import (
