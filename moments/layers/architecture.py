@@ -35,13 +35,13 @@ from ..model.mixers import (
 from ..model.placement import BUILT_IN
 from ..model.transformer import Transformer
 from ..model.values import Values
-from .attention.gates import GatedHeads
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .by_law import LawLeaf
 from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
 from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
+from .product import Product
 
 
 @functools.lru_cache(maxsize=32)
@@ -496,7 +496,7 @@ class Blocks:
             )
         )
         each = 1.0 if model.attention_gate == "elementwise" else float(model.d_head or 0)
-        return GatedHeads(heads, gate, each)
+        return Product(heads, gate, each)
 
     def cross(self) -> Chain:
         """Attention to the encoder's output, its projection and dropout."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,9 +36,9 @@ from ..engine.state import (
     ratio_or_zero,
 )
 from ..engine.trace import Record
-from ..formulas.algebra import Keeping
+from ..formulas.algebra import Keeping, number_system
 from ..formulas.gated import gated
-from ..formulas.law import ComponentLaws, Law
+from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
 from .elementary import Linear, concentration, faintly
 
@@ -118,7 +117,7 @@ class GatedLinear(Leaf):
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         (inner, factor), *backs = self._entering(signal)
         laws = gated(self.activation).under("refined")
-        algebra = signal.algebra if signal.kernel.classes is None else Keeping()
+        kept = None if signal.kernel.classes is None else Keeping()
         one, two = bind(inner, {})
         one = one | {"factor_variance": factor.kernel.diagonal}
         two = two | {"factor_covariance": factor.kernel.off_diagonal}
@@ -126,7 +125,8 @@ class GatedLinear(Leaf):
         if moved is not None:
             with observed(None):  # laws are shown at the mean
                 sides = self._at_pairs(moved.above), self._at_pairs(moved.below)
-        values = _Values(laws, algebra, one, two, sides)
+        values = _Values(self.activation, kept, one, two, sides)
+        algebra = values.algebra
         variance, ends = evaluate(laws["variance"], algebra, one), values.at_ends("covariance")
         kernel = Kernel.joined(variance, 0.5 * (ends[0] + ends[1]), signal.resolved)
         kurtosis = faintly(laws["kurtosis"], algebra, one)
@@ -318,19 +318,25 @@ class _Values(NamedTuple):
     """Values of the laws' symbols: for a token, for a pair, and at the two overlaps of a pair that
     are averaged (`engine.fluctuation.moved_overlaps`)."""
 
-    laws: Mapping[str, Law]
-    algebra: Any
+    activation: ComponentLaws
+    kept: Keeping | None
     one: Values
     two: Values
     sides: tuple[Values, Values] | None
 
+    @property
+    def algebra(self) -> Any:
+        return number_system(self.one["x_variance"]) if self.kept is None else self.kept
+
     def at_ends(self, quantity: str, **more: Array) -> tuple[Array, Array]:
         """A law of a pair at its two overlaps."""
-        return evaluate_sides(self.laws[quantity], self.algebra, self.two | more, self.sides)
+        law = gated(self.activation).law(quantity)
+        return evaluate_sides(law, self.algebra, self.two | more, self.sides)
 
     def sent(self, quantities: tuple[str, str], gradient: Kernel) -> Kernel:
         """The gradient at a factor."""
         given = {"grad_variance": gradient.diagonal}
-        diagonal = evaluate(self.laws[quantities[0]], self.algebra, self.one | given)
+        law = gated(self.activation).law(quantities[0])
+        diagonal = evaluate(law, self.algebra, self.one | given)
         above, below = self.at_ends(quantities[1], grad_covariance=gradient.off_diagonal)
         return Kernel.joined(diagonal, 0.5 * (above + below), gradient.resolved)

@@ -14,72 +14,49 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.composition import Chain, Component, Pulled, Residual
-from ..engine.directions import knows_directions, realigned
-from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, bind
+from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run
 from ..formulas.activation import activation_laws
-from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
 from ..formulas.normalization import RMSNORM
 from ..model.per_layer import PerLayerEmbedding
 from ..model.transformer import Transformer
 from ..model.values import ROWS
-from .attention.gates import at_pairs
-from .elementary import Activation, Linear, faintly
+from .elementary import Activation, Linear
 from .normalization import FiniteNormalization
+from .product import Product
 
 
 @dataclass(frozen=True)
-class GatedRows(Component):
-    """f(W_g x) * p.
+class ReadRows(Component):
+    """p, whatever enters.
 
     Attributes:
-        gate: gives the former, of the stream.
         context: gives N(W_p x_0), of what entered layer 1.
-        laws: of the activation f.
         declared: scale and variance of the rows.
     """
 
-    gate: Component
     context: Component
-    laws: ComponentLaws
     declared: PerLayerEmbedding
-    label: str = "per_layer.product"
+    label: str = ""
 
     def propagate(self, signal: Signal, run: Run) -> Record:
-        gate = self.gate.propagate(signal, run)
         context = self.context.propagate(run.kept[0], run)
         of, rows = self.declared, run.kept[ROWS]
-        read = context.output.kernel.mixed(0.5, rows, 0.5 * of.scale**2 * of.table_variance)
-        kernel = gate.output.second_moment() * read
+        kernel = context.output.kernel.mixed(0.5, rows, 0.5 * of.scale**2 * of.table_variance)
         output = Signal(kernel, signal.seq_len, 0.0 * kernel.diagonal, float(of.width))
         if signal.fluctuation is not None:
-            # what is read is Gaussian, and the gates are not
-            kurtosis = 3.0 * gate.output.kurtosis
-            drawn = kernel * kernel
-            one = drawn.lift((kurtosis - 1.0) / of.width)[0]
-            drawn = drawn.weighted(one, at_pairs(drawn, one))
-            output = output.replace(kurtosis=kurtosis, fluctuation=Fluctuation(drawn, drawn))
-        passed = gate, context
-        return run.passed(Record(self, run.layer, signal, output, passed, (read, rows)))
+            drawn = Fluctuation.of_gaussian(kernel, output.width)
+            output = output.replace(fluctuation=drawn._replace(overlaps=drawn.norms))
+        return Record(self, run.layer, signal, output, (context,), rows)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
-        (gate, context), (read, rows) = record.children, record.pullback
-        grad_out, length = gradient.kernel, gradient.seq_len
-        of_rows = (grad_out * gate.output.second_moment()).scaled(0.5)
-        at_gate = grad_out * read
-        if record.input.fluctuation is not None and knows_directions(gradient):
-            entering = gate.children[0].output
-            law, (of_one, _) = self.laws.under("refined")["alignment"], bind(entering, {})
-            slopes = faintly(law, entering.algebra, of_one)
-            at_gate = realigned(at_gate, record.output, gradient, 3.0 * slopes)
-            of_rows = realigned(of_rows, record.output, gradient, gate.output.kurtosis)
-        gate = gate.backward(Gradient(at_gate, length), run)
-        context = context.backward(Gradient(of_rows, length), run)
+        kernel = gradient.kernel.scaled(0.5)
+        context = record.children[0].backward(gradient.with_kernel(kernel), run)
         run.send(0, context.grad_in.kernel)
-        pulled = Pulled(gate.grad_in, functools.partial(self._table, of_rows * rows, length))
-        return record.completed(gradient, gate.grad_in, (gate, context), pulled)
+        nothing = Gradient(kernel.scaled(0.0), gradient.seq_len)
+        weights = functools.partial(self._table, kernel * record.pullback, gradient.seq_len)
+        return record.completed(gradient, nothing, (context,), Pulled(nothing, weights))
 
     def _table(self, alike: Kernel, length: int) -> Mapping[str, Array]:
         of = self.declared
@@ -87,7 +64,7 @@ class GatedRows(Component):
 
     @property
     def children(self) -> tuple[Component, ...]:
-        return self.gate, self.context
+        return (self.context,)
 
 
 def per_layer(model: Transformer, post_norm: Component) -> Residual:
@@ -112,6 +89,7 @@ def per_layer(model: Transformer, post_norm: Component) -> Residual:
         affine=model.norm_affine,
     )
     context = Chain((linear("per_layer.projection", "per_layer_projection"), norm))
-    rows: Any = GatedRows(gate, context, laws, of)
-    branch = Chain((rows, linear("per_layer.out", "per_layer_output"), post_norm))
+    rows: Any = ReadRows(context, of)
+    product = Product(rows, gate, label="per_layer.product", laws=laws)
+    branch = Chain((product, linear("per_layer.out", "per_layer_output"), post_norm))
     return Residual(branch, label="per_layer.sum")

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..layers.attention.gates import GatedHeads
 from ..layers.attention.latent import LatentHeads
 from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.elementary import LayerScale
 from ..layers.experts.mixture import Mixture
+from ..layers.product import Product
 from ..layers.recurrent.leaf import Mixer
 from .change import Array, Change, Overlaps
 from .drawn import Block, copies, routed_apart
@@ -178,7 +178,7 @@ _FOLLOWED: dict[type, Any] = {
     Mixer: drawn,
     SelfAttention: drawn,
     CrossAttention: drawn,
-    GatedHeads: drawn,
+    Product: drawn,
     LatentHeads: latent,
     Mixture: mixture,
 }

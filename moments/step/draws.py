@@ -21,12 +21,12 @@ from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.derivative import pullback
 from ..engine.response import sum_of
 from ..formulas.algebra import NUMPY
-from ..layers.attention.gates import GatedHeads
 from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.elementary import Activation, Dropout, Linear, Scale
 from ..layers.gated import GatedLinear
 from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
+from ..layers.product import Product
 from ..layers.recurrent.leaf import Mixer
 from .change import Array, over, resolved
 from .ends import Words
@@ -185,7 +185,7 @@ class Draws:
                 lambda delta: sum_of([back(delta) for _, back, _ in found]),
                 found[-1][2],
             )
-        inside = isinstance(part, GatedHeads)  # whose own sites are passed by
+        inside = isinstance(part, Product)  # whose own sites are passed by
         leaving = next(p for p in self._points if not inside or p.name.endswith(part.label))
         y, back = self.leaf(part, x, at, leaving)
         return y, back, leaving
@@ -315,7 +315,7 @@ class Draws:
 
     @leaf.register(SelfAttention)
     @leaf.register(CrossAttention)
-    @leaf.register(GatedHeads)
+    @leaf.register(Product)
     @leaf.register(Mixer)
     def drawn(self, leaf: Any, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
         crossed = isinstance(leaf, CrossAttention)

@@ -11,7 +11,6 @@ import numpy as np
 from ..engine.laws import LawMatrix
 from ..engine.state import Gradient, Kernel
 from ..errors import DomainError
-from ..layers.attention.gates import GatedHeads
 from ..layers.attention.latent import LatentHeads
 from ..layers.attention.projections import over_all_heads
 from ..layers.attention.self_attention import CrossAttention, SelfAttention
@@ -19,6 +18,7 @@ from ..layers.elementary import Activation, Linear
 from ..layers.experts.mixture import Mixture
 from ..layers.gated import GatedLinear
 from ..layers.normalization import FiniteNormalization
+from ..layers.product import Product
 from ..layers.recurrent.leaf import Mixer
 from ..layers.recurrent.mixers import HEADS
 from ..model.mixers import ShortConvolution
@@ -95,16 +95,16 @@ def mixer_block(leaf: Mixer, reading: Reading, entering: Site, leaving: Site, *_
 
 @block_of.register(SelfAttention)
 @block_of.register(CrossAttention)
-@block_of.register(GatedHeads)
+@block_of.register(Product)
 def attention_block(
-    leaf: SelfAttention | CrossAttention | GatedHeads,
+    leaf: SelfAttention | CrossAttention | Product,
     reading: Reading,
     entering: Site,
     leaving: Site,
     memory: Site | None = None,
 ) -> Block:
-    gates = leaf if isinstance(leaf, GatedHeads) else None
-    heads: Any = leaf if gates is None else gates.heads
+    gates = leaf if isinstance(leaf, Product) else None
+    heads: Any = leaf if gates is None else gates.first
     if not isinstance(heads, SelfAttention | CrossAttention):
         raise DomainError(f"the first step does not cover gates on {type(heads).__name__}")
     there = entering if memory is None else memory

@@ -42,7 +42,6 @@ from ..engine.response import sum_of
 from ..errors import DomainError, ValidityWarning
 from ..files import Serialised, as_frame
 from ..formulas.checks import check_choice, check_count
-from ..layers.attention.gates import GatedHeads
 from ..layers.attention.latent import LatentHeads
 from ..layers.attention.self_attention import SelfAttention
 from ..layers.elementary import Activation, Dropout, LayerScale, Linear, Scale
@@ -50,6 +49,7 @@ from ..layers.experts.mixture import Mixture
 from ..layers.gated import GatedLinear
 from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
+from ..layers.product import Product
 from ..layers.recurrent.leaf import Mixer
 from ..model.mixers import GatedDeltaNet, LinearAttention
 from .drawn import Block, copies, entrywise
@@ -486,7 +486,7 @@ class Hessian:
                 lambda delta: sum_of([back(delta) for (_, back), *_ in both]),
             )
             return step, both[-1][1], sum_of([y for *_, y in both])
-        inside = isinstance(part, GatedHeads)  # whose own sites are passed by
+        inside = isinstance(part, Product)  # whose own sites are passed by
         leaving = next(p for p in self._points if not inside or p.name.endswith(part.label))
         step, y = self.leaf(part, at, leaving, x)
         return step, leaving, _sized(y, leaving.kernel)
@@ -604,7 +604,7 @@ class Hessian:
         return self._gains(key, x / gain, leaving.gradient / gain**2), x
 
     @leaf.register(SelfAttention)
-    @leaf.register(GatedHeads)
+    @leaf.register(Product)
     @leaf.register(Mixer)
     def drawn(self, leaf: Any, at: Site, leaving: Site, x: Array) -> Made:
         return self._block(block_of(leaf, self.reading, at, leaving), leaving.layer, x)

@@ -18,12 +18,12 @@ import numpy as np
 from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..errors import DomainError
 from ..formulas.law import ComponentLaws
-from ..layers.attention.gates import GatedHeads
 from ..layers.by_law import LawLeaf
 from ..layers.elementary import Activation, Dropout, Linear, Scale
 from ..layers.gated import GatedLinear
 from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
+from ..layers.product import Product
 from .by_law import Segments
 from .change import (
     Array,
@@ -149,7 +149,7 @@ class Walk:
             return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
-        inside = isinstance(component, GatedHeads)  # whose own sites are passed by
+        inside = isinstance(component, Product)  # whose own sites are passed by
         leaving = next(at for at in points if not inside or at.name.endswith(component.label))
         return self.noted(self.leaf(component, change, entering, leaving), leaving)
 

@@ -154,26 +154,16 @@ class Readout:
 
     def radial(self) -> Kernel:
         """What the gradient at h has besides: along h_i, variance times sum_v E dd_i(v)/dz_i(v)."""
-        length, count = self.radial_length, self.targets.count
-        i, j = self.kernel.over_tokens(length)
-        forth, back = self._row_gradients()
-        k, other_k = self.kernel.over_tokens(self.weight_variance * self.carried + 0 * length)
-        off_diagonal = i * j * self.kernel.off_diagonal + i * k * forth + j * other_k * back
-        first = self._own_row()
-        diagonal = length**2 * self.kernel.diagonal
-        diagonal = diagonal + 2 * length * self.weight_variance * self.carried * first
-        result = Kernel.joined(diagonal, off_diagonal, self.kernel.resolved)
-        removed = self._projected().scaled(-self.weight_variance)
-        return (result.scaled(count**-2.0) + removed).scaled(self.scale**2)
+        more = self._with_along(self.radial_length).scaled(self.targets.count**-2.0)
+        return (more - self._projected()).scaled(self.scale**2 * self.weight_variance)
 
     @property
     def radial_length(self) -> Array:
-        """b_i in T sum_v d_i(v) E_v = scale (b_i h_i + ...)."""
+        """b_i in T sum_v d_i(v) E_v = scale (variance b_i h_i + ...)."""
         own, other = self.softmax.own, self.softmax.other
         each = own.probability_slope_square - own.square_slope_square
         rest = other.probability_slope_square - other.square_slope_square
-        length = self.scale * self.weight_variance * (each + (self.vocab_size - 1) * rest)
-        return length * self.targets.active
+        return self.scale * (each + (self.vocab_size - 1) * rest) * self.targets.active
 
     def gain_gradient(self) -> Array:
         """What a gain before the matrix receives besides independent products of g and h.
@@ -183,8 +173,8 @@ class Readout:
         After a GELU it is larger: the gain of a hidden layer's norm comes out some 5 % low.
         """
         kernel = self.kernel
-        along = self.radial_length * kernel.diagonal
-        along = along + self.weight_variance * self.carried * self._own_row()
+        along = self._along_rows.diagonal + self.radial_length * kernel.diagonal
+        along = self.weight_variance * along
         i, j = kernel.over_tokens(along)
         first, second = kernel.over_tokens(kernel.diagonal)
         off_diagonal = i * j * (1 + 2 * ratio_or_zero(kernel.off_diagonal**2, first * second))
@@ -303,26 +293,39 @@ class Readout:
     #
     # h_i = k_i E_id + ..., so that the logit of the token's own row has a mean, and the gradient
     # meets that row again: with A_ij = E d_j(id_i), token j's gradient at the logit of the token
-    # that i reads, h_i . g_j/d = variance k_i A_ij besides the part along h_j. See
-    # docs/theory/loss.md, Tied rows.
+    # that i reads, T g_i = scale (f_i + variance a_i h_i), f_i . h_j/d = variance k_j A_ji; a_i is
+    # the radial length, or takes away what is along h_i. See docs/theory/loss.md, Tied rows.
 
-    def _own_row(self) -> Array:
-        """A_ii."""
-        own, targets = self.softmax.own, self.targets
-        hit = targets.own * (1 - self.smoothing) + self.smoothing / self.vocab_size
-        return (own.probability_slope - hit * own.slope) * targets.active
+    @functools.cached_property
+    def _along_rows(self) -> Kernel:
+        """f_i . h_j/d over the variance: k_j A_ji."""
+        kernel, own, other, targets = (
+            self.kernel,
+            self.softmax.own,
+            self.softmax.other,
+            self.targets,
+        )
+        kept, each = 1 - self.smoothing, self.smoothing / self.vocab_size
+        slope, _ = kernel.over_tokens(other.slope)
+        mine, _ = kernel.over_tokens(own.probability_slope)
+        rest, _ = kernel.over_tokens(other.probability_slope)
+        active, _ = kernel.over_tokens(targets.active)
+        _, k = kernel.over_tokens(self.carried + 0 * kernel.diagonal)
+        same = targets.same_token
+        off_diagonal = same * mine + (1 - same) * rest - (targets.hit * kept + each) * slope
+        first = own.probability_slope - (targets.own * kept + each) * own.slope
+        diagonal = self.carried * first * targets.active
+        return Kernel.joined(diagonal, k * off_diagonal * active, kernel.resolved)
 
-    def _row_gradients(self) -> tuple[Array, Array]:
-        """A_ij and A_ji."""
-        own, other, targets = self.softmax.own, self.softmax.other, self.targets
-        over_tokens, same = self.kernel.over_tokens, targets.same_token
-        hit = targets.hit * (1 - self.smoothing) + self.smoothing / self.vocab_size
-        _, slope = over_tokens(other.slope)
-        _, mine = over_tokens(own.probability_slope)
-        _, rest = over_tokens(other.probability_slope)
-        _, active = over_tokens(targets.active)
-        result = (same * mine + (1 - same) * rest - self._turned(hit) * slope) * active
-        return result, self._turned(result)
+    def _with_along(self, along: Array) -> Kernel:
+        """What a_i h_i adds to f_i . f_j/d, over the variance."""
+        kernel, rows = self.kernel, self._along_rows
+        i, j = kernel.over_tokens(along + 0 * kernel.diagonal)
+        off_diagonal = i * self._turned(rows.off_diagonal)
+        off_diagonal = off_diagonal + j * (rows.off_diagonal + i * kernel.off_diagonal)
+        diagonal = along * (2 * rows.diagonal + along * kernel.diagonal)
+        result = Kernel.joined(diagonal, off_diagonal, kernel.resolved)
+        return result.scaled(self.weight_variance)
 
     def _projected(self) -> Kernel:
         """What a norm's projection adds to D/T^2, f the own row's share of what is read.
@@ -332,16 +335,13 @@ class Readout:
         kernel, targets = self.kernel, self.targets
         if not np.any(self.carried):
             return kernel.scaled(0.0)
-        share, first = self.own_share, self._own_row()
         own, other, kept = self.softmax.own, self.softmax.other, 1 - self.smoothing
         hit = targets.own * kept
         square = own.square_slope_square - 2 * hit * own.probability_slope_square
         square = (square + hit * kept * own.slope_square) * targets.active
-        share_i, share_j = kernel.over_tokens(share)
-        first_i, first_j = kernel.over_tokens(first)
+        share_i, share_j = kernel.over_tokens(self.own_share)
         scale_i, scale_j = kernel.over_tokens(kernel.diagonal)
         correlation = ratio_or_zero(kernel.off_diagonal, np.sqrt(scale_i * scale_j))
-        forth, back = self._row_gradients()
         # Two tokens that read the same one have correlated own probabilities.
         p_i, p_j = kernel.over_tokens(own.probability_slope)
         rise_i, rise_j = kernel.over_tokens(np.log(own.ends) / 2)
@@ -353,12 +353,17 @@ class Readout:
         _, slope_j = kernel.over_tokens(other.slope)
         together = targets.both_hit - own_i * self._turned(targets.hit)
         together = kept**2 * slope_i * slope_j * targets.both * together
-        off_diagonal = np.sqrt(share_i * share_j) * correlation * (first_i * first_j + beyond)
-        off_diagonal = off_diagonal - share_i * (first_i * forth + beyond + together)
-        off_diagonal = off_diagonal - share_j * (first_j * back + beyond + self._turned(together))
-        return Kernel.joined(-share * square, off_diagonal, kernel.resolved).scaled(
-            targets.count**-2.0
-        )
+        means = self._with_along(self._removed)
+        off_diagonal = means.off_diagonal + np.sqrt(share_i * share_j) * correlation * beyond
+        off_diagonal = off_diagonal - share_i * (beyond + together)
+        off_diagonal = off_diagonal - share_j * (beyond + self._turned(together))
+        result = Kernel.joined(-self.own_share * square, off_diagonal, kernel.resolved)
+        return result.scaled(targets.count**-2.0)
+
+    @property
+    def _removed(self) -> Array:
+        """a_i of a gradient without its part along h_i."""
+        return -ratio_or_zero(self._along_rows.diagonal, self.kernel.diagonal)
 
     def cross_gradient(self) -> Array:
         """Twice the overlap of a tied table's gradients as matrix and as what the input reads.
@@ -366,26 +371,15 @@ class Readout:
         To leading order: the input's part is taken along the skip connections, by which row id_i
         receives carried_i times the gradient at h_i.
         """
-        kernel, carried, size = self.kernel, self.carried, self.weight_variance
-        if not np.any(carried):
+        kernel, rows = self.kernel, self._along_rows
+        if not np.any(self.carried):
             return 0.0 * kernel.total(self.seq_len)
-        # carried_i sum_j d_j(id_i) g_i . h_j, where g_i . h_j/d = s (k_j A_ji - k_i A_ii r_ij) if a
-        # norm takes away what is along h_i, else s k_j A_ji + b_i H_ij.
-        first = self._own_row()
-        forth, back = self._row_gradients()
-        k, other_k = kernel.over_tokens(carried + 0 * first)
-        if self.normalised:
-            lost, _ = kernel.over_tokens(ratio_or_zero(size * carried * first, kernel.diagonal))
-            off_diagonal = k * forth * (size * other_k * back - lost * kernel.off_diagonal)
-            alone = 0.0 * first
-        else:
-            length, _ = kernel.over_tokens(self.radial_length)
-            off_diagonal = k * forth * (size * other_k * back + length * kernel.off_diagonal)
-            along = size * carried * first + self.radial_length * kernel.diagonal
-            alone = carried * first * along
-        result = Kernel.joined(alone, off_diagonal, kernel.resolved)
-        total = result.total(self.seq_len) / self.targets.count**2
-        return 2 * self.scale**2 * self.width * total
+        # k_i sum_j d_j(id_i) g_i . h_j
+        along = self._removed if self.normalised else self.radial_length
+        i, _ = kernel.over_tokens(along + 0 * kernel.diagonal)
+        moved = Kernel.joined(along * kernel.diagonal, i * kernel.off_diagonal, kernel.resolved)
+        total = (rows.transposed() * (rows + moved)).total(self.seq_len) / self.targets.count**2
+        return 2 * self.scale**2 * self.width * self.weight_variance * total
 
     def _turned(self, off_diagonal: Array) -> Array:
         """The value for (j, i)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,16 +119,32 @@ def text_targets(
             "targets: every entry is -100, or no token is followed by another of its text; give "
             "one target at least"
         )
+    result = _coincidences(active, flat, read, lambda each: each, _equal)
+    return replace(result, blank=0.0 if blank is None else (flat == blank) + 0.0)
+
+
+def _coincidences(
+    active: Array, chosen: Array, read: Array, means: Callable[..., Any], pairs: Callable[..., Any]
+) -> Targets:
+    """Of known targets.
+
+    Args:
+        active: whether a token has a target.
+        means, pairs: of numbers of tokens, and of whether two tokens' are equal.
+    """
+    # None is equal to another token's, nor to what is read.
+    none = NO_TARGET - 1 - np.arange(2 * read.size).reshape(2, *read.shape)
+    chosen = np.where(active > 0.0, chosen, none[0])
+    itself, share = chosen == read, means(active)
     return Targets(
         float(active.sum()),
-        active,
-        active[:, None] * active[None, :],
-        _equal(flat, flat),
-        same_token,
-        _equal(flat, read),
-        (flat == read).astype(float),
-        (flat == read)[:, None] * _equal(read, flat),
-        0.0 if blank is None else (flat == blank) + 0.0,
+        share,
+        np.multiply.outer(share, share),
+        pairs(chosen, chosen),
+        pairs(read, read),
+        pairs(chosen, read),
+        means(itself + 0.0),
+        pairs(np.where(itself, read, none[1]), chosen),
     )
 
 
@@ -246,22 +263,8 @@ def position_text(
     if head.loss != "causal":
         same = classes.pair_means(read, read)
         return replace(_chosen_at_random(head, vocab_size, classes), same_token=same)
-    # None has none in common with another's.
-    none = NO_TARGET - np.arange(read.size).reshape(read.shape)
-    chosen = np.where(active > 0.0, np.roll(read, -1, axis=-1), none)
-    itself = chosen == read
-    repeated = np.where(itself, read, none - read.size)
-    share = classes.cell_means(active)
-    return Targets(
-        float(active.sum()),
-        share,
-        np.outer(share, share),
-        classes.pair_means(chosen, chosen),
-        classes.pair_means(read, read),
-        classes.pair_means(chosen, read),
-        classes.cell_means(itself + 0.0),
-        classes.pair_means(repeated, chosen),
-    )
+    chosen = np.roll(read, -1, axis=-1)
+    return _coincidences(active, chosen, read, classes.cell_means, classes.pair_means)
 
 
 def class_targets(classes: int, sequences: int, labels: Any = None, batch: int = 1) -> Targets:
