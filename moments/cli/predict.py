@@ -163,14 +163,14 @@ def _by_operations(model: str, refusal: Undeclared) -> Answer:
 def solve(
     model: ModelArgument = None,
     objective: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--objective",
             "--scheme",
-            help="A scheme (`moments schemes` lists them), or one of those above.",
+            help="A scheme (`moments schemes` lists them), or one of those above; left out: dslm.",
         ),
-    ] = "dslm",
-    target: Annotated[float, typer.Option(help="The value to reach.")] = 1.0,
+    ] = None,
+    target: Annotated[float | None, typer.Option(help="The value to reach; left out: 1.")] = None,
     free: Annotated[
         list[str] | None,
         typer.Option(help="What to solve for; may be repeated.", show_default=False),
@@ -207,6 +207,9 @@ def solve(
     from ..scheme.plan import solve as run
 
     options = scheme_options(option)
+    if goal and objective is not None:
+        raise DomainError("--goal and --objective both say what to solve for: give one of them")
+    objective = objective or "dslm"
     if options and objective not in [scheme.name for scheme in schemes()]:
         raise DomainError("--option is a scheme's: name one as --objective")
     described, inputs = with_input(model, layers, seq_len, variance, correlation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import warnings
@@ -14,7 +15,7 @@ import numpy as np
 from ..engine.layout import SequenceLayout
 from ..engine.texts import TextClasses
 from ..engine.trace import Trace
-from ..errors import DomainError, ValidityWarning
+from ..errors import DomainError, ValidityWarning, without_warnings
 from ..files import Shown, as_frame
 from ..formulas.law import Theory
 from ..layers.architecture import declare
@@ -41,6 +42,10 @@ FORMAT_VERSION = 1
 """Of the JSON of a Prediction."""
 
 POINT_COLUMNS = ("mean", *QUANTITIES)
+
+
+WALKED = ("trace", "encoder", "outer_weights", "top", "alone")
+"""Attributes that hold both passes, and are not pickled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,11 +94,31 @@ class Prediction(Shown):
     loss: Any = None
     loss_stderr: Any = None
     logit_variance: Any = None
-    encoder: Prediction | None = field(default=None, repr=False)
-    outer_weights: Any = field(default=None, repr=False)
-    top: Callable[[], Any] | None = field(default=None, repr=False)
-    alone: Callable[[], tuple[Prediction, float]] | None = field(default=None, repr=False)
+    encoder: Prediction | None = field(repr=False, kw_only=True)
+    outer_weights: Any = field(repr=False, kw_only=True)
+    top: Callable[[], Any] | None = field(repr=False, kw_only=True)
+    alone: Callable[[], tuple[Prediction, float]] | None = field(repr=False, kw_only=True)
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Numbers and what was asked; what both passes saw is made again where it is needed. An
+        encoder's own prediction, which nobody asked for, has all of it."""
+        names = [f.name for f in dataclasses.fields(self)]
+        left = WALKED if self.asked else ()
+        return {name: getattr(self, name) for name in names if name not in left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in WALKED or "asked" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        from .predict import predict
+
+        with without_warnings():
+            again = predict(self.model, **self.asked)
+        self.__dict__.update({of: getattr(again, of) for of in WALKED})
+        return self.__dict__[name]
 
     @property
     def resolution(self) -> str:

@@ -28,7 +28,7 @@ def solve(
     model: Transformer,
     objective: str | Sequence[tuple[str, float]],
     *,
-    target: float | Sequence[float] = 1.0,
+    target: float | Sequence[float] | None = None,
     free: str | Sequence[str] | None = None,
     bound: tuple[str, float] | None = None,
     tolerance: float = 1e-9,
@@ -51,7 +51,8 @@ def solve(
             "query_value_balance_per_layer", each one number per layer; "largest_k",
             "largest_depth". Or several of the one-number ones as (objective, target), which are
             solved together by least squares.
-        target: the wanted value; one per layer where the objective is per layer.
+        target: the wanted value; one per layer where the objective is per layer. None: 1, where
+            the objective has one.
         free: what to solve for: names of weight variances, "branch_scale", "skip_scale",
             "norm_gain", "temperature", or "k" (branch_scale^2 = k/N, skip_scale^2 = 1 - k/N). They
             share one factor on their variances (in every layer, where the objective is per layer;
@@ -77,8 +78,15 @@ def solve(
     check_in("tolerance", tolerance, POSITIVE)
     check_inputs(inputs)
     known = [scheme.name for scheme in schemes()]
-    if isinstance(objective, str) and objective in known:
-        plan = _from_scheme(model, objective, options or {}, inputs)
+    of_scheme = isinstance(objective, str) and objective in known
+    if options and not of_scheme:
+        raise domain_error("options", options, "left out: they are of a scheme")
+    if of_scheme:
+        for name, value in (("target", target), ("free", free), ("bound", bound)):
+            if value is not None:
+                said = f"left out: the scheme {objective!r} says what it sets"
+                raise domain_error(name, value, said)
+        plan = _from_scheme(model, str(objective), options or {}, inputs)
     elif isinstance(objective, str) and objective not in objectives():
         titles = [f"{name}: {title}" for name, title in objectives().items()]
         near = unknown_name("objective", objective, [*objectives(), *known])

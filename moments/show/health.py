@@ -329,6 +329,11 @@ def _identity(seen: Seen) -> Found:
     if embedding is not None and tokens is not None and inner:
         entering = float(embedding.scale) ** 2 * float(tokens)
         if entering > LARGE * inner and float(np.min(ratio)) * entering / inner > IDENTITY:
+            scale, root = float(embedding.scale), math.sqrt(inner)
+            mend = f"draw the token table with the matrices' std, {root:.3g}: nn.Embedding draws "
+            mend += "itself with std 1"
+            if tokens <= LARGE * inner:  # its table is drawn as they are
+                mend = f"lower the factor {scale:.3g} on the embedding, or what divides the blocks"
             yield Finding(
                 "warning",
                 "embedding scale",
@@ -338,8 +343,7 @@ def _identity(seen: Seen) -> Found:
                 math.sqrt(inner),
                 f"{words}: tokens enter with a std of {math.sqrt(entering):.3g}, "
                 f"{math.sqrt(entering / inner):.3g} times that of the matrices",
-                f"draw the token table with the matrices' std, {math.sqrt(inner):.3g}: "
-                "nn.Embedding draws itself with std 1",
+                mend,
             )
             return
     yield Finding(

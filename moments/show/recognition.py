@@ -63,6 +63,7 @@ class WeightRule:
         meant: where the rule is a known slip, the network without it; else None.
         published: whether it is a scheme of `moments.schemes`.
         by_depth: whether outward matrices are divided by a number that grows with depth.
+        by_fans: whether it is one by features that somebody chose, as muP's is, no framework's own.
         explained, left: matrices that it explains, and the others.
     """
 
@@ -71,6 +72,7 @@ class WeightRule:
     meant: Transformer | None = None
     published: bool = False
     by_depth: bool = False
+    by_fans: bool = False
     explained: frozenset[Owner] = frozenset()
     left: frozenset[Owner] = frozenset()
 
@@ -149,17 +151,22 @@ def _ruled(
         if rule.use not in ("network", "whole", "both") or slips != bool(rule.meant) or alone:
             continue
         # Left as torch draws it, a Linear keeps torch's bias too.
-        start, free = model if rule.words.startswith("torch's") else base, 1.0
+        own = rule.words.startswith("torch's")
+        start, free = model if own else base, 1.0
         if rule.use == "network":
             places = (Place(w.layer, w.name, w.fan_in, w.fan_out, base) for w in weights)
             shares = [rule.variance(place) for place in places]
             free = _base(weights, [share for share in shares if share])
             if free <= 0:
                 continue
+        try:
+            drawn = _drawn(rule, start, fans, free)
+        except DomainError:  # layers that share their weights have none of their own
+            continue
         title = rule.words.format(std=f"{math.sqrt(free):.3g}", blocks=blocks(base))
         meant = None if rule.meant is None else _drawn(rule.meant, start, fans, free)
-        drawn = _drawn(rule, start, fans, free)
-        yield WeightRule(title, drawn, meant, by_depth=rule.by_depth)
+        chosen = rule.use in ("whole", "both") and not own
+        yield WeightRule(title, drawn, meant, by_depth=rule.by_depth, by_fans=chosen)
 
 
 def _drawn(
@@ -178,7 +185,7 @@ def _drawn(
         )
         row = [rule.variance(place) for place in places]
         if None not in row:
-            values[name] = row
+            values[name] = row if len(set(row)) > 1 else row[0]
     return drawn.replace(weights=weights.replace(**values))
 
 
@@ -239,6 +246,7 @@ INWARD = ("query", "key", "value")
 OUTWARD = ("output", "ffn_out")
 BY_LAYER = "a scale 1/sqrt(2 l) that counts the layer l"
 BY_DEPTH = "1/sqrt(2 N) of all N layers"
+MUP = "q k is divided by d_head (as muP does){same} not by its root"
 CUT = truncated_variance(TRUNCATION)
 
 
@@ -362,6 +370,11 @@ _OF_FANS = (
     ),
     _LECUN,
     Rule("Kaiming's 2/fan_in", _by_fans(lambda i, o: 2 / i), "both"),
+    Rule(
+        "orthogonal matrices, variance 1/max(fan_in, fan_out)",
+        _by_fans(lambda i, o: 1 / max(i, o)),
+        "both",
+    ),
 )
 _XAVIER = Rule("Xavier's 2/(fan_in + fan_out)", _by_fans(lambda i, o: 2 / (i + o)))
 _OF_THREE = _free(
@@ -498,6 +511,11 @@ RULES = (
         divisor=lambda p: _blocks(p) ** 2,
     ),
     Rule(
+        "orthogonal matrices, variance 1/max(fan_in, fan_out), query, key and value as one",
+        lambda p: 1 / max(p.fan_in, p.fused if p.name in INWARD else p.fan_out),
+        "whole",
+    ),
+    Rule(
         "Xavier's, but with the fans of query, key and value as one fused matrix",
         lambda p: 2 / (p.fan_in + p.fused) if p.name in INWARD else None,
         "both",
@@ -514,7 +532,7 @@ RULES = (
     _swapped(-1),
     Rule("the division by sqrt(d_head) is missing", lambda p: float(p.plan.d_head or 1), "logits"),
     Rule(
-        "q k is divided by d_head (as muP does){same} not by its root",
+        MUP,
         lambda p: 1 / float(p.plan.d_head or 1),
         "logits",
     ),

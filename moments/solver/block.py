@@ -196,8 +196,12 @@ class FreeBlock:
     def _attend(self) -> None:
         """The heads' variance is affine in that of the value matrix: its bias is the constant."""
         attention = self.tail[0]
+        if not isinstance(attention, Attention):
+            raise DomainError(
+                f"{attention.label or 'a mixer'} has no inversion: solve for final_variance, or "
+                "leave value out of free"
+            )
         self.heads = forward(attention, self.entering, self.memory)[0]
-        assert isinstance(attention, Attention)  # nothing else mixes tokens and holds a matrix
         self._proportional = not np.any(attention.value_bias)
         self._slope, self._constant = self.heads.kernel.diagonal, 0.0
         if not self._proportional:

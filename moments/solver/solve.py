@@ -43,6 +43,7 @@ def by_block(
             raise domain_error("free", name, f"one of {', '.join(SOLVABLE)}")
     targets = per_layer_targets(model, target, POSITIVE)
     of_sum = objective == "stream_variance"
+    _check_blocks(model, objective)
     if of_sum:
         _check_stream(model, names)
     stack, memory = entered(model, inputs)
@@ -94,6 +95,16 @@ def _far_start(objective: str, target: float, stream: Sequence[float]) -> str:
         f"goes from {start:.3g} to {end:.3g}; ask for a target near {start:.3g}, or scale the "
         "embedding first"
     )
+
+
+def _check_blocks(model: Transformer, objective: str) -> None:
+    """Blocks are solved one after the other, each from what the last one gives it."""
+    earlier = [n for n in ("values", "skips", "input_mix") if getattr(model, n) is not None]
+    if earlier:
+        raise DomainError(
+            f"{objective} is not solved for with {', '.join(earlier)}, which read earlier layers: "
+            "solve for final_variance"
+        )
 
 
 def _check_stream(model: Transformer, free: tuple[str, ...]) -> None:
@@ -171,7 +182,7 @@ def solve_objective(
     model: Transformer,
     objective: str | Sequence[tuple[str, float]],
     *,
-    target: float | Sequence[float] = 1.0,
+    target: float | Sequence[float] | None = None,
     free: str | Sequence[str] | None = None,
     bound: tuple[str, float] | None = None,
     tolerance: float = 1e-9,
@@ -179,6 +190,13 @@ def solve_objective(
     **inputs: Any,
 ) -> Plan:
     """A plan for one of `objectives()`, or several; `moments.solve` without the schemes."""
+    alone = isinstance(objective, str)
+    searched = alone and objective in LARGEST
+    if bound is not None and not searched:
+        raise domain_error("bound", bound, f"left out, but for {' and '.join(LARGEST)}")
+    if target is not None and (searched or not alone):
+        raise domain_error("target", target, "left out: bound, or the pairs, say what to reach")
+    target = 1.0 if target is None else target
     names = names_of(free)
     if names is not None:
         check_free(model, names)

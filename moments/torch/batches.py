@@ -359,7 +359,7 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
         return batch
     ((first, ids),) = (batch if isinstance(batch, Mapping) else {arguments[0]: batch}).items()
     ids = torch.as_tensor(ids)
-    return {first: ids[:, :-1], name: ids[:, 1:]}
+    return {first: ids[:, :-1].contiguous(), name: ids[:, 1:].contiguous()}
 
 
 @made_at_hand

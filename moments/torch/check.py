@@ -36,6 +36,7 @@ from .batches import (
     configured,
     first_stream,
     inputs_for,
+    is_ids,
     measured_gradient,
     measured_moments,
 )
@@ -155,6 +156,9 @@ class Checking:
         example = self.reading.example
         self.inputs = inputs_for(module, self.roles, self.promised or read, batch, loss, example)
         self.measurement = self._measured(batch is None)
+        if (wrong := over_first_axis(self.inputs.batch, self.measurement)) is not None:
+            said = f"{type(module).__name__} is not read as layers over the tokens of a sequence"
+            raise NotRead(said, (wrong,))
         self.architecture = at_length(read, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
@@ -727,6 +731,19 @@ class Checking:
         if self.ahead is None:
             phrases.append("the attention mask")
         return tuple(dict.fromkeys(phrases))
+
+
+def over_first_axis(batch: Any, measurement: Measurement) -> Finding | None:
+    """Token ids of which attention takes the first axis, that of sequences, for tokens."""
+    parts = batch.values() if isinstance(batch, Mapping) else [batch]
+    ids = next((t for t in parts if is_ids(t) and t.ndim == 2), None)
+    if ids is None or measurement.seq_len != len(ids) or len(ids) >= ids.shape[1]:
+        return None
+    why = f"attention runs over the first axis of what is read, {len(ids)} long, and not over the "
+    why += f"second, of {ids.shape[1]} tokens: sequences of a batch see each other, and no token "
+    why += "sees another of its sequence"
+    mend = "batch_first=True, or x.transpose(0, 1) before the layers and behind them"
+    return Finding("error", "attention over the batch", (), (), reason=why, mend=mend)
 
 
 def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Finding:

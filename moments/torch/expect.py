@@ -78,7 +78,8 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
 
     Returns:
         Name -> (low, high), which 95 % of right draws lie between; of gradients where the module's
-        loss can be predicted, before any clipping, of matrices and tables.
+        loss can be predicted and the band of one draw is stated, before any clipping, of matrices
+        and tables.
 
     Raises:
         DomainError: an argument out of range.
@@ -159,8 +160,9 @@ def _squares(p: Prediction) -> dict[tuple[int, str], tuple[float, float]]:
         frame = p.weight_gradients()
     if frame.attrs.get("sequences", 1) != frame.attrs.get("batch", 1):
         return {}
-    deviation = one_draw(p)["grad_variance"].deviation
-    last = p.model.layers
+    if (ranges := one_draw(p).get("grad_variance")) is None:
+        return {}
+    deviation, last = ranges.deviation, p.model.layers
     rows: dict[tuple[int, str], tuple[float, float]] = {}
     for row in frame.to_dict("records"):
         layer, name = int(row["layer"]), str(row["weight"])
@@ -182,10 +184,10 @@ def _layers(p: Prediction) -> Iterator[tuple[str, Range]]:
                 math.sqrt(math.expm1(float(signal.deviation[layer]) ** 2)), TOLERANCE
             )
             yield f"massive_act/layer_{layer}/activation_rms", _band(float(variance), spread)
-    if p.loss is None:
+    if p.loss is None or (sent := ranges.get("grad_variance")) is None:
         return
     for layer, variance in enumerate(p.grad_variance[1:]):
-        deviation = float(ranges["grad_variance"].deviation[layer + 1])
+        deviation = float(sent.deviation[layer + 1])
         band = _band(float(variance), math.hypot(math.sqrt(math.expm1(deviation**2)), WEIGHTS))
         yield f"grad_health/layer_{layer}/layer_out_rms", band
         yield f"grad_health/layer_{layer}/layer_out_rms_global", band

@@ -17,7 +17,7 @@ from ..model.weights import MATRICES
 from ..show.expected import tail_probability
 from ..show.findings import Finding, Report, Row
 from ..show.health import BY_DESIGN
-from ..show.recognition import BY_DEPTH, BY_LAYER, Place, Rule, WeightRule, causes, joined
+from ..show.recognition import BY_DEPTH, BY_LAYER, MUP, Place, Rule, WeightRule, causes, joined
 from .anatomy import as_drawn
 from .architecture import fitted
 from .expectation import model_of_stack
@@ -409,8 +409,11 @@ class WeightFindings:
                 groups.setdefault((stack, words), []).append((layer, factor))
         for (stack, words), found in groups.items():
             layers, factor = tuple(layer for layer, _ in found), found[0][1]
+            # muP's own, whose matrices are drawn by their fans
+            slip = words.startswith(MUP.partition("{")[0])
+            meant = slip and not known and self.rule is not None and self.rule.by_fans
             yield Finding(
-                "warning",
+                "note" if meant else "warning",
                 "attention scale",
                 self.read.names(f"{stack}query", f"{stack}key", layers=layers),
                 layers,
