@@ -218,13 +218,13 @@ def _ranked(
     case: Case,
     features: list[Feature],
     everything: Case,
-    found: Prediction | None,
+    prediction: Prediction | None,
     distance: _Distance,
     progress: bool,
 ) -> list[tuple[Finding, np.ndarray]]:
     start = distance.declared
     total = float(start.sum())
-    end = None if found is None else distance(found, everything.measurement)
+    end = None if prediction is None else distance(prediction, everything.measurement)
     causes = []
     for number, feature in enumerate(features, start=1):
         gains = []

@@ -243,10 +243,10 @@ class Checking:
         if alike or "variance" not in case.inputs or self.measurement.seq_len > FEW_ROWS:
             return case
         first = first_stream(self.module, self.inputs.batch)
-        found = tokens_entering(first, case, self.measurement)
-        if not found:
+        result = tokens_entering(first, case, self.measurement)
+        if not result:
             return case
-        case = found[0].apply(case)
+        case = result[0].apply(case)
         given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
         if len(given) < len(case.inputs):
             given["grad_kernel"] = last_grad_kernel(self.measurement)

@@ -111,23 +111,23 @@ def diagnose(
     declared = at_length(described if plan is None else model_of(plan, read, options), measurement)
     if declared.layers != measurement.layers:
         raise domain_error("layers of the plan", declared.layers, f"{measurement.layers}")
-    tensors, found, notes = Tensors.of(target, reading), None, list[str]()
+    tensors, result, notes = Tensors.of(target, reading), None, list[str]()
     try:
-        found = described_as(at_length(described or declared, measurement), tensors)
+        result = described_as(at_length(described or declared, measurement), tensors)
         notes = broken(tensors)
     except MomentsError as error:
         notes.append(f"weights and scales of the module could not be read: {error}")
-    if plan is None and found is not None and not hasattr(target, "config"):
+    if plan is None and result is not None and not hasattr(target, "config"):
         # torch's own layers draw theirs: what is there is one draw of the framework's.
-        declared = declared.replace(biases=found.biases)
+        declared = declared.replace(biases=result.biases)
     text = Text.of(target, declared, batch, loss)
     case, features = case_of(declared, text, measurement, inputs)
     unseen = _unseen(target, case, measurement, inputs)
     advice: tuple[str, ...] = ()
-    if found is not None:
+    if result is not None:
         roles = reading.roles
         ahead = reading.ahead
-        changed = _with_mask(found, ahead)
+        changed = _with_mask(result, ahead)
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
@@ -213,29 +213,29 @@ def _unseen(
     module: nn.Module, case: Case, measurement: Measurement, inputs: Mapping[str, Any] | None
 ) -> list[str]:
     """What stands before the first layer and behind the last, where no prediction begins there."""
-    found, declared, none = [], case.model, "the model declares none"
+    result, declared, none = [], case.model, "the model declares none"
     tables = any(isinstance(part, nn.Embedding) for part in module.modules())
     if inputs is None and tables and not {"token_ids", "pixels"} & set(case.inputs):
         why = none if declared.embedding is None else "it is not known what input it reads"
-        found.append(f"the embedding (what enters layer 1 was measured, not predicted: {why})")
+        result.append(f"the embedding (what enters layer 1 was measured, not predicted: {why})")
     given = () if inputs is None else inputs
     measured = [n for n in case.inputs if n.startswith("grad_") and n not in given]
     if measured and measurement.loss is not None:
         if declared.head is not None and declared.head.loss is not None:
             none = "the loss is not the declared one of any targets in the batch"
         said = "head and loss (the last layer's gradient was measured, not predicted"
-        found.append(f"{said}: {none})")
-    return found
+        result.append(f"{said}: {none})")
+    return result
 
 
 def _reasoned(features: list[Feature], reasons: Mapping[str, tuple[str, ...]]) -> list[Feature]:
     """Features of matrices with what is likely to have made them so."""
-    found = []
+    result = []
     for feature in features:
         likely = reasons.get(feature.name.replace("encoder ", ENCODER), ())
         words = f"{feature.words}; {'; or '.join(likely)}" if likely else feature.words
-        found.append(dataclasses.replace(feature, words=words))
-    return found
+        result.append(dataclasses.replace(feature, words=words))
+    return result
 
 
 def _copied(
