@@ -221,7 +221,7 @@ class Checking:
 
     def _compared(self) -> Comparison:
         self.text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
-        case, _ = case_of(self.described, self.text, self.measurement, None)
+        case = case_of(self.described, self.text, self.measurement)
         self.case = self._by_token(case)
         with without_warnings():
             try:

@@ -486,7 +486,7 @@ def check_promised(
     measurement = _measured(module, batch, loss, path, promised)
     model = at_length(promised, measurement)
     text = Text.of(module, model, batch, loss)
-    case, _ = case_of(model, text, measurement, None)
+    case = case_of(model, text, measurement)
     with without_warnings():
         prediction = predict(case.model, **case.inputs)
         comparison = compare(prediction, measurement)
