@@ -194,9 +194,9 @@ class Comparison(Shown):
             raise DomainError("weight_gradients needs a prediction of a single configuration")
         frames = [] if self.encoder is None else [self.encoder.weight_gradients()]
         frames = [frame.assign(stack="encoder.") for frame in frames]
-        found = side_by_side(self.prediction, self.measurement)
-        found.insert(0, "stack", "")
-        return pd.concat([*frames, found], ignore_index=True)
+        result = side_by_side(self.prediction, self.measurement)
+        result.insert(0, "stack", "")
+        return pd.concat([*frames, result], ignore_index=True)
 
     def verdict(self) -> str:
         """Whether the growth along the depth is what the model is expected to do, in a sentence."""

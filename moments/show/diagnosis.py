@@ -28,7 +28,6 @@ from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from .comparison import Comparison, compare
 from .differences import Case, Feature, applied
-from .expected import TOLERANCE
 from .findings import Finding, Report, Row
 from .verdict import NAMES, judge
 
@@ -52,7 +51,6 @@ def diagnose_case(
     *,
     source: str = "measurement",
     same_weights: bool = False,
-    tolerance: float = TOLERANCE,
     notes: Sequence[str] = (),
     advice: Sequence[str] = (),
     unchecked: Sequence[str] = (),
@@ -66,7 +64,7 @@ def diagnose_case(
         measurement: of the network.
         features: candidates, two predictions each where any point is out of its band.
         source: what was measured.
-        same_weights, tolerance: as of `compare`.
+        same_weights: as of `compare`.
         notes, unchecked, read: put into the report as they are.
         advice: what weights have likely suffered, findings before the features.
         progress: write the verdict, the length of the search and every cause to standard error.
@@ -75,7 +73,7 @@ def diagnose_case(
         began = time.perf_counter()
         declared = predict(case.model, **case.inputs)
         seconds = time.perf_counter() - began
-        comparison = compare(declared, measurement, same_weights=same_weights, tolerance=tolerance)
+        comparison = compare(declared, measurement, same_weights=same_weights)
         points = comparison.outliers(NORMAL_95)
         if progress:
             say(comparison.verdict())
@@ -218,13 +216,13 @@ def _ranked(
     case: Case,
     features: list[Feature],
     everything: Case,
-    found: Prediction | None,
+    prediction: Prediction | None,
     distance: _Distance,
     progress: bool,
 ) -> list[tuple[Finding, np.ndarray]]:
     start = distance.declared
     total = float(start.sum())
-    end = None if found is None else distance(found, everything.measurement)
+    end = None if prediction is None else distance(prediction, everything.measurement)
     causes = []
     for number, feature in enumerate(features, start=1):
         gains = []

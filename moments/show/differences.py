@@ -46,8 +46,8 @@ class Case:
 @dataclass(frozen=True)
 class Feature:
     """One difference: its `name` ("ffn_out", "branch_scale attention", "causal", ...), `words` with
-    the numbers of both sides, the `ratio` of found over declared (of a list the geometric mean; nan
-    where they are no numbers), the `layers` where they differ (empty where it has none), and a
+    the numbers of both sides, the `ratio` of actual over declared (of a list the geometric mean;
+    nan where they are no numbers), the `layers` where they differ (empty where it has none), and a
     function that gives a case this one feature of the other."""
 
     name: str
@@ -61,23 +61,23 @@ _Change = tuple[str, str, float, tuple[int, ...], Callable[[Transformer], Transf
 """A `Feature` of one stack, as a change of its model."""
 
 
-def differences(declared: Transformer, found: Transformer) -> list[Feature]:
-    """Features in which `found` is not as `declared`, those of an encoder included.
+def differences(declared: Transformer, actual: Transformer) -> list[Feature]:
+    """Features in which `actual` is not as `declared`, those of an encoder included.
 
     A matrix counts as different where its variance is off by more than five standard deviations of
     its own mean square, in one layer or on average over all; so does a bias.
     """
-    features = list(_stack(declared, found, ""))
-    if declared.encoder is not None and found.encoder is not None:
-        features += _stack(declared.encoder, found.encoder, "encoder ")
+    features = list(_stack(declared, actual, ""))
+    if declared.encoder is not None and actual.encoder is not None:
+        features += _stack(declared.encoder, actual.encoder, "encoder ")
     return features
 
 
-def _stack(declared: Transformer, found: Transformer, stack: str) -> Iterator[Feature]:
-    if declared.layers != found.layers:
+def _stack(declared: Transformer, actual: Transformer, stack: str) -> Iterator[Feature]:
+    if declared.layers != actual.layers:
         return
     for kind in (_weights, _biases, _multipliers, _parts, _fields):
-        for name, words, ratio, layers, change in kind(declared, found):
+        for name, words, ratio, layers, change in kind(declared, actual):
             apply = _changing(stack, change)
             yield Feature(stack + name, stack + words, ratio, layers, apply)
 
@@ -95,8 +95,8 @@ def _changing(stack: str, change: Callable[[Transformer], Transformer]) -> Calla
     return apply
 
 
-def _weights(declared: Transformer, found: Transformer) -> Iterator[_Change]:
-    first, second = declared.weights, found.weights
+def _weights(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
+    first, second = declared.weights, actual.weights
     assert first is not None
     assert second is not None
     for matrix, shape in declared.matrix_shapes.items():
@@ -127,12 +127,12 @@ def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
     return tuple(int(n) for n in np.flatnonzero(far) + 1)
 
 
-def _biases(declared: Transformer, found: Transformer) -> Iterator[_Change]:
+def _biases(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     rows: dict[str, str] = {}
     for name, (_, entries) in declared.matrix_shapes.items():
         if name.startswith("cross_") or name not in MATRICES:
             continue
-        one, other = (_each(_bias(side, name), side.layers) for side in (declared, found))
+        one, other = (_each(_bias(side, name), side.layers) for side in (declared, actual))
         different = _apart(one, other, SAMPLING * math.sqrt(2 / entries))
         if different:
             at = _positions(different)
@@ -143,7 +143,7 @@ def _biases(declared: Transformer, found: Transformer) -> Iterator[_Change]:
 
     def change(model: Transformer) -> Transformer:
         of = {f.name: _bias(model, f.name, None) for f in dataclasses.fields(Biases)}
-        of |= {name: _bias(found, name, None) for name in rows}
+        of |= {name: _bias(actual, name, None) for name in rows}
         return model.replace(biases=Biases(**of))
 
     words = f"biases: variance of {', '.join(rows.values())}"
@@ -156,9 +156,9 @@ def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
     return absent if value is None else value
 
 
-def _multipliers(declared: Transformer, found: Transformer) -> Iterator[_Change]:
+def _multipliers(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for field in _SCALES:
-        one, other = (model.by_block(field).astype(float) for model in (declared, found))
+        one, other = (model.by_block(field).astype(float) for model in (declared, actual))
         off = [_apart(one[:, c], other[:, c], SCALE) for c in (0, 1)]
         same = np.array_equal(one[:, 0], one[:, 1]) and np.allclose(other[:, 0], other[:, 1])
         if same and off[0]:
@@ -192,9 +192,9 @@ def _multiplier(
     return name, f"missing {words}" if gone else words, ratio, different, change
 
 
-def _parts(declared: Transformer, found: Transformer) -> Iterator[_Change]:
+def _parts(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for part in _PARTS:
-        one, other = getattr(declared, part), getattr(found, part)
+        one, other = getattr(declared, part), getattr(actual, part)
         if one is None or other is None or type(one) is not type(other):
             continue
         for field in dataclasses.fields(one):
@@ -224,15 +224,15 @@ def _alike(one: Any, other: Any) -> bool:
     return one == other or (numbers and math.isclose(one, other, rel_tol=SCALE))
 
 
-def _fields(declared: Transformer, found: Transformer) -> Iterator[_Change]:
+def _fields(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for field in dataclasses.fields(Transformer):
         name = field.name
         if not field.init or name in _ALONE | _TRAINABLE:
             continue
-        one, other = getattr(declared, name), getattr(found, name)
+        one, other = getattr(declared, name), getattr(actual, name)
         if _alike(one, other):
             continue
-        if name == "attention_dropout" and other == found.dropout and one == declared.dropout:
+        if name == "attention_dropout" and other == actual.dropout and one == declared.dropout:
             continue  # it follows dropout
         numbers, ratio = _pair(one, other)
         words = f"{name.replace('_', ' ')}: {numbers}"

@@ -69,14 +69,14 @@ class Expected:
 
     def deviations(self, measured: np.ndarray) -> np.ndarray:
         """How many standard deviations a measurement is from its expectation; nan where unknown."""
-        found = np.full(self.mean.shape, np.nan)
+        result = np.full(self.mean.shape, np.nan)
         known = np.isfinite(self.deviation) & (self.mean > 0) & (measured > 0)
         logarithm = np.log(measured[known] / self.mean[known]) + self.deviation[known] ** 2 / 2
         # Without any uncertainty a difference of rounding is none.
         scale = np.maximum(self.deviation[known], 1e-6)
-        found[known] = logarithm / scale
-        found[(self.mean > 0) & (measured == 0) & np.isfinite(self.deviation)] = -np.inf
-        return found
+        result[known] = logarithm / scale
+        result[(self.mean > 0) & (measured == 0) & np.isfinite(self.deviation)] = -np.inf
+        return result
 
 
 def allowed_outside(points: int) -> int:

@@ -120,7 +120,7 @@ class Expects(Shown):
     @functools.cached_property
     def _variants(self) -> tuple[Likely, ...]:
         """Variants that predict something else, the nearest first."""
-        found = []
+        result = []
         with without_warnings():
             for words, model in self._nearest():
                 try:
@@ -128,8 +128,8 @@ class Expects(Shown):
                 except MomentsError:
                     continue  # a variant that leaves what is modelled
                 if points is not None:
-                    found.append(Likely(words, model, points))
-        return tuple(sorted(found, key=lambda one: one.off))
+                    result.append(Likely(words, model, points))
+        return tuple(sorted(result, key=lambda one: one.off))
 
     def _nearest(self) -> list[tuple[str, Transformer]]:
         """Variants that are worth a prediction, by what each does to tokens alike."""
@@ -277,7 +277,7 @@ WRITTEN = re.compile(r"(?:(?P<name>\w+)@(?P<layer>\d+)=(?P<value>\S+)|(?P<only>\
 def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, float]]:
     """Arguments of `Prediction.expects` as they are written on a command line; DomainError for
     others."""
-    found: dict[str, dict[int, float]] = {}
+    result: dict[str, dict[int, float]] = {}
     for text in texts:
         parts = WRITTEN.fullmatch(text.strip())
         name = "" if parts is None else parts["name"] or "variance"
@@ -291,17 +291,17 @@ def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, flo
         except ValueError:
             allowed = f"QUANTITY@LAYER=NUMBER, such as variance@24=20; {' or '.join(NAMES)}"
             raise domain_error(argument, text, allowed) from None
-        if layer in found.setdefault(name, {}):
+        if layer in result.setdefault(name, {}):
             raise domain_error(argument, text, "one number for each place", "of draws, their mean")
-        found[name][layer] = value
-    return found
+        result[name][layer] = value
+    return result
 
 
 def judged(
     prediction: Prediction, given: Sequence[tuple[str, int, float]], draws: int
 ) -> tuple[Point, ...]:
     """Numbers by quantity and layer with their bands, to which the theory's own error belongs."""
-    found = []
+    result = []
     for quantity, layer, value in given:
         mean = float(getattr(prediction, quantity)[layer])
         if not mean:
@@ -313,8 +313,8 @@ def judged(
         middle, spread = mean * math.exp(-chance / 2), math.sqrt(chance + TOLERANCE**2)
         away = math.log(value / middle) / spread
         half = math.exp(NORMAL_95 * spread)
-        found.append(Point(quantity, layer, value, mean, middle / half, middle * half, away))
-    return tuple(found)
+        result.append(Point(quantity, layer, value, mean, middle / half, middle * half, away))
+    return tuple(result)
 
 
 # --- variants of a declaration --------------------------------------------------------------------

@@ -53,17 +53,17 @@ def _controls(model: Transformer) -> tuple[Control, ...]:
     """Those that make sense of a model, standing where it is."""
     widths_follow = model.weights is None or "weights" in model._defaulted  # widths can follow
     embedded = model.embedding is not None
-    found = [Control("layers", "layers", _DEPTHS, model.layers)]
+    result = [Control("layers", "layers", _DEPTHS, model.layers)]
     if widths_follow and not embedded and model.encoder is None:
-        found += [
+        result += [
             Control("d_model", "width d_model", _WIDTHS, model.d_model),
             Control("heads", "heads", _HEADS, model.heads),
         ]
-    found.append(Control("seq_len", "tokens", _LENGTHS, model.seq_len))
+    result.append(Control("seq_len", "tokens", _LENGTHS, model.seq_len))
     if not embedded:
         stops = tuple(n / 20 for n in range(20))
-        found.append(Control("correlation", "input correlation", stops, 0.0))
-    found += [
+        result.append(Control("correlation", "input correlation", stops, 0.0))
+    result += [
         Control("dropout", "dropout", tuple(n / 40 for n in range(21)), model.dropout),
         Control("logit_scale", "logit factor", _SCALES, 1.0),
     ]
@@ -73,9 +73,9 @@ def _controls(model: Transformer) -> tuple[Control, ...]:
     ):
         value = getattr(model, name)
         if isinstance(value, int | float):
-            found.append(Control(name, title, stops, float(value)))
-    found = [
-        dataclasses.replace(one, values=tuple(sorted({*one.values, one.start}))) for one in found
+            result.append(Control(name, title, stops, float(value)))
+    result = [
+        dataclasses.replace(one, values=tuple(sorted({*one.values, one.start}))) for one in result
     ]
     gated = {unit: name for name, unit in GATED.items()}
     activation = gated.get(model.activation, model.activation) if model.gated else model.activation
@@ -87,8 +87,8 @@ def _controls(model: Transformer) -> tuple[Control, ...]:
         ("causal", "causal mask", (False, True), model.causal),
         ("scheme", "scheme", schemes, NO_SCHEME),
     ):
-        found.append(Control(name, title, tuple(dict.fromkeys(choices)), start, choice=True))
-    return tuple(found)
+        result.append(Control(name, title, tuple(dict.fromkeys(choices)), start, choice=True))
+    return tuple(result)
 
 
 class Explorer:

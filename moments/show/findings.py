@@ -167,9 +167,9 @@ class Report:
 
     def __post_init__(self) -> None:
         """Errors before warnings; what is a note by its severity stands among the notes."""
-        found = [one for one in self.findings if one.severity != "note"]
+        result = [one for one in self.findings if one.severity != "note"]
         notes = [*self.notes, *(str(one) for one in self.findings if one.severity == "note")]
-        object.__setattr__(self, "findings", ranked(found))
+        object.__setattr__(self, "findings", ranked(result))
         object.__setattr__(self, "notes", tuple(dict.fromkeys(notes)))
 
     @property
@@ -254,8 +254,8 @@ class Report:
             "; ".join([first.removeprefix(f"{value.verdict}: "), " ".join(why)]).rstrip("; "),
             "draw the weights as they are declared, or declare them as they are drawn",
         )
-        found = (*self.findings, finding)
-        return dataclasses.replace(report, findings=found, _why=lambda: given)
+        result = (*self.findings, finding)
+        return dataclasses.replace(report, findings=result, _why=lambda: given)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per number: layer, role, parameter, quantity, expected, measured, ratio, stderr,

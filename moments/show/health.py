@@ -185,9 +185,9 @@ def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
         *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range),
         *(_experts, _mixers, _streams, _depth_scale),
     )
-    found = [one for rule in every for one in rule(seen)]
-    findings = [one for one in found if isinstance(one, Finding)]
-    return findings, [one for one in found if isinstance(one, str)]
+    result = [one for rule in every for one in rule(seen)]
+    findings = [one for one in result if isinstance(one, Finding)]
+    return findings, [one for one in result if isinstance(one, str)]
 
 
 Found = Iterator[Finding | str]
@@ -275,7 +275,7 @@ def added(seen: Seen) -> np.ndarray:
         (int(r["layer"]), str(r["site"])): float(r["variance"]) for r in frame.to_dict("records")
     }
     points = {(point.layer, point.site): point for point in p.trace.points}
-    found = np.full((3, p.model.layers), np.nan)  # this draw's, as expected, and how sure that is
+    result = np.full((3, p.model.layers), np.nan)  # this draw's, as expected, and how sure that is
     for n in range(1, p.model.layers + 1):
         seen_share, wanted, noise = 0.0, 0.0, 0.0
         for column, block in enumerate(("attention", "ffn")):
@@ -293,8 +293,8 @@ def added(seen: Seen) -> np.ndarray:
         if before[0] and before[1]:
             spread = noise / wanted**2 if wanted else 0.0
             spread += point_log_variance(p, entering) + TOLERANCE**2
-            found[:, n - 1] = seen_share / before[0], wanted / before[1], math.sqrt(spread)
-    measured, expected, deviation = found
+            result[:, n - 1] = seen_share / before[0], wanted / before[1], math.sqrt(spread)
+    measured, expected, deviation = result
     return settled(seen, measured, expected, deviation * expected)
 
 

@@ -232,10 +232,12 @@ def _loss(prediction: Prediction) -> str:
 
 
 def _schemes(report: Report) -> dict[str, Any] | None:
-    found = report.schemes
-    if found is None:
+    result = report.schemes
+    if result is None:
         return None
-    every = SchemeComparison(found.model, {"as it is": report.prediction, **found.predictions}, {})
+    every = SchemeComparison(
+        result.model, {"as it is": report.prediction, **result.predictions}, {}
+    )
     sets = {scheme.name: ", ".join(scheme.sets) for scheme in every_scheme()}
     heads = ["scheme", "norm", "variance, last over first", "gradient, first over last"]
     heads += ["last token correlation", "sensitivity", "what it sets"]
@@ -245,7 +247,7 @@ def _schemes(report: Report) -> dict[str, Any] | None:
         fields = sets.get(r["scheme"], "").replace("_", " ")
         cells.append([r["scheme"], r["norm"], *numbers, fields])
     table = {"heads": heads, "cells": cells, "text": (0, 1, 6), "marked": 0}
-    return {"table": table, "left_out": list(found.left_out.items())}
+    return {"table": table, "left_out": list(result.left_out.items())}
 
 
 def _laws(report: Report) -> tuple[list[tuple[str, str, str, str]], str]:

@@ -117,12 +117,12 @@ def limits(parts: Iterable[np.ndarray], bounded: bool) -> tuple[float, float, bo
 def ticks(low: float, high: float, log: bool) -> list[float]:
     """Round numbers between two ends, some five of them."""
     if not log:
-        found = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        result = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     else:
         decades = math.log10(high / low)
         subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.7 else (1.0, 2.0, 5.0)
-        found = LogLocator(subs=subs, numticks=6).tick_values(low, high)
-    return [float(t) for t in found if low <= t <= high]
+        result = LogLocator(subs=subs, numticks=6).tick_values(low, high)
+    return [float(t) for t in result if low <= t <= high]
 
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -142,8 +142,8 @@ def shown(value: float) -> str:
 
 def round_ticks(axis: Any, low: float, high: float) -> None:
     """Round numbers between two ends of a logarithmic axis or colour bar, all written alike."""
-    found = ticks(low, high, True)
-    axis.set_ticks(found, labels=[shown(tick) for tick in found])
+    result = ticks(low, high, True)
+    axis.set_ticks(result, labels=[shown(tick) for tick in result])
     axis.set_ticks([], minor=True)
 
 
@@ -261,10 +261,10 @@ def plot_curves(
 
 @styled
 def plot_comparison(
-    comparison: Comparison, name: str | None = None, found: Prediction | None = None
+    comparison: Comparison, name: str | None = None, result: Prediction | None = None
 ) -> Picture:
     """Prediction as lines, measurement as points with bars of two standard errors, out of their
-    band as rings, the verdict below; `found`, another prediction, is drawn next to it.
+    band as rings, the verdict below; `result`, another prediction, is drawn next to it.
 
     Bands are where 95 % of measurements of as many draws are expected, the tolerance included.
     """
@@ -279,8 +279,8 @@ def plot_comparison(
         label = "gradient, predicted" if quantity.startswith("grad") else "signal, predicted"
         ax.plot(layers, curve, color=_color(quantity), label=label)
         drawn = [curve, points]
-        if found is not None:
-            drawn.append(getattr(found, quantity))
+        if result is not None:
+            drawn.append(getattr(result, quantity))
             (line,) = ax.plot(layers, drawn[-1], label="predicted for the weights as they are")
             line.set(color=FOUND, linestyle=DASHES[1])
         band, outside = comparison.ranges.get(quantity), np.zeros(layers.size, dtype=bool)
@@ -308,12 +308,12 @@ def plot_comparison(
 
 def _legend_beside(figure: Figure) -> None:
     """Every label of any panel once, to their right: points may lie anywhere inside."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(textwrap.fill(label, 20), handle)
+            result.setdefault(textwrap.fill(label, 20), handle)
     figure.set_figwidth(11.2)
-    figure.legend(found.values(), found.keys(), loc="outside right upper")
+    figure.legend(result.values(), result.keys(), loc="outside right upper")
 
 
 @styled
@@ -346,9 +346,9 @@ def plot_plan(plan: Plan, name: str | None = None) -> Figure:
         for block in ("attention", "ffn")
     }
     _steps(axes[1], layers, scales)
-    found = predict(model, **plan.inputs)
+    result = predict(model, **plan.inputs)
     for ax, quantity in zip(axes[2:], ("variance", "grad_variance"), strict=True):
-        values = getattr(found, quantity)
+        values = getattr(result, quantity)
         ax.plot(np.arange(model.layers + 1), values, color=_color(quantity))
         scale(ax, quantity, values)
     titles = ["Variance of the weights", r"Residual scales $\lambda$ (skip) and $\beta$ (branch)"]

@@ -527,6 +527,14 @@ RULES = (
         "both",
         _LECUN,
     ),
+    Rule(
+        "it is Xavier's for query, key and value as one fused matrix, all as wide as this one",
+        lambda p: (
+            2 / (p.fan_in + 3 * p.fan_out)
+            if p.name in INWARD and p.fused != 3 * p.fan_out
+            else None
+        ),
+    ),
     Rule("it is 0.02^2, as most language models draw", lambda p: 0.02**2),
     _swapped(1),
     _swapped(-1),
@@ -566,26 +574,26 @@ def _published(base: Transformer, names: Sequence[str]) -> Iterator[WeightRule]:
         for options in _variants(known.options):
             try:
                 with without_warnings():
-                    found = known.apply(base, **options)
+                    result = known.apply(base, **options)
             except DomainError:
                 continue
             given = ", ".join(f"{key}={value}" for key, value in options.items())
             title = f"{name}{f' ({given})' if given else ''}: {known.title}"
-            yield WeightRule(title, found, published=True)
+            yield WeightRule(title, result, published=True)
     if "scaled-init" in names:
         for variant in ("olmo", "sun"):
             with without_warnings():
-                found = base.with_scheme("scaled-init", variant=variant)
-            yield WeightRule(f"scaled-init ({variant})", found, published=True)
+                result = base.with_scheme("scaled-init", variant=variant)
+            yield WeightRule(f"scaled-init ({variant})", result, published=True)
 
 
 def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{}]
+    result: list[dict[str, Any]] = [{}]
     if options.get("per_head") is True:
-        found.append({"per_head": False})
+        result.append({"per_head": False})
     if options.get("variant") == "authors":
-        found += [{**one, "variant": "sun"} for one in list(found)]
-    return found
+        result += [{**one, "variant": "sun"} for one in list(result)]
+    return result
 
 
 def in_words(model: Transformer) -> str:

@@ -28,29 +28,29 @@ TITLES = {
 FAMILIES = ("weights", "residual scales", "normalisation")
 
 
-def family(found: Scheme) -> str:
+def family(scheme: Scheme) -> str:
     """What a scheme is about: weights alone, scales of the residual sum, or normalisation."""
-    if {"branch_scale", "skip_scale", "identity_attention"} & set(found.sets):
+    if {"branch_scale", "skip_scale", "identity_attention"} & set(scheme.sets):
         return "residual scales"
-    return "weights" if "weights" in found.sets else "normalisation"
+    return "weights" if "weights" in scheme.sets else "normalisation"
 
 
 def rows(names: list[str]) -> list[tuple[str, list[str]]]:
     """Names by family, at most MOST in a row and evenly divided."""
-    found = []
+    result = []
     for title in FAMILIES:
         members = [name for name in names if family(scheme(name)) == title]
         if members:
             parts = np.array_split(members, -(-len(members) // MOST))
-            found += [(title, part.tolist()) for part in parts]
-    return found
+            result += [(title, part.tolist()) for part in parts]
+    return result
 
 
 @styled
 def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figure:
     """Every scheme along the depth; those of other rows in grey, for comparison."""
     parts = rows(list(comparison.predictions))
-    curves = {one: _curves(found) for one, found in comparison.predictions.items()}
+    curves = {one: _curves(result) for one, result in comparison.predictions.items()}
     figure = Picture(12.5, 2.5 * len(parts) + 0.7)
     axes = figure.subplots(len(parts), 3, sharex=True, sharey="col", squeeze=False)
     for line, (title, names) in zip(axes, parts, strict=True):
@@ -80,11 +80,11 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
     return figure
 
 
-def _curves(found: Any) -> dict[str, np.ndarray]:
+def _curves(result: Any) -> dict[str, np.ndarray]:
     return {
-        "variance": found.variance / found.variance[0],
-        "correlation": found.correlation,
-        "gradient": found.grad_variance / found.grad_variance[-1],
+        "variance": result.variance / result.variance[0],
+        "correlation": result.correlation,
+        "gradient": result.grad_variance / result.grad_variance[-1],
     }
 
 

@@ -53,7 +53,7 @@ class SchemeComparison(Shown):
         at the first layer's input over that at the last layer's output), final_correlation and
         sensitivity (median over blocks of N sigma_block^2 / sigma_skip^2).
         """
-        rows = [(name, *_numbers(found)) for name, found in self.predictions.items()]
+        rows = [(name, *_numbers(result)) for name, result in self.predictions.items()]
         return as_frame(rows, columns=list(COLUMNS))
 
     def plot(self, name: str | None = None) -> Figure:
@@ -84,17 +84,17 @@ class SchemeComparison(Shown):
         return f"SchemeComparison({self.model.layers} layers: {names}{without})"
 
 
-def _numbers(found: Prediction) -> tuple[str, float, float, float, float]:
+def _numbers(prediction: Prediction) -> tuple[str, float, float, float, float]:
     return (
-        found.model.norm,
-        float(found.variance[-1] / found.variance[0]),
-        float(found.grad_variance[0] / found.grad_variance[-1]),
-        float(found.correlation[-1]),
-        float(np.median(block_sensitivity(found))),
+        prediction.model.norm,
+        float(prediction.variance[-1] / prediction.variance[0]),
+        float(prediction.grad_variance[0] / prediction.grad_variance[-1]),
+        float(prediction.correlation[-1]),
+        float(np.median(block_sensitivity(prediction))),
     )
 
 
-def block_sensitivity(found: Prediction) -> np.ndarray:
+def block_sensitivity(prediction: Prediction) -> np.ndarray:
     """N sigma_block^2 / sigma_skip^2 of every residual sum in order, scales included, averaged over
     tokens and configurations. What enters a sum is the point before it in the trace times the
     branch scale; the rest came by the skip connection.
@@ -102,14 +102,14 @@ def block_sensitivity(found: Prediction) -> np.ndarray:
     Source: Davis et al. 2021 in the form of Kedia et al. 4.6, who take its median, which first
     blocks do not dominate.
     """
-    scales, points = found.model.by_block("branch_scale"), found.trace.points
+    scales, points = prediction.model.by_block("branch_scale"), prediction.trace.points
     ratios = []
     for block, total in itertools.pairwise(points):
         if total.site in ("attention.sum", "cross.sum", "ffn.sum"):
             square = scales[total.layer - 1, int(total.site == "ffn.sum")] ** 2
-            added = square * np.mean(found.layout.moments(block)[1])
-            ratios.append(added / (np.mean(found.layout.moments(total)[1]) - added))
-    return np.array(ratios) * found.model.layers
+            added = square * np.mean(prediction.layout.moments(block)[1])
+            ratios.append(added / (np.mean(prediction.layout.moments(total)[1]) - added))
+    return np.array(ratios) * prediction.model.layers
 
 
 def compare_schemes(

@@ -63,10 +63,10 @@ class StepComparison(Shown):
         (relative; of the loss itself too)."""
         rows = []
         for name in ("loss", "loss_change", "slope"):
-            found = getattr(self.step, name)
+            result = getattr(self.step, name)
             seen = getattr(self.measurement, name)
             stderr = getattr(self.measurement, f"{name}_stderr")
-            rows.append((name, found, seen, stderr, found / seen - 1 if seen else np.nan))
+            rows.append((name, result, seen, stderr, result / seen - 1 if seen else np.nan))
         return as_frame(rows, columns=["quantity", "predicted", "measured", "stderr", "error"])
 
     def summary(self) -> pd.DataFrame:
@@ -119,16 +119,16 @@ class StepComparison(Shown):
 
 
 def _beside(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.DataFrame:
-    found = both[keys].copy()
+    result = both[keys].copy()
     for name in names:
         measured, stderr = both[f"{name}_measured"], both[f"{name}_stderr"]
         absolute = name == "alignment"
         scale = 1.0 if absolute else measured.abs().where(measured != 0)
-        found[name] = both[name]
-        found[f"{name}_measured"] = measured
-        found[f"{name}_stderr"] = stderr / scale
-        found[f"{name}_error"] = (both[name] - measured) / scale
-    return found
+        result[name] = both[name]
+        result[f"{name}_measured"] = measured
+        result[f"{name}_stderr"] = stderr / scale
+        result[f"{name}_error"] = (both[name] - measured) / scale
+    return result
 
 
 def compare_steps(step: FirstStep, measurement: StepMeasurement) -> StepComparison:

@@ -49,10 +49,10 @@ def plot_first_step(
     figure = Picture(12.5, 4.4)
     axes = figure.subplots(1, 3)
     for ax, (quantity, styles, title) in zip(axes, PANELS, strict=True):
-        found = _known(step, quantity)
+        result = _known(step, quantity)
         seen = None if measured is None else _known(measured, quantity)
         for key, (color, marker) in styles.items():
-            _line(ax, found[found["key"] == key], key, color, marker)
+            _line(ax, result[result["key"] == key], key, color, marker)
             if seen is not None:
                 _marks(ax, seen[seen["key"] == key], color, marker)
         ax.set_title(title)

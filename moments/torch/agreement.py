@@ -42,7 +42,7 @@ def same_initialization(ours: Any, theirs: Any) -> Report:
     one, other = (_tensors("ours", ours), _tensors("theirs", theirs))
     both = [name for name in one if name in other and one[name].shape == other[name].shape]
     rows = [row for name in both for row in _rows(name, one[name], other[name], len(both))]
-    found = list(_absent(one, other))
+    result = list(_absent(one, other))
     off = [row for row in rows if row.passed is False]
     for (quantity, words), group in grouped(off, lambda row: (row.quantity, row.note)).items():
         worst = max(group, key=lambda row: row.size)
@@ -50,11 +50,11 @@ def same_initialization(ours: Any, theirs: Any) -> Report:
         why = f"{words}: {quantity} {numbers}" if quantity != "distribution" else words
         of = gathered_names([row.parameter for row in group]), (), worst.measured, worst.expected
         mend = "draw both by the same code"
-        found.append(Finding("error", "other initialisation", *of, why, mend))
+        result.append(Finding("error", "other initialisation", *of, why, mend))
     return Report(
         source=f"{type(ours).__name__} against {type(theirs).__name__}",
         scheme=f"{len(both)} tensors of the same names and shapes",
-        findings=tuple(found),
+        findings=tuple(result),
         notes=(),
         unchecked=(),
         rows=tuple(sorted(rows, key=lambda row: -row.size)),

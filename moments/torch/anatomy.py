@@ -55,9 +55,9 @@ def measured_parts(module: nn.Module, batch: Any) -> Measured:
         raise MomentsError(
             f"the layers of {type(module).__name__} could not be distinguished: {reasons}"
         )
-    found = reading.roles
+    roles = reading.roles
     layers = [point.layer for point in reading.sites if point.site == STREAM]
-    if sorted(layers) != list(range(found.layers + 1)):
+    if sorted(layers) != list(range(roles.layers + 1)):
         raise MomentsError(
             f"{type(module).__name__} was read, but no submodule gives or takes the stream of "
             "every layer, where a hook could see it: make its layers submodules"
@@ -67,11 +67,11 @@ def measured_parts(module: nn.Module, batch: Any) -> Measured:
 
 def parts_of(module: nn.Module, reading: ModuleReading) -> list[tuple[WeightGradient, WeightPart]]:
     """The parameters that can learn, as of `measured_parts`."""
-    found = reading.roles
+    result = reading.roles
     learn = {name for name, p in module.named_parameters() if p.requires_grad}
-    roles = [*found.roles, *found.scales]
+    roles = [*result.roles, *result.scales]
     rows = [(WeightGradient(r.layer, r.full_name, r.parameter), r.part) for r in roles]
-    rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in found.unidentified]
+    rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in result.unidentified]
     return [(row, part) for row, part in rows if row.parameter in learn]
 
 

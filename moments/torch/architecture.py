@@ -244,15 +244,15 @@ def departures(
 ) -> tuple[Row, ...]:
     """Every field in which a model departs from a module, whose config or class says `promised`, as
     rows of quantity "architecture"."""
-    found, read = reading.roles, reading.model
-    rows = list(_of_stack("", model, found, read or promised, promised))
-    rows += _without_matrices(model, found, shared_by(module, reading))
+    roles, read = reading.roles, reading.model
+    rows = list(_of_stack("", model, roles, read or promised, promised))
+    rows += _without_matrices(model, roles, shared_by(module, reading))
     if model.encoder is not None:
         inside, outside = (one and one.encoder for one in (read or promised, promised))
         if inside is not None:
-            rows += _of_stack(ENCODER, model.encoder, found, inside, outside)
+            rows += _of_stack(ENCODER, model.encoder, roles, inside, outside)
         else:
-            alone = any(block.name == "cross" for block in found.blocks)
+            alone = any(block.name == "cross" for block in roles.blocks)
             rows.append(Field("encoder", "one", None, "it is outside of the module" * alone))
     if masked_by_caller(module):
         remark = "the mask is an argument of its forward; without one every token sees all"
@@ -263,12 +263,12 @@ def departures(
 def _of_stack(
     stack: str,
     model: Transformer,
-    found: ModuleRoles,
+    roles: ModuleRoles,
     has: Transformer | None,
     promised: Transformer | None,
 ) -> Iterator[Field]:
-    yield from _placements(stack, model, found)
-    yield from _without_tensors(stack, model, found)
+    yield from _placements(stack, model, roles)
+    yield from _without_tensors(stack, model, roles)
     if has is None:
         why = "what the module computes could not be read as a Transformer"
         yield Field(f"{stack}architecture", "a Transformer", None, why)
@@ -276,7 +276,7 @@ def _of_stack(
     skipped = {"encoder", "name", "biases", "norm_gain", "norm", *_WRITTEN}
     if not model.parallel:
         skipped.add("parallel_norms")
-    if not any(block.stack == stack for block in found.blocks):
+    if not any(block.stack == stack for block in roles.blocks):
         skipped.remove("norm")
     for name in _names(model):
         if name in skipped or name in _PARTS:
@@ -284,7 +284,7 @@ def _of_stack(
         planned = _resolved(model, model, name)
         present = _resolved(model, has, name)
         if name == "seq_len":
-            tables = [r for r in found.named("position", stack=stack) if has.embedding is not None]
+            tables = [r for r in roles.named("position", stack=stack) if has.embedding is not None]
             if tables and model.seq_len > has.seq_len:
                 yield Field(f"{stack}{name}", planned, f"positions for {has.seq_len}")
             continue
@@ -295,14 +295,14 @@ def _of_stack(
             present = next((e for e in scaled if _same(planned, e)), present)
         yield from _compared(f"{stack}{name}", planned, present, also)
     for part in _PARTS:
-        yield from _of_part(stack, part, model, found, has, promised)
+        yield from _of_part(stack, part, model, roles, has, promised)
 
 
 def _of_part(
     stack: str,
     name: str,
     model: Transformer,
-    found: ModuleRoles,
+    roles: ModuleRoles,
     has: Transformer,
     promised: Transformer | None,
 ) -> Iterator[Field]:
@@ -312,12 +312,12 @@ def _of_part(
     if name == "relative_bias" and (planned is None) != (present is None):
         yield Field(f"{stack}{name}", planned, present)
     if planned is None:
-        if name == "head" and present is not None and not found.named("head", stack=stack):
+        if name == "head" and present is not None and not roles.named("head", stack=stack):
             yield Field(f"{stack}head", None, type(present).__name__, "the plan says nothing")
         return
     if present is None or type(planned) is not type(present):
-        roles = {"head": ("head",), "embedding": ("token", "patch")}.get(name, ())
-        remark = "" if found.named(*roles, stack=stack) else "no parameter of the module is one"
+        named = {"head": ("head",), "embedding": ("token", "patch")}.get(name, ())
+        remark = "" if roles.named(*named, stack=stack) else "no parameter of the module is one"
         if present is None:
             remark = remark or "how the module uses it could not be read"
         kind = type(present).__name__ if present is not None else None
@@ -388,9 +388,9 @@ def _close(one: Any, other: Any) -> bool:
     return numbers and bool(np.isclose(one, other, rtol=0.01))
 
 
-def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Field]:
+def _placements(stack: str, model: Transformer, roles: ModuleRoles) -> Iterator[Field]:
     seen = set()
-    for block in found.blocks:
+    for block in roles.blocks:
         if block.stack != stack or block.layer > model.layers:
             continue
         wanted = model.placements[block.layer - 1]
@@ -399,9 +399,9 @@ def _placements(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[
             yield Field(f"{stack}norm", wanted, block.placement)
 
 
-def _without_tensors(stack: str, model: Transformer, found: ModuleRoles) -> Iterator[Field]:
+def _without_tensors(stack: str, model: Transformer, roles: ModuleRoles) -> Iterator[Field]:
     """What the plan draws or sets, for which the module has no tensor in some layer."""
-    there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
+    there = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
     layers = range(1, model.layers + 1)
     for name in () if model.biases is None else _names(model.biases):
         planned = getattr(model.biases, name)
@@ -448,11 +448,11 @@ def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
 
 
 def _without_matrices(
-    model: Transformer, found: ModuleRoles, shared: Sequence[str]
+    model: Transformer, roles: ModuleRoles, shared: Sequence[str]
 ) -> Iterator[Field]:
     """Matrices that the plan draws and the module has not, or has once for several layers."""
     for stack, of_stack in stacks_in(model).items():
-        there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
+        there = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
         for name in of_stack.matrix_shapes:
             having = [n for n in range(1, of_stack.layers + 1) if name in of_stack.shapes_of(n)]
             lacking = [n for n in having if (n, name) not in there]
@@ -472,13 +472,13 @@ def masked_by_caller(module: nn.Module) -> bool:
 
 
 def check_sizes(
-    model: Transformer, found: ModuleRoles, has: Transformer | None, shared: Sequence[str] = ()
+    model: Transformer, roles: ModuleRoles, has: Transformer | None, shared: Sequence[str] = ()
 ) -> None:
     """Raise a DomainError where no tensor would fit; `shared`: phrases of `shared_by`."""
-    if model.layers != found.layers:
-        own = f"the module's {found.layers}" + (f" ({'; '.join(shared)})" if shared else "")
+    if model.layers != roles.layers:
+        own = f"the module's {roles.layers}" + (f" ({'; '.join(shared)})" if shared else "")
         raise domain_error("layers of the plan", model.layers, own)
-    for block in found.blocks:
+    for block in roles.blocks:
         stack = model_of_stack(model, block.stack)
         if block.layer > stack.layers:
             raise domain_error("layers of the plan's encoder", stack.layers, "the module's")
@@ -487,14 +487,14 @@ def check_sizes(
         if present is not None and present != getattr(model, name):
             planned = getattr(model, name)
             raise domain_error(f"{name} of the plan", planned, f"the module's {present}")
-    widths = {role.fan_in for role in found.named("query")}
+    widths = {role.fan_in for role in roles.named("query")}
     if widths and widths != {model.d_model}:
         raise domain_error("d_model of the plan", model.d_model, f"the module's {min(widths)}")
 
 
 def refuse(rows: Sequence[Row]) -> None:
     """Raise a DomainError that names every field in which a plan is not what the module is."""
-    if faults := [phrase_of(row) for row in rows if row.passed is False]:
+    if faults := [f"{r.role} of the plan: {r.note}" for r in rows if r.passed is False]:
         raise DomainError(
             f"{'; '.join(faults)}: weights and hooks cannot change that; build the module as the "
             "plan says, or declare what the module is"

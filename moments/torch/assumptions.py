@@ -83,26 +83,26 @@ def _largest_square(matrix: Tensor) -> float:
 
 def notes(matrices: Iterable[WeightStatistics]) -> Iterator[str]:
     """Broken assumptions of the matrices, one sentence per role and kind, worst layer first."""
-    for name, group in grouped(matrices, lambda found: found.role.full_name).items():
-        yield from _matrix_notes(name, [found for found in group if found.entries.square > 0])
+    for name, group in grouped(matrices, lambda result: result.role.full_name).items():
+        yield from _matrix_notes(name, [result for result in group if result.entries.square > 0])
 
 
 def _matrix_notes(name: str, group: list[WeightStatistics]) -> Iterator[str]:
     def worst(kind: list[tuple[float, WeightStatistics]]) -> tuple[float, str]:
-        value, found = max(kind, key=lambda pair: abs(pair[0]))
+        value, result = max(kind, key=lambda pair: abs(pair[0]))
         many = f" and {len(kind) - 1} more" if len(kind) > 1 else ""
-        return value, f"{found.role.label}{many}"
+        return value, f"{result.role.label}{many}"
 
     shifted, tailed, spiked = [], [], []
-    for found in group:
-        e = found.entries
+    for result in group:
+        e = result.entries
         share = e.mean / math.sqrt(e.square)
         if abs(share) * math.sqrt(e.count) > DEVIATIONS and abs(share) > 0.01:
-            shifted.append((share, found))
+            shifted.append((share, result))
         if e.kurtosis - 3 > max(DEVIATIONS * math.sqrt(24 / e.count), 0.3):
-            tailed.append((e.kurtosis, found))
-        if found.spectral > 1 + DEVIATIONS * found.spectral_error:
-            spiked.append((found.spectral, found))
+            tailed.append((e.kurtosis, result))
+        if result.spectral > 1 + DEVIATIONS * result.spectral_error:
+            spiked.append((result.spectral, result))
     if shifted:
         value, where = worst(shifted)
         yield f"{name}: entries have a mean of {value:.2g} root mean squares, not 0 ({where})"
@@ -111,7 +111,7 @@ def _matrix_notes(name: str, group: list[WeightStatistics]) -> Iterator[str]:
         yield f"{name}: heavy tails, kurtosis {value:.3g} against a normal's 3 ({where})"
     if spiked:
         value, where = worst(spiked)
-        rank = min(found.stable_rank for _, found in spiked)
+        rank = min(result.stable_rank for _, result in spiked)
         yield (
             f"{name}: the largest squared singular value is {value:.3g} times that of independent "
             f"entries, stable rank down to {rank:.3g} ({where})"
@@ -184,9 +184,9 @@ def copies(blocks: Iterable[tuple[Role, Tensor]]) -> list[Copies]:
     return [tuple(role for role, _ in group) for group in several]
 
 
-def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
+def copy_notes(repeated: Iterable[Copies]) -> Iterator[str]:
     """One sentence for all roles that are equal in the same layers."""
-    for layers, groups in grouped(found, lambda roles: tuple(r.layer for r in roles)).items():
+    for layers, groups in grouped(repeated, lambda roles: tuple(r.layer for r in roles)).items():
         names = [roles[0].full_name for roles in groups]
         names.sort(key=lambda name: name.endswith(".bias"))  # matrices first
         yield (
@@ -196,10 +196,10 @@ def copy_notes(found: Iterable[Copies]) -> Iterator[str]:
         )
 
 
-def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
+def shuffle(module: nn.Module, repeated: Iterable[Copies], seed: int) -> nn.Module:
     """The module, every copy's entries in another order, as if drawn on their own."""
     generator = torch.Generator().manual_seed(seed)
-    for block in _copied(module, found):
+    for block in _copied(module, repeated):
         entries = block.reshape(-1).clone()
         order = torch.randperm(entries.numel(), generator=generator, device="cpu")
         block.copy_(entries[order.to(entries.device)].reshape(block.shape))
@@ -207,23 +207,23 @@ def shuffle(module: nn.Module, found: Iterable[Copies], seed: int) -> nn.Module:
 
 
 @contextmanager
-def shuffled(module: nn.Module, found: Iterable[Copies], seed: int) -> Iterator[None]:
+def shuffled(module: nn.Module, repeated: Iterable[Copies], seed: int) -> Iterator[None]:
     """`shuffle`, and every tensor as it was afterwards."""
-    found = list(found)
-    with kept(_copied(module, found)):
-        shuffle(module, found, seed)
+    repeated = list(repeated)
+    with kept(_copied(module, repeated)):
+        shuffle(module, repeated, seed)
         yield
 
 
-def _copied(module: nn.Module, found: Iterable[Copies]) -> list[Tensor]:
+def _copied(module: nn.Module, repeated: Iterable[Copies]) -> list[Tensor]:
     """Blocks that are another layer's, as views."""
     tensors = tensors_of(module)
-    return [block_of(tensors, role) for roles in found for role in roles[1:]]
+    return [block_of(tensors, role) for roles in repeated for role in roles[1:]]
 
 
-def copy_findings(found: Iterable[Copies]) -> Iterator[Row]:
+def copy_findings(repeated: Iterable[Copies]) -> Iterator[Row]:
     """A failed check for every tensor that is an earlier layer's."""
-    for first, *others in found:
+    for first, *others in repeated:
         for role in others:
             note = f"equal, entry by entry, to {first.label}"
             base = (role.layer, role.full_name, role.label, "correlation with another layer")

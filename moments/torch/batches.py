@@ -100,15 +100,15 @@ def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pixels(embedding: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Pictures, or spectrograms as pictures of one channel, bins down and time across."""
-    found = None
+    result = None
     if isinstance(embedding, PatchEmbedding):
-        found = batch.get("pixel_values")
+        result = batch.get("pixel_values")
         heard = batch.get("input_values")
-        if found is None and heard is not None and np.ndim(heard) == 3:
-            found = np.swapaxes(heard, 1, 2)[:, None]
+        if result is None and heard is not None and np.ndim(heard) == 3:
+            result = np.swapaxes(heard, 1, 2)[:, None]
     elif isinstance(embedding, SoundEmbedding) and "input_features" in batch:
-        found = np.asarray(batch["input_features"])[:, None]
-    return {} if found is None else {"pixels": np.asarray(found, dtype=float)}
+        result = np.asarray(batch["input_features"])[:, None]
+    return {} if result is None else {"pixels": np.asarray(result, dtype=float)}
 
 
 def _text(ids: Any, mask: Any, segments: Any) -> dict[str, Any]:
@@ -215,8 +215,8 @@ def targets_read(
             if targets.max() >= logits.shape[-1] or not np.any(targets >= 0):
                 continue
             flat = torch.as_tensor(targets, device=logits.device).flatten()
-            found = nn.functional.cross_entropy(logits.flatten(0, 1).float(), flat)
-            if abs(float(found) - float(value)) < 1e-4 * abs(float(value)):
+            result = nn.functional.cross_entropy(logits.flatten(0, 1).float(), flat)
+            if abs(float(result) - float(value)) < 1e-4 * abs(float(value)):
                 return np.asarray(targets)
     return None
 
@@ -265,7 +265,7 @@ def completed(module: nn.Module, batch: Any) -> Any:
 
 def inputs_for(
     module: nn.Module,
-    found: ModuleRoles,
+    roles: ModuleRoles,
     model: Transformer,
     batch: Any,
     loss: Loss | None,
@@ -275,11 +275,11 @@ def inputs_for(
     random = batch is None
     given = shortened(batch, SEQUENCES, MOST_TOKENS)
     if random:
-        given = _own_batch(module, found, model, example)
+        given = _own_batch(module, roles, model, example)
         if given is not example and not configured(module):  # nothing says how much it reads
             given = _that_runs(module, given, example)
     given = completed(module, given)
-    loss = loss or _next_token(module, given, found)
+    loss = loss or _next_token(module, given, roles)
     words = f"measured on {batch_shape(given)}" + (" of random input" if random else "")
     return RunInputs(given, shortened(given, 1, FEW), loss, words)
 
@@ -297,7 +297,7 @@ def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
 
 
 @made_at_hand
-def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer, given: Any) -> Any:
+def _own_batch(module: nn.Module, roles: ModuleRoles, model: Transformer, given: Any) -> Any:
     """Random input like what is `given`, with what the module is trained on."""
     generator = torch.Generator().manual_seed(0)
     task = None if model.head is None else model.head.loss
@@ -306,11 +306,11 @@ def _own_batch(module: nn.Module, found: ModuleRoles, model: Transformer, given:
         if task != "classification" or not classes:
             return given
         return _classified(given, classes, generator)
-    token = found.named("token") or found.named("token", stack="encoder.")
+    token = roles.named("token") or roles.named("token", stack="encoder.")
     if not token or (isinstance(given, Mapping) and "input_ids" not in given):
         return given
     vocab = len(tensors_of(module)[token[0].parameter])
-    length = _length(module, found)
+    length = _length(module, roles)
     ids = torch.randint(vocab, (OWN, length), generator=generator)
     if not isinstance(given, Mapping):
         return ids
@@ -328,9 +328,9 @@ def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generat
     return {**batch, "labels": torch.randint(classes, (count,), generator=generator)}
 
 
-def _length(module: nn.Module, found: ModuleRoles) -> int:
+def _length(module: nn.Module, roles: ModuleRoles) -> int:
     """Tokens that its tables have positions for; some families keep a few rows to themselves."""
-    position, config = found.named("position"), getattr(module, "config", None)
+    position, config = roles.named("position"), getattr(module, "config", None)
     kept = 4 if hasattr(config, "to_dict") else 0
     rows = [MOST_TOKENS]
     if position:
@@ -391,9 +391,9 @@ def _ids_alone(batch: Any) -> bool:
     return is_ids(batch)
 
 
-def _next_token(module: nn.Module, batch: Any, found: ModuleRoles) -> Loss | None:
+def _next_token(module: nn.Module, batch: Any, roles: ModuleRoles) -> Loss | None:
     """The cross-entropy of the next token, for a module that gives logits and no loss."""
-    token = found.named("token")
+    token = roles.named("token")
     if not token or not _ids_alone(batch) or configured(module):
         return None
     vocab = len(tensors_of(module)[token[0].parameter])

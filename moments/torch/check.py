@@ -225,7 +225,7 @@ class Checking:
 
     def _compared(self) -> Comparison:
         self.text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
-        case, _ = case_of(self.described, self.text, self.measurement, None)
+        case = case_of(self.described, self.text, self.measurement)
         self.case = self._by_token(case)
         with without_warnings():
             try:
@@ -247,10 +247,10 @@ class Checking:
         if alike or "variance" not in case.inputs or self.measurement.seq_len > FEW_ROWS:
             return case
         first = first_stream(self.module, self.inputs.batch)
-        found = tokens_entering(first, case, self.measurement)
-        if not found:
+        result = tokens_entering(first, case, self.measurement)
+        if not result:
             return case
-        case = found[0].apply(case)
+        case = result[0].apply(case)
         given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
         if len(given) < len(case.inputs):
             given["grad_kernel"] = last_grad_kernel(self.measurement)

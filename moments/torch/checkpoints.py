@@ -42,7 +42,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
     given = Path(path)
     folder = given if given.is_dir() else given.parent
     entries = read_config(folder)
-    found, config = settings_of(entries)
+    result, config = settings_of(entries)
     if not given.is_dir() and given.suffix != ".safetensors":
         raise domain_error("path", str(path), "a folder or a .safetensors file")
     tensors, names = _tensors(given), entries.get("architectures")
@@ -53,7 +53,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
         refused(f"checkpoint {brief(str(path))}"),
     ):
         torch.manual_seed(0)
-        module, info = (made or getattr(transformers, found.module)).from_pretrained(
+        module, info = (made or getattr(transformers, result.module)).from_pretrained(
             None, state_dict=tensors, config=config, local_files_only=True, output_loading_info=True
         )
     if missing := sorted(info["missing_keys"]):
@@ -85,13 +85,13 @@ def _tensors(path: Path) -> dict[str, Any]:
             files = [path / name for name in _shards(index)]
         elif not files[0].exists():
             raise domain_error("path", str(path), "a folder with model.safetensors or its index")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for file in files:
         try:
-            found |= load_file(file)
+            result |= load_file(file)
         except Exception as error:
             raise DomainError(f"{file} is no readable safetensors file: {error}") from None
-    return found
+    return result
 
 
 def _shards(index: Path) -> list[str]:

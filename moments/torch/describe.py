@@ -109,10 +109,10 @@ def described_as(model: Transformer, read: Tensors) -> Transformer:
         DomainError: an architecture of other sizes, or numbers that none can have.
     """
     check_sizes(model, read.reading.roles, None)
-    held = _held(model, read)
+    result = _with_variances(model, read)
     if model.encoder is not None:
-        held = held.replace(encoder=_held(model, read, ENCODER))
-    return held
+        result = result.replace(encoder=_with_variances(model, read, ENCODER))
+    return result
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,10 @@ def weight_statistics(module: nn.Module) -> pandas.DataFrame:
     Raises:
         MomentsError: the module could not be read.
     """
-    found = anatomy_of(module).roles
+    roles = anatomy_of(module).roles
     tensors = tensors_of(module)
     rows = []
-    for role in found.roles:
+    for role in roles.roles:
         if role.is_matrix:
             block = block_of(tensors, role)
             s = WeightStatistics.of(role, block, EntryMoments.of(block))
@@ -210,11 +210,11 @@ def weight_statistics(module: nn.Module) -> pandas.DataFrame:
     return as_frame(rows, columns=[*columns, "stable_rank"])
 
 
-Held = Mapping[tuple[int, str], EntryMoments]
+Entries = Mapping[tuple[int, str], EntryMoments]
 """Entries of one stack by layer and role."""
 
 
-def _held(model: Transformer, read: Tensors, stack: str = "") -> Transformer:
+def _with_variances(model: Transformer, read: Tensors, stack: str = "") -> Transformer:
     """One stack's Transformer, with the variances and multipliers of its module."""
     model = model_of_stack(model, stack)
     assert model.weights is not None
@@ -228,13 +228,13 @@ def _held(model: Transformer, read: Tensors, stack: str = "") -> Transformer:
     )
 
 
-def _gain(entries: Held, layer: int, block: str) -> EntryMoments | None:
+def _gain(entries: Entries, layer: int, block: str) -> EntryMoments | None:
     """Of a block's norm, which may be one for both blocks."""
     names = (f"{block}.norm.gain", "attention.norm.gain")
     return next((entries[layer, name] for name in names if (layer, name) in entries), None)
 
 
-def _scales(model: Transformer, entries: Held, stack: str, sums: Sums) -> dict[str, Any]:
+def _scales(model: Transformer, entries: Entries, stack: str, sums: Sums) -> dict[str, Any]:
     gains, skip, branch, output = np.ones((4, model.layers, 2))
     for (row, column), _ in np.ndenumerate(gains):
         block = ("attention", "ffn")[column]
@@ -253,7 +253,7 @@ def _scales(model: Transformer, entries: Held, stack: str, sums: Sums) -> dict[s
     return scales | gain_fields(gains, output)
 
 
-def _outside(model: Transformer, entries: Held, scale: float | None) -> dict[str, Any]:
+def _outside(model: Transformer, entries: Entries, scale: float | None) -> dict[str, Any]:
     """Tables and head; `scale`: the factor on the logits, if known."""
     changes: dict[str, Any] = {}
     for field, layer in (("embedding", 0), ("head", model.layers + 1)):
@@ -277,15 +277,15 @@ def _outside(model: Transformer, entries: Held, scale: float | None) -> dict[str
 
 def broken(read: Tensors) -> list[str]:
     """Assumptions that the weights break."""
-    module, found, tensors = read.module, read.reading.roles, tensors_of(read.module)
-    blocks = {role: block_of(tensors, role) for role in found.roles}
+    module, roles, tensors = read.module, read.reading.roles, tensors_of(read.module)
+    blocks = {role: block_of(tensors, role) for role in roles.roles}
     matrices = [
         WeightStatistics.of(role, blocks[role], moments)
         for role, moments in dict(read.entries).items()
         if role.is_matrix and role.name in MATRICES
     ]
     lines = [*copy_notes(read.repeated), *notes(matrices)]
-    pairs = [[(role, blocks[role]) for role in found.named(name)] for name in ("query", "key")]
+    pairs = [[(role, blocks[role]) for role in roles.named(name)] for name in ("query", "key")]
     lines += alignment_note(*pairs)
     lines += gain_notes(
         [

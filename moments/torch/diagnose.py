@@ -19,7 +19,6 @@ from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement
 from ..show.diagnosis import TOKENS, diagnose_case, say
 from ..show.differences import Case, Feature, differences
-from ..show.expected import TOLERANCE
 from ..show.findings import Report
 from .anatomy import anatomy_of, as_drawn
 from .architecture import promised_by
@@ -53,8 +52,6 @@ def diagnose(
     loss: Loss | None = None,
     seeds: int = 1,
     seed: int = 0,
-    inputs: Mapping[str, Any] | None = None,
-    tolerance: float = TOLERANCE,
     progress: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Report:
@@ -72,8 +69,6 @@ def diagnose(
         plan: what the module is meant to be: a Transformer, a plan of `moments.solve`, or the name
             of a scheme, which is applied to the module's own architecture. None: that architecture
             with the initialisation of its framework.
-        inputs: arguments of `predict` that describe the input, where the batch shall not.
-        tolerance: as of `moments.compare`.
         progress: write what is done, the verdict as soon as it is known, and how long the rest will
             take to standard error; None: where it is more than small.
         options: of the scheme, where the plan is a scheme's name.
@@ -103,36 +98,40 @@ def diagnose(
     described = promised_by(target, measurement.seq_len)
     read = as_drawn(reading) if described is None else described
     if plan is None and described is None:
+        left = ("weights", "biases", "embedding", "head", "encoder")
+        fields = () if read is None else dataclasses.fields(read)
+        pairs = [(f, getattr(read, f.name)) for f in fields if f.init and f.name not in left]
+        typed = [f"{field.name}={value!r}" for field, value in pairs if value != field.default]
+        words = ", ".join([*typed, "weights=moments.Weights(...)"])
         raise DomainError(
             "nothing in the module says how it is meant to be drawn: pass the plan that it should "
-            "follow, such as moments.torch.describe(module).model with other weights, or the name "
-            "of a scheme"
+            f"follow, such as moments.Transformer({words}), or the name of a scheme"
         )
     declared = at_length(described if plan is None else model_of(plan, read, options), measurement)
     if declared.layers != measurement.layers:
         raise domain_error("layers of the plan", declared.layers, f"{measurement.layers}")
-    tensors, found, notes = Tensors.of(target, reading), None, list[str]()
+    tensors, result, notes = Tensors.of(target, reading), None, list[str]()
     try:
-        found = described_as(at_length(described or declared, measurement), tensors)
+        result = described_as(at_length(described or declared, measurement), tensors)
         notes = broken(tensors)
     except MomentsError as error:
         notes.append(f"weights and scales of the module could not be read: {error}")
-    if plan is None and found is not None and not hasattr(target, "config"):
+    if plan is None and result is not None and not hasattr(target, "config"):
         # torch's own layers draw theirs: what is there is one draw of the framework's.
-        declared = declared.replace(biases=found.biases)
+        declared = declared.replace(biases=result.biases)
     text = Text.of(target, declared, batch, loss)
-    case, features = case_of(declared, text, measurement, inputs)
-    unseen = _unseen(target, case, measurement, inputs)
-    advice: tuple[str, ...] = ()
-    if found is not None:
+    case = case_of(declared, text, measurement)
+    unseen = _unseen(target, case, measurement)
+    advice, features = tuple[str, ...](), list[Feature]()
+    if result is not None:
         roles = reading.roles
         ahead = reading.ahead
-        changed = _with_mask(found, ahead)
+        changed = _with_mask(result, ahead)
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
         likely = advise(Checked.entries(tensors, declared), declared, read)
-        own_features = _reasoned(differences(declared, changed), likely.reasons)
+        features = _reasoned(differences(declared, changed), likely.reasons)
         advice = tuple(sentence for _, sentence in likely.crossed)
         if repeated := tensors.repeated:
             notes = [note for note in notes if note not in set(copy_notes(repeated))]
@@ -143,8 +142,7 @@ def diagnose(
                 with shuffled(target, repeated, seed):
                     return measured(module)
 
-            own_features.append(_copied(repeated, again, text, inputs))
-        features = [*own_features, *features]
+            features.append(_copied(repeated, again, text))
         unseen = [*unchecked(declared, roles, reading.sums), *unseen]
         unseen += ["the attention mask"] if ahead is None else []
     else:
@@ -159,7 +157,6 @@ def diagnose(
         features,
         source=type(target).__name__,
         same_weights=fixed,
-        tolerance=tolerance,
         notes=notes,
         advice=advice,
         unchecked=unseen,
@@ -209,43 +206,37 @@ class Text:
         return cls(arrays, ids, targets, targets is not None or (known and loss is None))
 
 
-def _unseen(
-    module: nn.Module, case: Case, measurement: Measurement, inputs: Mapping[str, Any] | None
-) -> list[str]:
+def _unseen(module: nn.Module, case: Case, measurement: Measurement) -> list[str]:
     """What stands before the first layer and behind the last, where no prediction begins there."""
-    found, declared, none = [], case.model, "the model declares none"
+    result, declared, none = [], case.model, "the model declares none"
     tables = any(isinstance(part, nn.Embedding) for part in module.modules())
-    if inputs is None and tables and not {"token_ids", "pixels"} & set(case.inputs):
+    if tables and not {"token_ids", "pixels"} & set(case.inputs):
         why = none if declared.embedding is None else "it is not known what input it reads"
-        found.append(f"the embedding (what enters layer 1 was measured, not predicted: {why})")
-    given = () if inputs is None else inputs
-    measured = [n for n in case.inputs if n.startswith("grad_") and n not in given]
-    if measured and measurement.loss is not None:
+        result.append(f"the embedding (what enters layer 1 was measured, not predicted: {why})")
+    if any(name.startswith("grad_") for name in case.inputs) and measurement.loss is not None:
         if declared.head is not None and declared.head.loss is not None:
             none = "the loss is not the declared one of any targets in the batch"
         said = "head and loss (the last layer's gradient was measured, not predicted"
-        found.append(f"{said}: {none})")
-    return found
+        result.append(f"{said}: {none})")
+    return result
 
 
 def _reasoned(features: list[Feature], reasons: Mapping[str, tuple[str, ...]]) -> list[Feature]:
     """Features of matrices with what is likely to have made them so."""
-    found = []
+    result = []
     for feature in features:
         likely = reasons.get(feature.name.replace("encoder ", ENCODER), ())
         words = f"{feature.words}; {'; or '.join(likely)}" if likely else feature.words
-        found.append(dataclasses.replace(feature, words=words))
-    return found
+        result.append(dataclasses.replace(feature, words=words))
+    return result
 
 
-def _copied(
-    repeated: Sequence[Copies], again: Callable[[], Measurement], text: Text, inputs: Any
-) -> Feature:
+def _copied(repeated: Sequence[Copies], again: Callable[[], Measurement], text: Text) -> Feature:
     """Layers that are copies, as a difference: taken out of the network, which is measured anew."""
     seen = functools.cache(again)
 
     def apply(case: Case) -> Case:
-        fresh, _ = case_of(case.model, text, seen(), inputs)
+        fresh = case_of(case.model, text, seen())
         given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
         given |= {name: v for name, v in fresh.inputs.items() if name.startswith("grad_")}
         return dataclasses.replace(case, inputs=given, measurement=seen())
@@ -276,38 +267,16 @@ def arrays_of(batch: Any) -> dict[str, Any]:
     return arrays
 
 
-def case_of(
-    declared: Transformer, text: Text, measurement: Measurement, inputs: Mapping[str, Any] | None
-) -> tuple[Case, list[Feature]]:
-    """The declared model on the batch, and how its input differs from what the user says."""
-    measured = measured_moments(measurement)
-    given = inputs_of(declared, text.arrays) if inputs is None else dict(inputs)
-    features = []
-    if not given:
-        given = dict(measured)
-    elif {"variance", "correlation"} & set(given):
-        features = _moments(given, measured)
+def case_of(declared: Transformer, text: Text, measurement: Measurement) -> Case:
+    """The declared model on the batch."""
+    given = inputs_of(declared, text.arrays) or measured_moments(measurement)
     head = declared.head is not None and declared.head.loss is not None
-    if text.targets is not None and inputs is None:
+    if text.targets is not None:
         given["targets"] = text.targets
     if measurement.loss is None or not text.predicted or not head:
         given.pop("targets", None)
-        if not any(name.startswith("grad_") for name in given):
-            given |= measured_gradient(declared, measurement, given)
-    return Case(declared, given), features
-
-
-def _moments(given: Mapping[str, Any], measured: dict[str, Any]) -> list[Feature]:
-    variance, correlation = given.get("variance", 1.0), given.get("correlation", 0.0)
-    words = (
-        f"input: variance {measured['variance']:.3g}, declared {variance:.3g}; token correlation "
-        f"{measured['correlation']:.3g}, declared {correlation:.3g}"
-    )
-
-    def apply(case: Case) -> Case:
-        return dataclasses.replace(case, inputs=case.inputs | measured)
-
-    return [Feature("input", words, measured["variance"] / variance, (), apply)]
+        given |= measured_gradient(declared, measurement, given)
+    return Case(declared, given)
 
 
 def tokens_entering(

@@ -215,13 +215,13 @@ def _streams(checking: Checking, p: Prediction) -> Iterator[tuple[str, Range]]:
         yield f"activations/l2_norm/{path}_input.0", (low, high)
 
 
-def _gradients(module: nn.Module, found: ModuleRoles, p: Prediction) -> Iterator[tuple[str, Range]]:
+def _gradients(module: nn.Module, roles: ModuleRoles, p: Prediction) -> Iterator[tuple[str, Range]]:
     """Of every matrix and table, its roles together."""
     if p.loss is None:
         return
     rows = _squares(p)
     own: dict[str, list[tuple[float, float] | None]] = {}
-    for role in found.roles:
+    for role in roles.roles:
         own.setdefault(role.parameter, []).append(rows.get((role.layer, role.full_name)))
     for name, parameter in module.named_parameters():
         parts = own.get(name, [None])

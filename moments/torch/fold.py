@@ -62,18 +62,18 @@ def fold(module: nn.Module, plan: Any) -> nn.Module:
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded before: fold a copy of the unfolded one")
     of = fitted(module, plan)
-    module, found, model, described = of.module, of.reading.roles, of.model, of.described
-    if not found.blocks:
+    module, roles, model, described = of.module, of.reading.roles, of.model, of.described
+    if not roles.blocks:
         raise DomainError("no submodule takes or gives the module's residual sums and norms")
-    logits = logit_factor(found, model, described)
+    logits = logit_factor(roles, model, described)
     _check_hooks(module, model, logits)
     steps = [
         step
         for stack, scales in scales_of(model).items()
-        for step in _Plan(module, found, stack, scales).steps()
+        for step in _Plan(module, roles, stack, scales).steps()
     ]
     if logits is not None:
-        steps += list(_Plan(module, found, "", scales_of(model)[""]).logits(logits.factor))
+        steps += list(_Plan(module, roles, "", scales_of(model)[""]).logits(logits.factor))
     remove_scales(module)
     with torch.no_grad():
         for step in steps:
@@ -108,13 +108,13 @@ def _check_hooks(module: nn.Module, model: Transformer, logits: LogitFactor | No
 
 
 class _Plan:
-    def __init__(self, module: nn.Module, found: ModuleRoles, stack: str, scales: Scales) -> None:
+    def __init__(self, module: nn.Module, roles: ModuleRoles, stack: str, scales: Scales) -> None:
         self.module, self.scales = module, scales
-        self.blocks = [block for block in found.blocks if block.stack == stack]
-        self.held = found.scales if not stack else ()
+        self.blocks = [block for block in roles.blocks if block.stack == stack]
+        self.parameters = roles.scales if not stack else ()
         self.last = max((block.layer for block in self.blocks), default=0)
         self.tensors = tensors_of(module)
-        self.roles = {(role.layer, role.name): role for role in found.roles if role.stack == stack}
+        self.roles = {(role.layer, role.name): role for role in roles.roles if role.stack == stack}
         self.seen: set[str] = set()
 
     def steps(self) -> Iterable[Step]:
@@ -138,7 +138,7 @@ class _Plan:
                 size = 1.0 if block.placement == "post" else grown
         if size != 1:
             yield from self._final(size)
-        for role in self.held:
+        for role in self.parameters:
             yield functools.partial(block_of(self.tensors, role).fill_, 1.0)
 
     def _norm(self, block: ModuleBranch, entering: float, after: float) -> Iterable[Step]:

@@ -39,14 +39,14 @@ def settings_of(config: Any) -> tuple[Family, Any]:
     """
     entries = read_config(config)
     kind = entries.pop("model_type", None)
-    found = family(kind)
+    result = family(kind)
     with refused(f"config of type {kind!r}"):
         made = transformers.CONFIG_MAPPING[kind]
     described = set(inspect.signature(made.__init__).parameters)
     described -= set(inspect.signature(transformers.PretrainedConfig.__init__).parameters)
-    allowed = described | _SHAPING | found.entries({"model_type": kind} | entries)
+    allowed = described | _SHAPING | result.entries({"model_type": kind} | entries)
     entries = {name: value for name, value in entries.items() if name in allowed}
-    if found.task == "translation":
+    if result.task == "translation":
         entries.setdefault("decoder_start_token_id", 0)  # T5's, which its class leaves out
     vocab_size = entries.get("vocab_size")
     with refused(f"config of type {kind!r}"):
@@ -57,7 +57,7 @@ def settings_of(config: Any) -> tuple[Family, Any]:
             token = getattr(settings, name, None)
             if name not in entries and isinstance(token, int) and token >= vocab_size:
                 setattr(settings, name, None if name == "pad_token_id" else vocab_size - 1)
-    return found, settings
+    return result, settings
 
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -91,12 +91,12 @@ def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn
     check_count("seed", seed, least=0)
     entries = read_config(config)
     family(entries.get("model_type"))
-    found, settings = settings_of(entries if layers is None else at_depth(entries, layers))
-    if found.task in _LOSSES:
-        settings.loss_type = _LOSSES[found.task]
+    result, settings = settings_of(entries if layers is None else at_depth(entries, layers))
+    if result.task in _LOSSES:
+        settings.loss_type = _LOSSES[result.task]
     with torch.random.fork_rng(devices=[]), refused(f"config of type {settings.model_type!r}"):
         torch.manual_seed(seed)
-        module: nn.Module = getattr(transformers, found.module)(settings)
+        module: nn.Module = getattr(transformers, result.module)(settings)
     return module
 
 
@@ -113,15 +113,15 @@ def text_batch(config: Any, *, seq_len: int, batch: int = 2, seed: int = 0) -> d
     Raises:
         DomainError: a config or an argument out of range, or a family that reads images.
     """
-    found, settings = settings_of(config)
-    if found.task == "images":
-        raise domain_error("config", found.module, "a family that reads text", "use image_batch")
+    result, settings = settings_of(config)
+    if result.task == "images":
+        raise domain_error("config", result.module, "a family that reads text", "use image_batch")
     vocab_size = int(settings.vocab_size)
-    if found.task == "translation":
+    if result.task == "translation":
         ids = tokenize(vocab_size, seq_len, 2 * batch)
         return {"input_ids": ids[::2].copy(), "labels": ids[1::2].copy()}
     ids = tokenize(vocab_size, seq_len, batch)
-    inputs, labels = mask_tokens(ids, vocab_size, seed) if found.task == "masked" else (ids, ids)
+    inputs, labels = mask_tokens(ids, vocab_size, seed) if result.task == "masked" else (ids, ids)
     return {"input_ids": inputs, "labels": labels}
 
 
@@ -139,9 +139,9 @@ def image_batch(config: Any, *, batch: int = 2, seed: int = 0) -> dict[str, Any]
     """
     check_count("batch", batch)
     check_count("seed", seed, least=0)
-    found, settings = settings_of(config)
-    if found.task != "images":
-        raise domain_error("config", found.module, "a family that reads images", "use text_batch")
+    result, settings = settings_of(config)
+    if result.task != "images":
+        raise domain_error("config", result.module, "a family that reads images", "use text_batch")
     size, channels = int(settings.image_size), int(settings.num_channels)
     random = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])

@@ -24,11 +24,11 @@ from .running import padding_rows
 from .scales import (
     FOLDED,
     AppliedScales,
-    HeldDropout,
+    DropProbability,
     applied_scales,
     apply_scales,
+    drop_probabilities,
     drops_behind,
-    held_dropouts,
     logit_factor,
 )
 from .tensors import SLACK, attention_of, temperatures
@@ -111,31 +111,31 @@ def initialize(
     """
     check_count("seed", seed, least=0)
     of = fitted(module, plan, options, batch)
-    module, found, model = of.module, of.reading.roles, of.model
+    module, roles, model = of.module, of.reading.roles, of.model
     chosen = (
         (model.weights and model.weights.distribution) if distribution is None else distribution
     )
     check_choice("distribution", chosen, DISTRIBUTIONS)
     tensors = tensors_of(module)
-    blocks = {role: block_of(tensors, role) for role in (*found.roles, *found.scales)}
+    blocks = {role: block_of(tensors, role) for role in (*roles.roles, *roles.scales)}
     applied = _attached(of, batch)
     scales = scales_of(model)[""]
     rows, padding = [], padding_rows(module)
     with torch.no_grad():
-        for role in found.roles:
+        for role in roles.roles:
             variance = expected_variance(model, role)
             if variance is None:
                 continue
             whole = tensors[role.parameter]
             _write(module, role, blocks[role], variance, seed, str(chosen), padding.get(whole))
             rows.append((role.layer, role.full_name, role.label, variance))
-        for role in found.scales:
+        for role in roles.scales:
             values = scales.skip if role.name.endswith("skip_scale") else scales.branch
             blocks[role].fill_(float(values[role.layer - 1, _column(role)]))
-    written = {name for _, _, name, _ in rows} | {role.parameter for role in found.scales}
-    untouched = [role.label for role in found.roles if role.label not in written]
+    written = {name for _, _, name, _ in rows} | {role.parameter for role in roles.scales}
+    untouched = [role.label for role in roles.roles if role.label not in written]
     unlike = tuple(map(phrase_of, of.departures))
-    return Initialization(tuple(rows), (*untouched, *found.unidentified), applied, unlike)
+    return Initialization(tuple(rows), (*untouched, *roles.unidentified), applied, unlike)
 
 
 def attach(
@@ -163,24 +163,24 @@ def attach(
 
 def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
     """Hooks and temperatures, decided before the first is placed."""
-    module, found, model, described = of.module, of.reading.roles, of.model, of.described
+    module, roles, model, described = of.module, of.reading.roles, of.model, of.described
     batch = of.reading.example if batch is None else batch
     stacks = scales_of(model)
-    held = _check_scales(found, stacks[""])
-    scalings = _scalings(module, found, model)
+    own = _check_scales(roles, stacks[""])
+    scalings = _scalings(module, roles, model)
     dropped = (model if described is None else described).dropout > 0
 
-    def drops() -> dict[ModuleBranch, HeldDropout | None]:
+    def drops() -> dict[ModuleBranch, DropProbability | None]:
         if not dropped:
             return {}
         before = applied_scales(module)
         known = {} if before is None else before.dropouts
-        behind = drops_behind(module, found.blocks, batch)
-        known = known | held_dropouts(module, behind - set(known), batch)
+        behind = drops_behind(module, roles.blocks, batch)
+        known = known | drop_probabilities(module, behind - set(known), batch)
         return {block: known.get(block) for block in behind}
 
-    logits = logit_factor(found, model, described)
-    applied = apply_scales(module, found.blocks, stacks, drops=drops, held=held, logits=logits)
+    logits = logit_factor(roles, model, described)
+    applied = apply_scales(module, roles.blocks, stacks, drops=drops, own=own, logits=logits)
     if hasattr(module, FOLDED):
         delattr(module, FOLDED)
     for part, scaling in scalings:
@@ -224,15 +224,15 @@ def _column(role: Role) -> int:
     return int(role.name.startswith("ffn"))
 
 
-def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
+def _check_scales(roles: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
     """Blocks whose scales the module holds itself; refuse a scale that it has no place for."""
-    held: dict[tuple[int, int], set[str]] = {}
-    for role in found.scales:
+    own: dict[tuple[int, int], set[str]] = {}
+    for role in roles.scales:
         columns = (0, 1) if role.name in ("skip_scale", "branch_scale") else (_column(role),)
         for column in columns:
-            held.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
-    for layer, column in ((n + 1, c) for n in range(found.layers) for c in (0, 1)):
-        there = held.get((layer, column))
+            own.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
+    for layer, column in ((n + 1, c) for n in range(roles.layers) for c in (0, 1)):
+        there = own.get((layer, column))
         *wanted, before, after = scales.at(layer, column)
         named = zip(("skip_scale", "branch_scale"), wanted, strict=True)
         lacking = [name for name, value in named if value != 1 and name not in (there or ())]
@@ -241,16 +241,16 @@ def _check_scales(found: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
                 f"layer {layer}: the module has a parameter for {', '.join(there)} but none for "
                 f"{', '.join(lacking)}"
             )
-        if not found.blocks and ((lacking and not there) or (before, after) != (1, 1)):
+        if not roles.blocks and ((lacking and not there) or (before, after) != (1, 1)):
             raise DomainError(
                 f"layer {layer}: the plan scales residual sums or norms, and no submodule of "
                 "this module takes or gives them, where a hook could act"
             )
-    return set(held)
+    return set(own)
 
 
 def _scalings(
-    module: nn.Module, found: ModuleRoles, model: Transformer
+    module: nn.Module, roles: ModuleRoles, model: Transformer
 ) -> list[tuple[nn.Module, float]]:
     """Attention modules whose `scaling` must change, and to what: logits are q k / (sqrt(d_head)
     temperature).
@@ -259,7 +259,7 @@ def _scalings(
         DomainError: the temperatures differ from the module's own and cannot be set.
     """
     changes = []
-    for role, wanted, present in temperatures(found, model):
+    for role, wanted, present in temperatures(roles, model):
         holder = _holder(module, role)
         same = READ if holder is not None else SLACK
         if np.isclose(1.0 if present is None else present, wanted, rtol=same):

@@ -223,15 +223,15 @@ class Inputs:
             return moved
 
         if isinstance(batch, Mapping):
-            found = cls(module, loss, [], {n: tensor(value, n) for n, value in batch.items()})
+            result = cls(module, loss, [], {n: tensor(value, n) for n, value in batch.items()})
         elif isinstance(value := tensor(batch, ""), Tensor):
-            found = cls(module, loss, [value], {})
+            result = cls(module, loss, [value], {})
         else:
             allowed = "an array, a tensor or a mapping of them"
             raise domain_error("batch", type(batch).__name__, allowed)
-        if loss is None and "labels" not in found.named:
-            found._add_labels()
-        return found
+        if loss is None and "labels" not in result.named:
+            result._add_labels()
+        return result
 
     def _add_labels(self) -> None:
         """Let a causal head predict the next token."""
@@ -283,12 +283,12 @@ class Inputs:
             return None
         mask = self.named.get("attention_mask")
         known = mask.cpu().numpy() if isinstance(mask, Tensor) else None
-        found = restarted(places.cpu().numpy(), known)
-        if found is None:
+        result = restarted(places.cpu().numpy(), known)
+        if result is None:
             return None
-        rows = len(found) if ids is None else len(ids)
+        rows = len(result) if ids is None else len(ids)
         return torch.as_tensor(
-            np.broadcast_to(found, (rows, found.shape[1])).copy(), device=places.device
+            np.broadcast_to(result, (rows, result.shape[1])).copy(), device=places.device
         )
 
     def kept(self, stack: str, points: Iterable[HookPoint]) -> Tensor | None:

@@ -329,12 +329,12 @@ def recurrences(graph: Graph) -> Iterator[Recurrence]:
         decay = _decay(graph, node.outputs[0])
         if bias is None or decay is None:
             continue
-        held = graph.tensor(bias).detach().double().flatten()
+        entries = graph.tensor(bias).detach().double().flatten()
         steps = graph.tensor(node.outputs[0]).detach().double()
-        same = held.numel() > 1 and float(held.max() - held.min()) <= 1e-6
+        same = entries.numel() > 1 and float(entries.max() - entries.min()) <= 1e-6
         yield Recurrence(
             str(graph.values[bias].name),
-            float(held[0]) if same else None,
+            float(entries[0]) if same else None,
             (float(steps.min()), float(steps.max())),
             float(1 / (-decay).clamp(min=1e-12).min()),
         )
@@ -374,8 +374,8 @@ def _decay(graph: Graph, steps: int) -> Tensor | None:
             seen.add(index)
             rest = [v for v in node.inputs if v != value]
             if node.name.rstrip("_") == "mul" and len(rest) == 1:
-                held = graph.values[rest[0]]
-                if not held.live and held.params and bool((held.tensor < 0).all()):
+                rate = graph.values[rest[0]]
+                if not rate.live and rate.params and bool((rate.tensor < 0).all()):
                     return graph.tensor(node.outputs[0]).detach().double()
             if node.name in _PASSING:
                 waiting += node.outputs
@@ -410,15 +410,15 @@ def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with what is found in it all the same."""
     try:
         graph, given = recorded(module, batch)
-        found = [*_forgetting(list(recurrences(graph)))]
-        found += random_outcome(random_part(module, given))
+        result = [*_forgetting(list(recurrences(graph)))]
+        result += random_outcome(random_part(module, given))
     except Exception:  # a refusal does not fail over what it could add
-        found = []
-    return NotRead(why, ranked(found))
+        result = []
+    return NotRead(why, ranked(result))
 
 
-def _forgetting(found: list[Recurrence]) -> Iterator[Finding]:
-    short = [r for r in found if r.memory < REMEMBERED]
+def _forgetting(result: list[Recurrence]) -> Iterator[Finding]:
+    short = [r for r in result if r.memory < REMEMBERED]
     if not short:
         return
     worst = min(short, key=lambda r: r.memory)
@@ -486,7 +486,7 @@ def check_promised(
     measurement = _measured(module, batch, loss, path, promised)
     model = at_length(promised, measurement)
     text = Text.of(module, model, batch, loss)
-    case, _ = case_of(model, text, measurement, None)
+    case = case_of(model, text, measurement)
     with without_warnings():
         prediction = predict(case.model, **case.inputs)
         comparison = compare(prediction, measurement)

@@ -41,8 +41,8 @@ class WeightPart(NamedTuple):
             return tensor
         start = sum(self.split[: self.part])
         grouped = tensor.unflatten(self.axis, (-1, sum(self.split)))
-        found = grouped.narrow(self.axis + 1, start, self.split[self.part])
-        return found.flatten(self.axis, self.axis + 1) if grouped.shape[self.axis] == 1 else found
+        result = grouped.narrow(self.axis + 1, start, self.split[self.part])
+        return result.flatten(self.axis, self.axis + 1) if grouped.shape[self.axis] == 1 else result
 
 
 class HookPoint(NamedTuple):
@@ -203,8 +203,8 @@ class ModuleRoles:
 
     def named(self, *names: str, stack: str = "") -> tuple[Role, ...]:
         """The roles of these names in a stack, in the order of the layers."""
-        found = (role for role in self.roles if role.name in names and role.stack == stack)
-        return tuple(sorted(found, key=lambda role: role.layer))
+        result = (role for role in self.roles if role.name in names and role.stack == stack)
+        return tuple(sorted(result, key=lambda role: role.layer))
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -232,8 +232,10 @@ def gathered(roles: Sequence[Role]) -> tuple[str, ...]:
 
 def parted(path: str) -> tuple[str, int, str]:
     """A path around its first number, which counts layers; -1 where it has none."""
-    found = re.search(r"(?<![^.])\d+(?![^.])", path)
-    return (path[: found.start()], int(found[0]), path[found.end() :]) if found else (path, -1, "")
+    result = re.search(r"(?<![^.])\d+(?![^.])", path)
+    return (
+        (path[: result.start()], int(result[0]), path[result.end() :]) if result else (path, -1, "")
+    )
 
 
 def layer_pattern(name: str) -> str:
@@ -315,18 +317,18 @@ _SHARED = re.compile(
 _NAMES = {"gate": "gate", "up": "ffn_in", "down": "ffn_out"}
 
 
-def with_experts(found: ModuleRoles, tensors: Mapping[str, Any]) -> ModuleRoles:
+def with_experts(result: ModuleRoles, tensors: Mapping[str, Any]) -> ModuleRoles:
     """The same with the roles of experts, routers and shared experts in the place of any that their
     parameters had."""
     roles = tuple(role for one in _mixtures(tensors) for role in _roles(*one, tensors))
     known = {role.parameter for role in roles}
     if not known:
-        return found
+        return result
     return dataclasses.replace(
-        found,
-        roles=(*(role for role in found.roles if role.parameter not in known), *roles),
-        scales=tuple(role for role in found.scales if role.parameter not in known),
-        unidentified=tuple(name for name in found.unidentified if name not in known),
+        result,
+        roles=(*(role for role in result.roles if role.parameter not in known), *roles),
+        scales=tuple(role for role in result.scales if role.parameter not in known),
+        unidentified=tuple(name for name in result.unidentified if name not in known),
     )
 
 

@@ -113,9 +113,9 @@ def first_tensor(value: Any) -> Tensor:
 
 def module_loss(output: Any) -> Tensor | None:
     """The loss that a module returns: its attribute, or the one scalar beside other tensors."""
-    found = getattr(output, "loss", None)
-    if found is not None or not isinstance(output, tuple | list | dict):
-        return found if isinstance(found, Tensor) else None
+    result = getattr(output, "loss", None)
+    if result is not None or not isinstance(output, tuple | list | dict):
+        return result if isinstance(result, Tensor) else None
     values = list(output.values()) if isinstance(output, dict) else list(output)
     scalars = [v for v in values if isinstance(v, Tensor) and v.ndim == 0 and v.is_floating_point()]
     return scalars[0] if len(scalars) == 1 and len(values) > 1 else None
@@ -123,9 +123,9 @@ def module_loss(output: Any) -> Tensor | None:
 
 def module_logits(output: Any) -> Tensor | None:
     """The logits that a module returns: its attribute, or what stands beside its loss."""
-    found = getattr(output, "logits", None)
-    if found is not None or module_loss(output) is None:
-        return found if isinstance(found, Tensor) else None
+    result = getattr(output, "logits", None)
+    if result is not None or module_loss(output) is None:
+        return result if isinstance(result, Tensor) else None
     values = output.values() if isinstance(output, dict) else output
     return next((v for v in values if isinstance(v, Tensor) and v.ndim == 3), None)
 
@@ -147,11 +147,11 @@ def padding_row(module: nn.Module, tensor: Tensor) -> int | None:
 
 def padding_rows(module: nn.Module) -> dict[Tensor, int]:
     """Every table that has such a row, and the row; of a table in several parts the first's."""
-    found: dict[Tensor, int | None] = {}
+    result: dict[Tensor, int | None] = {}
     for part in module.modules():
         if isinstance(part, nn.Embedding):
-            found.setdefault(part.weight, part.padding_idx)
-    return {table: int(row) for table, row in found.items() if row is not None}
+            result.setdefault(part.weight, part.padding_idx)
+    return {table: int(row) for table, row in result.items() if row is not None}
 
 
 def aliases(module: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -162,10 +162,10 @@ def aliases(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
     """Rows by what they have in common, in order."""
-    found: dict[Key, list[Row]] = {}
+    result: dict[Key, list[Row]] = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
+        result.setdefault(key(row), []).append(row)
+    return result
 
 
 # --- a call of it ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from .running import first_tensor, grouped, with_first_tensor
 ATTRIBUTE = "moments_scales"
 """Where a module keeps its `AppliedScales`."""
 
-Drops = Callable[[], Mapping[ModuleBranch, "HeldDropout | None"]]
+Drops = Callable[[], Mapping[ModuleBranch, "DropProbability | None"]]
 
 FOLDED = "moments_folded"
 """Whether a module's scales are absorbed in its weights."""
@@ -38,17 +38,17 @@ class LogitFactor(NamedTuple):
     factor: float
 
 
-def logits_path(found: ModuleRoles) -> str | None:
+def logits_path(roles: ModuleRoles) -> str | None:
     """Path of the submodule that gives the logits; None where the module has no head."""
-    heads = [role.parameter.rpartition(".")[0] for role in found.named("head")]
-    return found.logits or next(iter(heads), None)
+    heads = [role.parameter.rpartition(".")[0] for role in roles.named("head")]
+    return roles.logits or next(iter(heads), None)
 
 
 def logit_factor(
-    found: ModuleRoles, model: Transformer, described: Transformer | None
+    roles: ModuleRoles, model: Transformer, described: Transformer | None
 ) -> LogitFactor | None:
     """The hook that a model's output scale needs beside the module's own; None where none."""
-    path = logits_path(found)
+    path = logits_path(roles)
     if path is None or model.head is None:
         return None
     there = 1.0 if described is None or described.head is None else described.head.output_scale
@@ -86,7 +86,7 @@ class AppliedScales:
     rows: tuple[ScaleRow, ...]
     handles: list[RemovableHandle]
     logits: float = 1.0
-    dropouts: dict[ModuleBranch, HeldDropout] = field(default_factory=dict)
+    dropouts: dict[ModuleBranch, DropProbability] = field(default_factory=dict)
     holders: dict[str, nn.Module] = field(default_factory=dict, repr=False)
 
     def remove(self) -> None:
@@ -94,8 +94,8 @@ class AppliedScales:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        for held in self.dropouts.values():
-            setattr(self.holders[held.path], held.name, held.drop_prob)
+        for drop in self.dropouts.values():
+            setattr(self.holders[drop.path], drop.name, drop.drop_prob)
         self.rows, self.logits, self.dropouts, self.holders = (), 1.0, {}, {}
 
     def __str__(self) -> str:
@@ -122,15 +122,15 @@ def _where(rows: list[ScaleRow]) -> str:
 
 def applied_scales(module: nn.Module) -> AppliedScales | None:
     """The handle of a module's scale hooks; None where it has none."""
-    found = getattr(module, ATTRIBUTE, None)
-    return found if isinstance(found, AppliedScales) and found.handles else None
+    scales = getattr(module, ATTRIBUTE, None)
+    return scales if isinstance(scales, AppliedScales) and scales.handles else None
 
 
 def remove_scales(module: nn.Module) -> None:
     """Take a module's scale hooks off, if it has any."""
-    found = getattr(module, ATTRIBUTE, None)
-    if isinstance(found, AppliedScales):
-        found.remove()
+    scales = getattr(module, ATTRIBUTE, None)
+    if isinstance(scales, AppliedScales):
+        scales.remove()
         delattr(module, ATTRIBUTE)
 
 
@@ -140,7 +140,7 @@ def apply_scales(
     scales: Mapping[str, Scales],
     *,
     drops: Drops,
-    held: Iterable[tuple[int, int]] = (),
+    own: Iterable[tuple[int, int]] = (),
     logits: LogitFactor | None = None,
 ) -> AppliedScales | None:
     """Hook a model's scales onto a module; None where there is nothing to scale.
@@ -148,13 +148,13 @@ def apply_scales(
     Args:
         drops: finds the blocks whose output passes a dropout behind every hook, and what holds its
             probability; None where that is not known.
-        held: (layer, column) of blocks whose scales the module holds in parameters of its own.
+        own: (layer, column) of blocks whose scales the module holds in parameters of its own.
 
     Raises:
         DomainError: a scale that no hook can apply to this module, with the reason.
     """
     parts = dict(module.named_modules())
-    rows = _rows(parts, list(blocks), scales, set(held))
+    rows = _rows(parts, list(blocks), scales, set(own))
     dropouts = _dropouts(parts, rows, drops)
     planned = [
         (row, hooks)
@@ -170,7 +170,7 @@ def apply_scales(
     if logits is not None:
         handles.append(_place(parts[logits.path], "output", ScaleOutput(logits.factor)))
     factor = 1.0 if logits is None else logits.factor
-    holders = {held.path: parts[held.path] for held in dropouts.values()}
+    holders = {drop.path: parts[drop.path] for drop in dropouts.values()}
     for taken in dropouts.values():
         setattr(holders[taken.path], taken.name, 0.0)
     placed = tuple(row for row, _ in planned)
@@ -189,7 +189,7 @@ def _rows(
     parts: dict[str, nn.Module],
     blocks: list[ModuleBranch],
     scales: Mapping[str, Scales],
-    held: set[tuple[int, int]],
+    own: set[tuple[int, int]],
 ) -> dict[ModuleBranch, ScaleRow]:
     """What is to be done to every block, decided before the first hook is placed."""
     rows = {}
@@ -197,7 +197,7 @@ def _rows(
     normed: set[str | None] = set()
     for block in blocks:
         skip, branch, before, after = scales[block.stack].at(block.layer, block.column)
-        if not block.stack and (block.layer, block.column) in held:
+        if not block.stack and (block.layer, block.column) in own:
             skip, branch = 1.0, native_branch(parts[block.path])
         if block.parallel:  # one sum, and perhaps one norm, for both blocks
             if len(set(scales[block.stack].skip[block.layer - 1])) > 1:
@@ -215,7 +215,7 @@ def _rows(
 
 def _dropouts(
     parts: dict[str, nn.Module], rows: Mapping[ModuleBranch, ScaleRow], drops: Drops
-) -> dict[ModuleBranch, HeldDropout]:
+) -> dict[ModuleBranch, DropProbability]:
     """The dropouts that hooks must take over: behind a hook that adds x only the sum may follow."""
     adding = [
         block
@@ -224,9 +224,9 @@ def _dropouts(
     ]
     if not adding:
         return {}
-    found = drops()
+    result = drops()
     for block in adding:
-        if block in found and found[block] is None:
+        if block in result and result[block] is None:
             raise DomainError(
                 f"layer {block.layer}, {block.name}: the module drops its output inside a "
                 "function, behind every point that a hook can reach, so that a skip scale would "
@@ -234,12 +234,12 @@ def _dropouts(
                 "skip scale is 1"
             )
     # A probability may be that of several blocks, which then all need the hook.
-    taken = {held[:2] for block in adding if (held := found.get(block)) is not None}
-    return {block: held for block, held in found.items() if held and held[:2] in taken}
+    taken = {drop[:2] for block in adding if (drop := result.get(block)) is not None}
+    return {block: drop for block, drop in result.items() if drop and drop[:2] in taken}
 
 
 def _hooks(
-    parts: dict[str, nn.Module], block: ModuleBranch, row: ScaleRow, dropout: HeldDropout | None
+    parts: dict[str, nn.Module], block: ModuleBranch, row: ScaleRow, dropout: DropProbability | None
 ) -> list[tuple[SubmoduleTensor, Any]]:
     """Of one block, in the order in which they act: a norm's output is scaled before a Post-LN
     layer's stream is remembered, a norm's input behind a Pre-LN layer's.
@@ -277,13 +277,13 @@ class Carried:
     """The stream on its way to the sum, one per thread; never copied or stored."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Tensor] = {}
+        self._streams: dict[int, Tensor] = {}
 
     def put(self, x: Tensor) -> None:
-        self._held[threading.get_ident()] = x
+        self._streams[threading.get_ident()] = x
 
     def take(self) -> Tensor:
-        x = self._held.pop(threading.get_ident(), None)
+        x = self._streams.pop(threading.get_ident(), None)
         if x is None:
             raise MomentsError(
                 "a block ran without its layer's residual stream: run the whole layer, or take "
@@ -292,7 +292,7 @@ class Carried:
         return x
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_held": {}}
+        return {"_streams": {}}
 
 
 @dataclass
@@ -357,7 +357,7 @@ class ScaleInput:
 # --- a dropout inside a function, where no hook reaches: its number is 0 while the hook drops -----
 
 
-class HeldDropout(NamedTuple):
+class DropProbability(NamedTuple):
     """A probability that a submodule's forward reads."""
 
     path: str
@@ -365,30 +365,30 @@ class HeldDropout(NamedTuple):
     drop_prob: float
 
 
-def held_dropouts(
+def drop_probabilities(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
-) -> dict[ModuleBranch, HeldDropout]:
+) -> dict[ModuleBranch, DropProbability]:
     """Of blocks that are dropped behind every hook: the number that makes their sum exact at 0."""
     parts = dict(module.named_modules())
-    found: dict[ModuleBranch, HeldDropout] = {}
+    result: dict[ModuleBranch, DropProbability] = {}
     open_blocks = {block: list(_candidates(parts, block)) for block in blocks}
-    keys = dict.fromkeys(_key(b, held) for b, several in open_blocks.items() for held in several)
+    keys = dict.fromkeys(_key(b, drop) for b, several in open_blocks.items() for drop in several)
     for key in keys:
         tried = {
-            block: held
+            block: drop
             for block, several in open_blocks.items()
-            for held in several
-            if block not in found and _key(block, held) == key
+            for drop in several
+            if block not in result and _key(block, drop) == key
         }
         try:
-            for held in tried.values():
-                setattr(parts[held.path], held.name, 0.0)
+            for drop in tried.values():
+                setattr(parts[drop.path], drop.name, 0.0)
             still = drops_behind(module, tuple(tried), batch)
         finally:
-            for held in tried.values():
-                setattr(parts[held.path], held.name, held.drop_prob)
-        found |= {block: held for block, held in tried.items() if block not in still}
-    return found
+            for drop in tried.values():
+                setattr(parts[drop.path], drop.name, drop.drop_prob)
+        result |= {block: drop for block, drop in tried.items() if block not in still}
+    return result
 
 
 def drops_behind(
@@ -399,16 +399,16 @@ def drops_behind(
     return late & set(blocks)
 
 
-def _key(block: ModuleBranch, held: HeldDropout) -> tuple[str, str]:
+def _key(block: ModuleBranch, drop: DropProbability) -> tuple[str, str]:
     """What is the same in all layers."""
-    return held.path.removeprefix(block.path), held.name
+    return drop.path.removeprefix(block.path), drop.name
 
 
-def _candidates(parts: dict[str, nn.Module], block: ModuleBranch) -> Iterator[HeldDropout]:
+def _candidates(parts: dict[str, nn.Module], block: ModuleBranch) -> Iterator[DropProbability]:
     """Probabilities that the block's submodules hold, its layer's first."""
     inner = block.branch.path.removeprefix(block.path).split(".")
     for depth in range(1, len(inner) + 1):
         path = block.path + ".".join(inner[:depth])
         for name, value in vars(parts[path]).items():
             if "drop" in name and isinstance(value, float) and 0 < value < 1:
-                yield HeldDropout(path, name, value)
+                yield DropProbability(path, name, value)

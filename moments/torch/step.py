@@ -94,14 +94,14 @@ def measure_step(
             state = int(np.random.SeedSequence((seed, draw)).generate_state(1)[0])
             shares = [batch] if steps == 1 else _shares(batch, steps)
             runs = [_Run(target, share, loss, state + k) for k, share in enumerate(shares)]
-            for place, found in enumerate(_steps(target, runs, make, rates, multipliers or {})):
-                draws[place].append(found)
+            for place, result in enumerate(_steps(target, runs, make, rates, multipliers or {})):
+                draws[place].append(result)
         source = type(target).__name__
         if progress:
             print(f"draw {draw + 1} of {seeds}", file=sys.stderr)
     measured = [
-        StepMeasurement.from_draws(found, source=source, optimizer=name, learning_rate=rate)
-        for rate, found in zip(rates, draws, strict=True)
+        StepMeasurement.from_draws(result, source=source, optimizer=name, learning_rate=rate)
+        for rate, result in zip(rates, draws, strict=True)
     ]
     return measured if isinstance(learning_rate, Sequence) else measured[0]
 
@@ -168,8 +168,8 @@ def _write(named: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> N
 
 
 def _set_gradients(top: Tensor, named: Mapping[str, nn.Parameter]) -> None:
-    found = torch.autograd.grad(top, list(named.values()), allow_unused=True)
-    for p, gradient in zip(named.values(), found, strict=True):
+    result = torch.autograd.grad(top, list(named.values()), allow_unused=True)
+    for p, gradient in zip(named.values(), result, strict=True):
         p.grad = torch.zeros_like(p) if gradient is None else gradient
 
 
@@ -213,12 +213,12 @@ def _steps(
 
 def _joined(runs: Sequence[_Run]) -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
     """The last run's loss, and what passes the sites of all, one after another."""
-    found = [run() for run in runs]
-    if len(found) == 1:
-        return found[0]
-    sites = {place: torch.cat([run[1][place] for run in found]) for place in found[0][1]}
-    entering = {name: torch.cat([run[2][name] for run in found]) for name in found[0][2]}
-    return found[-1][0], sites, entering
+    result = [run() for run in runs]
+    if len(result) == 1:
+        return result[0]
+    sites = {place: torch.cat([run[1][place] for run in result]) for place in result[0][1]}
+    entering = {name: torch.cat([run[2][name] for run in result]) for name in result[0][2]}
+    return result[-1][0], sites, entering
 
 
 def _shares(batch: Any, steps: int) -> list[Any]:
@@ -250,7 +250,7 @@ def _weights(
     rate: float,
     entering: Mapping[str, Tensor],
 ) -> dict[Place, tuple[float, float, float, float]]:
-    found = {}
+    result = {}
     for row, part in parts:
         tensors = (moved, old, gradients)
         step, weight, gradient = (part.of(t[row.parameter]).double() for t in tensors)
@@ -264,8 +264,8 @@ def _weights(
             y, n = x.double() @ matrix, matrix.shape[0]
             ratio = float((y * y).mean() / (x.double() ** 2).mean()) / (size * n)
             exponent = 0.5 + math.log(ratio) / (2 * math.log(n))
-        found[row.layer, row.weight] = (size, float((weight * weight).mean()), exponent, share)
-    return found
+        result[row.layer, row.weight] = (size, float((weight * weight).mean()), exponent, share)
+    return result
 
 
 # --- optimizers -----------------------------------------------------------------------------------

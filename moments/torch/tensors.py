@@ -147,25 +147,25 @@ class Checked:
     @classmethod
     def of(cls, read: Tensors, model: Transformer) -> Checked:
         """Of entries, multipliers and structure."""
-        module, found, sums = read.module, read.reading.roles, read.reading.sums
+        module, roles, sums = read.module, read.reading.roles, read.reading.sums
         drawn = cls.entries(read, model)
         fields = departures(model, module, read.reading, promised_by(module))
         # Norms are checked block by block among the scales, missing matrices not at all.
-        apart = {f"{block.stack}norm" for block in found.blocks} | set(MATRICES)
+        apart = {f"{block.stack}norm" for block in roles.blocks} | set(MATRICES)
         rows = [
             *drawn.rows,
             *(row for row in fields if row.passed is False and row.role not in apart),
-            *scale_findings(model, found, sums),
-            *temperature_findings(found, model),
+            *scale_findings(model, roles, sums),
+            *temperature_findings(roles, model),
         ]
-        if (path := logits_path(found)) is not None and model.head is not None:
+        if (path := logits_path(roles)) is not None and model.head is not None:
             of = model.layers + 1, "head", path, "output_scale", read.reading.logit_scale
             rows.append(written(*of, model.head.output_scale))
         open_fields = (phrase_of(row) for row in fields if row.passed is None)
         return cls(
             drawn.measured,
             tuple(sorted(rows, key=lambda row: -row.size)),
-            (*open_fields, *unchecked(model, found, sums, rows)),
+            (*open_fields, *unchecked(model, roles, sums, rows)),
             tuple(phrase_of(row) for row in fields if row.passed),
         )
 
@@ -204,27 +204,27 @@ def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()
 
 
 def _variance(m: Measured, limit: float) -> Row:
-    expected, found = float(m.expected or 0.0), m.entries
-    base = "variance", expected, found.square
-    if not math.isfinite(found.square):
+    expected, entries = float(m.expected or 0.0), m.entries
+    base = "variance", expected, entries.square
+    if not math.isfinite(entries.square):
         return m.row(*base, False, "entries are not finite", stderr=math.nan)
     if expected == 0:
-        return m.row(*base, found.square == 0, found.distribution)
-    if found.square == 0:
+        return m.row(*base, entries.square == 0, entries.distribution)
+    if entries.square == 0:
         return m.row(*base, False, "every entry is 0")
-    chance = tail_probability(found.square / expected, found.spread)
-    stderr = expected * found.spread
-    return m.row(*base, chance >= limit, found.distribution, stderr=stderr, probability=chance)
+    chance = tail_probability(entries.square / expected, entries.spread)
+    stderr = expected * entries.spread
+    return m.row(*base, chance >= limit, entries.distribution, stderr=stderr, probability=chance)
 
 
 def _mean(m: Measured, limit: float) -> Row | None:
     """Entries of mean zero; None where there are none to speak of."""
-    found = m.entries
-    if not m.expected or not found.square or not math.isfinite(found.square):
+    entries = m.entries
+    if not m.expected or not entries.square or not math.isfinite(entries.square):
         return None
-    stderr = math.sqrt(found.square / found.count)
-    chance = math.erfc(abs(found.mean) / stderr / math.sqrt(2))
-    base = "mean", 0.0, found.mean, chance >= limit, found.distribution
+    stderr = math.sqrt(entries.square / entries.count)
+    chance = math.erfc(abs(entries.mean) / stderr / math.sqrt(2))
+    base = "mean", 0.0, entries.mean, chance >= limit, entries.distribution
     return m.row(*base, stderr=stderr, probability=chance)
 
 
@@ -312,10 +312,10 @@ def norm_findings(
         yield m.row(quantity, expected, value, passed, "")
 
 
-def scale_findings(model: Transformer, found: ModuleRoles, sums: Sums) -> Iterator[Row]:
+def scale_findings(model: Transformer, roles: ModuleRoles, sums: Sums) -> Iterator[Row]:
     """Residual multipliers, norm factors, the norm's kind and the form of the sum itself."""
     scales = scales_of(model)
-    paths = {(block.stack, block.layer, block.name): block for block in found.blocks}
+    paths = {(block.stack, block.layer, block.name): block for block in roles.blocks}
     for (prefix, layer, name), one in sums.items():
         stack, block = model_of_stack(model, prefix), paths.get((prefix, layer, name))
         if layer > stack.layers:
@@ -353,26 +353,26 @@ def written(
 
 
 def unchecked(
-    model: Transformer, found: ModuleRoles, sums: Sums, findings: Iterable[Row] = ()
+    model: Transformer, roles: ModuleRoles, sums: Sums, findings: Iterable[Row] = ()
 ) -> tuple[str, ...]:
     """What of a model was not checked, a phrase each."""
     words = list(_unread(model, sums))
     for stack, stack_model in stacks_in(model).items():
-        there = {(role.layer, role.name) for role in found.roles if role.stack == stack}
+        there = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
         for name in stack_model.matrix_shapes:
             lacking = [n for n in range(1, stack_model.layers + 1) if (n, name) not in there]
             if lacking:
                 where = in_layers(lacking, stack_model.layers)
                 words.append(f"{stack}{name}{where} (no parameter has this role)")
     silent = dict.fromkeys(
-        role.full_name for role in found.roles if expected_variance(model, role) is None
+        role.full_name for role in roles.roles if expected_variance(model, role) is None
     )
     if silent:
         words.append(f"{', '.join(silent)} (of which nothing is planned)")
-    if count := len(found.unidentified):
+    if count := len(roles.unidentified):
         words.append(f"{count} parameter{'s' * (count > 1)} of unknown role")
-    told = {f.quantity: f.note for f in findings if f.passed is None}
-    words += [f"some {quantity.replace('_', ' ')}s ({note})" for quantity, note in told.items()]
+    notes = {f.quantity: f.note for f in findings if f.passed is None}
+    words += [f"some {quantity.replace('_', ' ')}s ({note})" for quantity, note in notes.items()]
     return tuple(words)
 
 
@@ -388,9 +388,9 @@ def _unread(model: Transformer, sums: Sums) -> Iterator[str]:
                 yield f"{what} of {stack}{name} blocks{where} ({unseen})"
 
 
-def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Row]:
+def temperature_findings(roles: ModuleRoles, model: Transformer) -> Iterator[Row]:
     """Every layer's temperature against the model's."""
-    for role, wanted, present in temperatures(found, model):
+    for role, wanted, present in temperatures(roles, model):
         base = role.layer, role.stack + attention_of(role), role.label, "temperature", wanted
         if present is None:
             yield Row(*base, math.nan, None, "the factor on q k was not recognised", math.nan)
@@ -399,13 +399,13 @@ def temperature_findings(found: ModuleRoles, model: Transformer) -> Iterator[Row
 
 
 def temperatures(
-    found: ModuleRoles, model: Transformer
+    roles: ModuleRoles, model: Transformer
 ) -> Iterator[tuple[Role, float, float | None]]:
     """Every query matrix with its temperature in the model and in the module."""
-    seen = {tuple(place): factor for *place, factor in found.multipliers}
+    seen = {tuple(place): factor for *place, factor in roles.multipliers}
     for stack, wanted in stacks_in(model).items():
         width = math.sqrt(model_of_stack(model, stack).d_head or 1)
-        for role in found.named("query", "cross_query", stack=stack):
+        for role in roles.named("query", "cross_query", stack=stack):
             factor = seen.get((stack, role.layer, attention_of(role)))
             present = None if factor is None else 1 / (width * factor)
             yield role, float(wanted.temperatures[role.layer - 1]), present

@@ -407,8 +407,8 @@ class WeightFindings:
             words = next((w for by, w in self._slips() if abs(factor / by - 1) < NEAR), "")
             if words or known:
                 groups.setdefault((stack, words), []).append((layer, factor))
-        for (stack, words), found in groups.items():
-            layers, factor = tuple(layer for layer, _ in found), found[0][1]
+        for (stack, words), result in groups.items():
+            layers, factor = tuple(layer for layer, _ in result), result[0][1]
             # muP's own, whose matrices are drawn by their fans
             slip = words.startswith(MUP.partition("{")[0])
             meant = slip and not known and self.rule is not None and self.rule.by_fans
@@ -550,13 +550,13 @@ def audit(
     weights = WeightFindings(read, model, advise(checked, model, described), words)
     weights.planned, weights.promised = plan is not None, described
     failed = [row for row in checked.rows if row.passed is False]
-    found = list(weights.findings(failed))
+    result = list(weights.findings(failed))
     folded = bool(failed) and getattr(module, FOLDED, False)
     unknown = reading.roles.unidentified
     return Report(
         source=type(module).__name__,
         scheme=f"compared with {words}",
-        findings=tuple(found),
+        findings=tuple(result),
         notes=(
             *((_FOLDED,) if folded else ()),
             *weights.notes,
@@ -691,13 +691,13 @@ def _crossed(
     groups: dict[str, list[Measured]], roles: list[str]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """One factor on one side of a block, its inverse on the other: which matrices, and in words."""
-    found: list[tuple[str, ...]] = []
+    result: list[tuple[str, ...]] = []
     for stack, both in itertools.product(("", ENCODER), PAIRS):
         for wrong, right in (both, both[::-1]):
             one, other = (tuple(stack + name for name in side) for side in (wrong, right))
-            covered = any(set(one + other) <= set(names) for names in found)
+            covered = any(set(one + other) <= set(names) for names in result)
             if not covered and (sentence := _crossing(groups, roles, one, other)):
-                found.append(one + other)
+                result.append(one + other)
                 yield one + other, sentence
 
 

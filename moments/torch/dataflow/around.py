@@ -69,62 +69,62 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
     """Reads what makes the tensor that enters layer 1."""
     graph, read = stream.graph, stream.read
     start = chain.start
-    found = Before(total=start)
+    result = Before(total=start)
     value = graph.values[read.up(start)]
     if value.producer is None:
-        found.given = True
-        return found
+        result.given = True
+        return result
     nodes = graph.makers(start)
     looked = [row for node in nodes if (row := _lookup(stream, node)) is not None]
     linears = [read.linears[node.index] for node in nodes if node.index in read.linears]
     if looked and len(linears) == 1 and _size(stream, linears[0].read) < _size(stream, start):
         (linear,) = linears
         if read.up(linear.made) == read.up(start):
-            found.factor, start = linear, linear.read
+            result.factor, start = linear, linear.read
             while (view := graph.producer(start)) is not None and view.name in VIEWS:
                 start = view.inputs[0]
-            found.total, linears, nodes = start, [], graph.makers(start)
+            result.total, linears, nodes = start, [], graph.makers(start)
         elif read.up(linear.read) in [made for *_, made in looked] and not linear.biases:
-            found.factor = linear
+            result.factor = linear
     width = _size(stream, start)
     looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
-    _norm(stream, found, start, nodes)
-    if found.factor is not None and (start == chain.start) == (found.norm is not None):
-        found.doubts.append(
-            f"{_list(found.factor.params)}: neither behind the norm of all tables, "
+    _norm(stream, result, start, nodes)
+    if result.factor is not None and (start == chain.start) == (result.norm is not None):
+        result.doubts.append(
+            f"{_list(result.factor.params)}: neither behind the norm of all tables, "
             "nor of token rows without one"
         )
     zeros: dict[int, Tensor] = {}
     for name, index, made in looked:
         role = _role_of_lookup(stream, index)
-        if role is None or role in found.tables:
-            found.doubts.append(f"{name}: looked up before layer 1, as nothing known")
+        if role is None or role in result.tables:
+            result.doubts.append(f"{name}: looked up before layer 1, as nothing known")
             continue
-        found.tables[role] = name
+        result.tables[role] = name
         if role == "position":
-            found.offset = int(graph.tensor(index).min())
+            result.offset = int(graph.tensor(index).min())
         zeros[made] = torch.zeros_like(graph.tensor(made))
-        factor = _factor(stream, made, found.total) or 1.0
+        factor = _factor(stream, made, result.total) or 1.0
         if role == "token":
-            found.scale = factor
+            result.scale = factor
         elif abs(factor - 1) > 1e-4:
-            found.factors[role] = factor
+            result.factors[role] = factor
     used = {name for name, _, _ in looked}
     for linear in linears:
         node = graph.nodes[linear.node]
         whole = graph.values[read.up(linear.read)]
         kernel = graph.tensor(linear.matrix).shape
-        if found.patch is None and "convolution" in node.name and whole.name and len(kernel) == 4:
-            found.patch, found.patch_size = linear, kernel[-1]
-            found.shape = tuple(whole.tensor.shape)
-        elif linear is not found.factor:
-            found.doubts.append(f"{_list(linear.params)}: a matrix before layer 1")
+        if result.patch is None and "convolution" in node.name and whole.name and len(kernel) == 4:
+            result.patch, result.patch_size = linear, kernel[-1]
+            result.shape = tuple(whole.tensor.shape)
+        elif linear is not result.factor:
+            result.doubts.append(f"{_list(linear.params)}: a matrix before layer 1")
         zeros[linear.made] = torch.zeros_like(graph.tensor(linear.made))
         used |= linear.params
         for bias in linear.biases:
             used |= graph.values[bias].params
-    if found.norm is not None:
-        used |= {*found.norm.gains, *found.norm.biases}
+    if result.norm is not None:
+        used |= {*result.norm.gains, *result.norm.biases}
     for leaf in read.leaves(nodes):
         name = str(graph.values[leaf].name)
         if name in used:
@@ -136,17 +136,19 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
         role = "class" if tokens == 1 else "position" if tensor.shape[-1] == width else None
         if all(graph.nodes[n].name.rstrip("_") in _SCALING for n in graph.values[leaf].consumers):
             role = None  # a norm's gain
-        if role is None or role in found.tables:
-            found.doubts.append(f"{name}: before layer 1, as nothing known")
+        if role is None or role in result.tables:
+            result.doubts.append(f"{name}: before layer 1, as nothing known")
         else:
-            found.tables[role] = name
+            result.tables[role] = name
         zeros[leaf] = torch.zeros_like(tensor)
-    _constant(stream, found, zeros)
-    if found.factor is not None and (found.sinusoidal if found.norm else "segment" in found.tables):
-        found.doubts.append(
-            f"{_list(found.factor.params)}: widens tables, with sines or segments added"
+    _constant(stream, result, zeros)
+    if result.factor is not None and (
+        result.sinusoidal if result.norm else "segment" in result.tables
+    ):
+        result.doubts.append(
+            f"{_list(result.factor.params)}: widens tables, with sines or segments added"
         )
-    return found
+    return result
 
 
 _SCALING = ("mul", "layer_norm", "native_layer_norm", "rms_norm")
@@ -196,7 +198,7 @@ def _factor(stream: StreamReader, start: int, end: int) -> float | None:
     return multiple(row.expand_as(moved), moved)
 
 
-def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) -> None:
+def _norm(stream: StreamReader, result: Before, start: int, nodes: list[Node]) -> None:
     """The norm of the sum, if there is one, and the dropout behind it."""
     graph, read = stream.graph, stream.read
     size = graph.tensor(start).shape
@@ -207,25 +209,25 @@ def _norm(stream: StreamReader, found: Before, start: int, nodes: list[Node]) ->
             continue
         link = stream.norm(value, start) if tensor.is_floating_point() else None
         if isinstance(link, tuple):
-            found.norm, found.total = link[0], value
+            result.norm, result.total = link[0], value
             break
     drops = [(node, p) for node in nodes if (p := read.dropout_of(node)) is not None]
     if drops:
-        node, found.dropout = drops[-1]
-        if found.norm is None:
-            found.total = next(v for v in node.inputs if read.live(v))
+        node, result.dropout = drops[-1]
+        if result.norm is None:
+            result.total = next(v for v in node.inputs if read.live(v))
 
 
-def _constant(stream: StreamReader, found: Before, zeros: dict[int, Tensor]) -> None:
+def _constant(stream: StreamReader, read: Before, zeros: dict[int, Tensor]) -> None:
     """What is added that is no parameter."""
     if not zeros:
         return
-    (left,) = stream.graph.run(zeros, found.total)
+    (left,) = stream.graph.run(zeros, read.total)
     square = float(left.double().square().mean())
     if square > 1e-12:
-        found.sinusoidal = abs(square / SINUSOIDAL - 1) < 0.01 and "position" not in found.tables
-        if not found.sinusoidal:
-            found.doubts.append(
+        read.sinusoidal = abs(square / SINUSOIDAL - 1) < 0.01 and "position" not in read.tables
+        if not read.sinusoidal:
+            read.doubts.append(
                 f"what is added to the tables before layer 1 (mean square {square:.3g}) is no "
                 "parameter and no sinusoidal positions"
             )
@@ -235,7 +237,7 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
     """Reads what is made of the last layer's output."""
     graph, read = stream.graph, stream.read
     end, last = chain.end, chain.sums[-1].value
-    found = After()
+    result = After()
     sums = [one for other in others for one in other.sums]
     inside = {n.index for one in sums for tip in one.tips for n in graph.path([one.stream], tip)}
     attentions = [b.attention for other in others for b in other.blocks if b.attention is not None]
@@ -250,7 +252,7 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
         and not any(graph.rests_on(linear.read, value) for value in later)
     ]
     for one in behind[:-2]:
-        found.doubts.append(f"{_list(one.params)}: a matrix behind the last layer")
+        result.doubts.append(f"{_list(one.params)}: a matrix behind the last layer")
     behind = behind[-2:]
     if not behind:
         crossing = [
@@ -259,23 +261,23 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
             if graph.rests_on(linear.read, end) and not read.between(end, linear.read)
         ]
         drops = read.dropouts(end, crossing[0]) if crossing else []
-        found.dropout = drops[0][1] if drops else 0.0
-        return found
-    matrix = found.matrix = behind[-1]
+        result.dropout = drops[0][1] if drops else 0.0
+        return result
+    matrix = result.matrix = behind[-1]
     if len(behind) == 2 and graph.rests_on(matrix.read, behind[0].made):
-        _transform(stream, found, behind[0], matrix)
+        _transform(stream, result, behind[0], matrix)
     elif len(behind) == 2:
-        found.doubts.append(f"{_list(behind[0].params)}: a second matrix behind the last layer")
-    first = found.transform or found.factor or matrix
-    found.scale = _factor(stream, end, first.read) or 1.0
-    found.pool = _pool(stream, end, first.read)
+        result.doubts.append(f"{_list(behind[0].params)}: a second matrix behind the last layer")
+    first = result.transform or result.factor or matrix
+    result.scale = _factor(stream, end, first.read) or 1.0
+    result.pool = _pool(stream, end, first.read)
     drops = read.dropouts(end, first.read)
-    found.dropout = drops[0][1] if drops else 0.0
-    _logits(stream, found)
-    return found
+    result.dropout = drops[0][1] if drops else 0.0
+    _logits(stream, result)
+    return result
 
 
-def _transform(stream: StreamReader, found: After, linear: LinearUnit, matrix: LinearUnit) -> None:
+def _transform(stream: StreamReader, result: After, linear: LinearUnit, matrix: LinearUnit) -> None:
     """A hidden layer: its activation, and the norm behind it."""
     graph, read = stream.graph, stream.read
     whole = graph.tensor(matrix.read).numel()
@@ -288,16 +290,16 @@ def _transform(stream: StreamReader, found: After, linear: LinearUnit, matrix: L
             continue
         link = stream.norm(value, matrix.read)
         if isinstance(link, tuple):
-            found.norm = link[0]
+            result.norm = link[0]
         if link is not None:
-            found.transform, found.activation = linear, name
+            result.transform, result.activation = linear, name
             if name != "identity":
                 return
-    plain = found.activation == "identity" and found.norm is None and not linear.biases
-    if found.transform is None:
-        found.doubts.append(f"{_list(linear.params)}: a matrix behind the last layer")
+    plain = result.activation == "identity" and result.norm is None and not linear.biases
+    if result.transform is None:
+        result.doubts.append(f"{_list(linear.params)}: a matrix behind the last layer")
     elif plain and _size(stream, matrix.read) < _size(stream, linear.read):
-        found.factor, found.transform = linear, None
+        result.factor, result.transform = linear, None
 
 
 def _pool(stream: StreamReader, end: int, read: int) -> str | None:
@@ -315,12 +317,12 @@ def _pool(stream: StreamReader, end: int, read: int) -> str | None:
     return "mean" if abs(share * tensor.shape[1] - 1) < 0.2 else "other"
 
 
-def _logits(stream: StreamReader, found: After) -> None:
+def _logits(stream: StreamReader, result: After) -> None:
     """From the matrix to the logits."""
     graph, read = stream.graph, stream.read
-    assert found.matrix is not None
-    made = found.matrix.made
-    found.labels = graph.tensor(made).shape[-1]
+    assert result.matrix is not None
+    made = result.matrix.made
+    result.labels = graph.tensor(made).shape[-1]
     end, waiting = made, [made]
     while waiting:
         value = waiting.pop(0)
@@ -333,17 +335,17 @@ def _logits(stream: StreamReader, found: After) -> None:
                     waiting.append(end)
             elif name in ("view", "_unsafe_view", "clone", "alias"):
                 waiting.append(output)
-    found.scaled = True
+    result.scaled = True
     if end == made:
         return
     x = 30 * read.draw(made)
-    slope, found.softcap = multiple_or_cap(
+    slope, result.softcap = multiple_or_cap(
         x.double(), lambda size: graph.run({made: size * x}, end)[0].reshape(x.shape)
     )
     if slope is None:
-        found.scaled = False
-        found.doubts.append("what is made of the logits is neither a factor nor a cap")
-    elif found.softcap == 1:  # a pooler's activation
-        found.matrix = found.softcap = None
+        result.scaled = False
+        result.doubts.append("what is made of the logits is neither a factor nor a cap")
+    elif result.softcap == 1:  # a pooler's activation
+        result.matrix = result.softcap = None
     else:
-        found.scale *= slope
+        result.scale *= slope

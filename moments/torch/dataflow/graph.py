@@ -175,11 +175,11 @@ class Graph:
 
     def makers(self, value: int) -> list[Node]:
         """The operations that a value rests on, in order."""
-        bits, found = self.before(value), []
+        bits, result = self.before(value), []
         while bits:
-            found.append(self.nodes[(bits & -bits).bit_length() - 1])
+            result.append(self.nodes[(bits & -bits).bit_length() - 1])
             bits &= bits - 1
-        return found
+        return result
 
     def leaves(self, value: int) -> list[int]:
         """What a value rests on that no operation made; the value itself where none made it."""
@@ -199,8 +199,8 @@ class Graph:
         stop = self.values[end].producer
         if stop is None or end in starts:
             return []
-        found, reached = self._onward(starts, self.before(end), stop)
-        return found if end in reached else []
+        result, reached = self._onward(starts, self.before(end), stop)
+        return result if end in reached else []
 
     def _onward(self, starts: Iterable[int], bits: int, stop: int) -> tuple[list[Node], set[int]]:
         """Of the operations `bits` up to number `stop` those that read what comes of some values,
@@ -318,9 +318,9 @@ class _Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: Tensor) -> int:
         """The value that a tensor is now; a new leaf where nothing is known of it."""
-        found = self.known.get(id(tensor))
-        if found is not None:
-            return self._refreshed(tensor, found)
+        result = self.known.get(id(tensor))
+        if result is not None:
+            return self._refreshed(tensor, result)
         owner = self.owners.get(_storage(tensor))
         if owner is None or tensor is self.graph.tensor(owner):
             return self.leaf(tensor)
@@ -473,12 +473,12 @@ def _unmoved(*args: Any) -> Any:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors that an operation changes in place."""
-    found = []
+    result = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[place] if place < len(args) else None)
-            found += [value] if isinstance(value, Tensor) else list(value or ())
-    return found
+            result += [value] if isinstance(value, Tensor) else list(value or ())
+    return result
 
 
 def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tensor]) -> Graph:
@@ -553,8 +553,8 @@ def reaches(call: Callable[[], Any]) -> list[int | None]:
     """Of every softmax of one call, in order, how far back it reaches."""
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _Watcher() as watcher:
         call()
-    found: list[int | None] = watcher.reaches
-    return found
+    result: list[int | None] = watcher.reaches
+    return result
 
 
 def _plain(value: Any) -> Any:

@@ -68,13 +68,13 @@ class Roles:
         self, stack: str, layer: int, name: str, linear: LinearUnit, columns: Tensor | None = None
     ) -> None:
         """A matrix, or those of its columns that play a role, and its bias."""
-        found = self._entries(linear)
-        if found is None:
+        result = self._entries(linear)
+        if result is None:
             self.doubts.append(
                 f"{', '.join(sorted(linear.params))}: made over before it is used as {name}"
             )
             return
-        parameter, axis, places, fan_in = found
+        parameter, axis, places, fan_in = result
         total = len(places)
         chosen = None if columns is None or len(columns) == total else places[columns]
         taken = total if chosen is None else len(chosen)
@@ -124,10 +124,10 @@ class Roles:
 
     def _traced(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
         """The same for a matrix that is a part or another view of its parameter."""
-        found = self._owner(linear.matrix)
-        if found is None:
+        result = self._owner(linear.matrix)
+        if result is None:
             return None
-        (name, places), held = found, self.graph.leaf(found[0])
+        (name, places), held = result, self.graph.leaf(result[0])
         if self.graph.nodes[linear.node].inputs[-1] != linear.matrix:
             places = places.transpose(-1, -2)
         if places.ndim == 3 and bool((places == places[:1]).all()):  # one matrix for every row
@@ -167,7 +167,7 @@ class Roles:
 
     def roles(self) -> list[Role]:
         """Every claim as a role; parts of one parameter tell each other's places."""
-        found = []
+        result = []
         for parameter, claims in self.claims.items():
             if any(claim.places is None for claim in claims):
                 claims = [claim for claim in claims if claim.places is None][:1]
@@ -178,8 +178,8 @@ class Roles:
                     label = f"{parameter} [{short}]" if part.split else parameter
                     fans = claim.fan_in, claim.fan_out, claim.transposed
                     where = claim.stack, claim.layer, claim.name
-                    found.append(Role(*where, part, *fans, label, claim.unit))
-        return found
+                    result.append(Role(*where, part, *fans, label, claim.unit))
+        return result
 
     def _parts(
         self, parameter: str, claims: list[_Claim], claim: _Claim, held: Tensor
@@ -313,7 +313,7 @@ def place(
         placements: by layer.
         odd: layer and block of the few without norms.
     """
-    found = Placed()
+    result = Placed()
     ends = [u.sum.value if u.after is None else u.after.end for *_, u in layers]
     streams = _alike([sites.of(value) for value in ends])
     rows = [(0, STREAM, _entering(sites, chain, streams))]
@@ -335,15 +335,15 @@ def place(
             blocks.append(made)
     for layer, site, point in rows:
         if point is not None and point in sites.tokens:
-            found.points.append(HookPoint(layer, stack + site, point.path, point.side))
+            result.points.append(HookPoint(layer, stack + site, point.path, point.side))
         elif site == STREAM:
-            found.streams = False
+            result.streams = False
     norms = [n for units in layers for u in units for n in (u.before, u.after) if n is not None]
     sums = all(point in sites.tokens for _, site, point in rows if site.endswith(".sum"))
     whole = tuple(block for block in blocks if block is not None)
     if sums and len(whole) == len(blocks) and all(sites.norm(norm) is not None for norm in norms):
-        found.blocks = whole
-    return found
+        result.blocks = whole
+    return result
 
 
 def _branch(
@@ -410,11 +410,11 @@ def _alike(rows: list[list[SubmoduleTensor]]) -> list[SubmoduleTensor | None]:
 
     outer = [[p for p in reversed(row) if p.side == "output"] + row for row in rows]
     common = set.intersection(*({shape(p) for p in row} for row in rows)) if rows else set()
-    found: list[SubmoduleTensor | None] = []
+    result: list[SubmoduleTensor | None] = []
     for row in outer:
         match = [p for p in row if shape(p) in common and shape(p)[0].count("#")]
-        found.append(next(iter([*match, *row]), None))
-    return found
+        result.append(next(iter([*match, *row]), None))
+    return result
 
 
 def _unit(

@@ -123,7 +123,7 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
     if batch is not None and length is not None and length > TOKENS:
         far = _far(near, batch)
     try:
-        found = _Reading(near, graph, seq_len or length, far).reading()
+        result = _Reading(near, graph, seq_len or length, far).reading()
     except MomentsError:
         raise
     except Exception as error:  # the module's own operations, on numbers that it never saw
@@ -134,7 +134,7 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
             f"what {type(module).__name__} computes depends on its numbers in a way that could not "
             f"be followed ({said})"
         ) from error
-    return dataclasses.replace(found, example=_as_read(example, module))
+    return dataclasses.replace(result, example=_as_read(example, module))
 
 
 @made_at_hand
@@ -166,10 +166,10 @@ def _near_copy(module: nn.Module) -> nn.Module:
         return module
     memo: dict[int, Any] = {}
     for tensor in held:
-        found = _near_tensor(tensor.detach())
-        learns = tensor.requires_grad and found.is_floating_point()
+        result = _near_tensor(tensor.detach())
+        learns = tensor.requires_grad and result.is_floating_point()
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(found, requires_grad=learns) if is_parameter else found
+        memo[id(tensor)] = nn.Parameter(result, requires_grad=learns) if is_parameter else result
     try:
         near = copy.deepcopy(module, memo)
     except Exception as error:  # the module's own parts, which need not be made to be copied
@@ -384,13 +384,13 @@ class _Reading:
                 )
         self.reasons = [*self.unlayered, *_together(stream.doubts), *self.reasons]
         self.doubts += roles.doubts
-        found = roles.roles()
-        known = {role.parameter for role in found}
+        result = roles.roles()
+        known = {role.parameter for role in result}
         main = stacks[-1]
-        scales = tuple(r for r in found if r.name.endswith(("skip_scale", "branch_scale")))
+        scales = tuple(r for r in result if r.name.endswith(("skip_scale", "branch_scale")))
         module_roles = ModuleRoles(
             layers=len(main.layers),
-            roles=tuple(r for r in found if r not in scales),
+            roles=tuple(r for r in result if r not in scales),
             unidentified=tuple(n for n, p in self.tensors.items() if n not in known and p.numel()),
             blocks=tuple(branches),
             scales=scales,
@@ -403,7 +403,7 @@ class _Reading:
             ),
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
-        self.squares = _squares(self.tensors, found, self.graph.multiples())
+        self.squares = _squares(self.tensors, result, self.graph.multiples())
         self._share(roles)
         model = self._model(stacks)
 
@@ -479,29 +479,29 @@ class _Reading:
             chains = self._longest(chains)
         if crossing and len(chains) == 2:
             chains = [c for c in chains if c is not crossing[0]] + crossing
-        found = []
+        result = []
         for chain in chains:
             prefix = ENCODER if len(chains) == 2 and chain is chains[0] else ""
             layers = self._layers(chain)
             read = before(self.stream, chain)
             placements, behind = self._placements(layers, read), after(self.stream, chain, chains)
-            found.append(_Stack(prefix, chain, layers, placements, read, behind))
+            result.append(_Stack(prefix, chain, layers, placements, read, behind))
             self.doubts += behind.doubts
-        return found
+        return result
 
     def _matrices(self, chain: SumChain) -> list[set[str]]:
         """Parameters of every sum's matrices, up to the first sum that only uses earlier ones.
 
         What follows is the same again, however often the module goes round.
         """
-        found: list[set[str]] = []
+        result: list[set[str]] = []
         between = self.stream.read.between
         for one in chain.sums:
             names = {n for tip in one.tips for m in between(one.stream, tip) for n in m.params}
-            if names and names <= set().union(*found):
+            if names and names <= set().union(*result):
                 break
-            found.append(names)
-        return found
+            result.append(names)
+        return result
 
     def _longest(self, chains: list[SumChain]) -> list[SumChain]:
         """Of streams that no Transformer has the one of most sums; the rest is a reason.
@@ -552,12 +552,12 @@ class _Reading:
             self.odd += [(number, unit.name) for number, unit in bare]
             odd = [id(unit) for _, unit in bare]
             layers = [[u for u in units if id(u) not in odd] for units in layers]
-        found = [self._placement(units, read) if units else "" for units in layers]
-        most = max((name for name in found if name), key=found.count, default="none")
-        return [name or most for name in found]
+        result = [self._placement(units, read) if units else "" for units in layers]
+        most = max((name for name in result if name), key=result.count, default="none")
+        return [name or most for name in result]
 
     def _placement(self, units: list[BranchUnit], read: Before) -> str:
-        found = set()
+        result = set()
         for unit in units:
             if self._begins_normed(unit, read) and any(u.before is not None for u in units):
                 # What is normalised already does not change by it.
@@ -576,12 +576,12 @@ class _Reading:
                 where = " and ".join(w for w, h in zip(words, have, strict=True) if h)
                 self.reasons.append(f"norms {where} of a block, and nowhere else")
                 name = "none"
-            found.add(name)
-        if len(found) > 1:
+            result.add(name)
+        if len(result) > 1:
             self.reasons.append(
-                f"norms that sit differently within a layer ({', '.join(sorted(found))})"
+                f"norms that sit differently within a layer ({', '.join(sorted(result))})"
             )
-        return min(found)
+        return min(result)
 
     def _begins_normed(self, unit: BranchUnit, read: Before) -> bool:
         """Whether a block without norms reads what the norm of the embedding gives."""
@@ -619,36 +619,36 @@ class _Reading:
         for role, name in stack.before.tables.items():
             if role != "token" or not s or name not in roles.claims:
                 roles.whole("" if role == "token" else s, 0, role, name)
-        found = stack.after
+        result = stack.after
         for role, one in (("patch", stack.before.patch), ("factor", stack.before.factor)):
             if one is not None:
                 roles.linear(s, 0, role, one)
         roles.norm(s, 0, "embedding.norm", stack.before.norm)
         roles.norm(s, last, "final.norm", stack.chain.final)
-        for role, one in (("head.transform", found.transform), ("head.factor", found.factor)):
+        for role, one in (("head.transform", result.transform), ("head.factor", result.factor)):
             if one is not None:
                 roles.linear(s, last, role, one)
-        roles.norm(s, last, "head.norm", found.norm)
-        if found.matrix is not None:
-            tied = found.matrix.params & set(stack.before.tables.values())
+        roles.norm(s, last, "head.norm", result.norm)
+        if result.matrix is not None:
+            tied = result.matrix.params & set(stack.before.tables.values())
             if not tied:
-                roles.linear(s, last, "head", found.matrix)
+                roles.linear(s, last, "head", result.matrix)
             else:
-                for bias in found.matrix.biases:
+                for bias in result.matrix.biases:
                     for name in self.graph.values[bias].params:
                         roles.whole(s, last, "head.bias", name)
 
     def _points_around(self, sites: Sites, stack: _Stack) -> list[HookPoint]:
         last = len(stack.layers) + 1
         rows: list[tuple[int, str, Any]] = []
-        found = stack.before
-        if found.total != stack.chain.start:
-            rows.append((0, "embedding.sum", sites.output(found.total)))
-        if found.norm is not None:
-            rows.append((0, "embedding.norm", sites.output(found.norm.end)))
-        if not found.given:
-            widened = found.factor is not None and found.norm is not None
-            end = found.factor.read if found.factor and widened else stack.chain.start
+        result = stack.before
+        if result.total != stack.chain.start:
+            rows.append((0, "embedding.sum", sites.output(result.total)))
+        if result.norm is not None:
+            rows.append((0, "embedding.norm", sites.output(result.norm.end)))
+        if not result.given:
+            widened = result.factor is not None and result.norm is not None
+            end = result.factor.read if result.factor and widened else stack.chain.start
             rows.append((0, "embedding", sites.output(end)))
             if widened:
                 rows.append((0, "embedding.factor", sites.output(stack.chain.start)))
@@ -789,9 +789,9 @@ class _Reading:
             return int(rows.numel() // rows.shape[-1]) - stack.before.offset
         config = getattr(self.module, "config", None)
         for name in ("max_position_embeddings", "n_positions", "seq_length", "block_size"):
-            found = getattr(config, name, None)
-            if isinstance(found, int) and found > 0:
-                return found
+            result = getattr(config, name, None)
+            if isinstance(result, int) and result > 0:
+                return result
         return SEQ_LEN
 
     def _qk_norm(self, attentions: list[Any]) -> str | None:
@@ -803,8 +803,8 @@ class _Reading:
             f"{kind}-all" if kind and a.qk_norm and a.qk_norm.groups == 0 and a.heads > 1 else kind
             for kind, a in zip(kinds, attentions, strict=True)
         ]
-        found: str | None = self._one("a norm of queries", kinds)
-        return found
+        result: str | None = self._one("a norm of queries", kinds)
+        return result
 
     def _norm_fields(self, stack: _Stack) -> dict[str, Any]:
         kinds = stack.placements
@@ -870,9 +870,9 @@ class _Reading:
 
     def _distance(self, buckets: int) -> int:
         config = getattr(self.module, "config", None)
-        found = getattr(config, "relative_attention_max_distance", None)
-        if isinstance(found, int):
-            return found
+        result = getattr(config, "relative_attention_max_distance", None)
+        if isinstance(result, int):
+            return result
         self.doubts.append(
             "where relative positions share their last bucket is taken as 128 tokens"
         )
@@ -902,27 +902,27 @@ class _Reading:
         return squared_norm(rows) / float(rows.shape[-1] * (len(rows) - skipped))
 
     def _embedding(self, stack: _Stack) -> Any:
-        found = stack.before
-        if found.given:
+        result = stack.before
+        if result.given:
             return None
-        self.doubts += found.doubts
-        tables = found.tables
+        self.doubts += result.doubts
+        tables = result.tables
         common: dict[str, Any] = {
-            "norm": found.norm is not None,
-            "dropout": found.dropout,
-            "norm_epsilon": 0.0 if found.norm is None else found.norm.epsilon,
+            "norm": result.norm is not None,
+            "dropout": result.dropout,
+            "norm_epsilon": 0.0 if result.norm is None else result.norm.epsilon,
         }
-        if found.patch is not None:
-            if found.doubts:
+        if result.patch is not None:
+            if result.doubts:
                 self.doubts.append("what enters layer 1 is not declared")
                 return None
             try:
                 return PatchEmbedding(
-                    image_size=found.shape[-1],
-                    patch_size=found.patch_size,
+                    image_size=result.shape[-1],
+                    patch_size=result.patch_size,
                     patch_variance=self.squares.get((stack.prefix, 0, "patch")) or 1.0,
                     position_variance=self._table(tables.get("position")),
-                    channels=found.shape[1],
+                    channels=result.shape[1],
                     class_token="class" in tables,
                     class_variance=self._table(tables.get("class")),
                     bias_variance=self.squares.get((stack.prefix, 0, "patch.bias")),
@@ -931,29 +931,29 @@ class _Reading:
             except DomainError as error:
                 self.doubts.append(f"what enters layer 1 is not declared: {error}")
                 return None
-        if "token" not in tables or found.doubts or "class" in tables:
+        if "token" not in tables or result.doubts or "class" in tables:
             self.doubts.append("what enters layer 1 is not declared")
             return None
         added = {
-            role: self._table(tables.get(role)) * found.factors.get(role, 1.0) ** 2
+            role: self._table(tables.get(role)) * result.factors.get(role, 1.0) ** 2
             for role in ("position", "segment")
         }
-        sines = found.sinusoidal
+        sines = result.sinusoidal
         if "position" in tables and abs(added["position"] / SINUSOIDAL - 1) < 0.01:
             sines = sines or _of_sines(self.tensors[tables["position"]])
         self.doubts += [
             f"the {role} table is multiplied by {factor:.4g} before it is added: its declared "
             "variance is that of what is added"
-            for role, factor in found.factors.items()
+            for role, factor in result.factors.items()
         ]
         padding = padding_row(self.module, self.tensors[tables["token"]])
-        factor = found.factor
+        factor = result.factor
         return Embedding(
             vocab_size=len(self.tensors[tables["token"]]),
             token_variance=self._table(tables["token"]),
             position_variance=0.0 if sines else added["position"],
             segment_variance=added["segment"],
-            scale=near(found.scale),
+            scale=near(result.scale),
             positions="sinusoidal" if sines else "learned",
             padding_id=padding,
             factor_dim=None if factor is None else self.graph.tensor(factor.read).shape[-1],
@@ -963,33 +963,33 @@ class _Reading:
         )
 
     def _head(self, stack: _Stack, fields: Mapping[str, Any]) -> Head | None:
-        found, final = stack.after, stack.chain.final
+        result, final = stack.after, stack.chain.final
         gain = 1.0 if final is None else near(final.gain)
         if stack.prefix:
-            return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=found.dropout)
-        if found.matrix is None or found.doubts:
+            return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=result.dropout)
+        if result.matrix is None or result.doubts:
             return None
-        read = self.graph.tensor(found.matrix.read).shape[-1]
+        read = self.graph.tensor(result.matrix.read).shape[-1]
         narrow = None if read == fields["d_model"] else read
         if narrow not in (None, getattr(fields["embedding"], "factor_dim", None)):
             self.doubts.append(f"the head reads {read} features, not d_model: it is not declared")
             return None
-        if found.pool == "other" and not fields["causal"]:
+        if result.pool == "other" and not fields["causal"]:
             self.doubts.append("how a sequence's tokens are pooled is not read")
             return None
         table = stack.before.tables.get("token")
-        tied = table in found.matrix.params
+        tied = table in result.matrix.params
         square = self.squares.get(("", len(stack.layers) + 1, "head"))
         if tied and fields["embedding"] is None:
             self.doubts.append("the head is the token table: taken for a matrix of its own")
             tied, square = False, self._table(table)
-        classes = found.pool in ("first", "mean")
+        classes = result.pool in ("first", "mean")
         last = len(stack.layers) + 1
         loss: str | None = "classification" if classes else "masked"
         if fields["causal"] and not classes:
             loss = "causal"
         token_rows = 0 if table is None else len(self.tensors[table])
-        if not classes and token_rows != found.labels and not tied:
+        if not classes and token_rows != result.labels and not tied:
             loss = "causal" if fields["causal"] else None
             self.doubts.append("labels that are no tokens: no loss is declared")
         variance = {
@@ -997,34 +997,34 @@ class _Reading:
         }
         rows = token_rows if fields["embedding"] is not None else 0
         return Head(
-            vocab_size=None if tied or classes or rows == found.labels else found.labels,
+            vocab_size=None if tied or classes or rows == result.labels else result.labels,
             tied=tied,
             weight_variance=None if tied else square,
             norm=final is not None,
             norm_gain=gain,
-            dropout=found.dropout,
-            output_scale=near(found.scale),
-            bias=bool(found.matrix.biases),
-            logit_softcap=found.softcap,
+            dropout=result.dropout,
+            output_scale=near(result.scale),
+            bias=bool(result.matrix.biases),
+            logit_softcap=result.softcap,
             loss=loss,
-            classes=found.labels if classes else None,
-            pool=found.pool if found.pool in ("first", "mean") else "first",
+            classes=result.labels if classes else None,
+            pool=result.pool if result.pool in ("first", "mean") else "first",
             factor_dim=narrow,
             factor_variance=variance.get("head.factor"),
-            transform=None if found.transform is None else found.activation,
+            transform=None if result.transform is None else result.activation,
             transform_variance=variance.get("head.transform"),
             transform_bias_variance=variance.get("head.transform.bias"),
-            transform_norm=found.transform is None or found.norm is not None,
+            transform_norm=result.transform is None or result.norm is not None,
         )
 
 
 def _together(phrases: Iterable[str]) -> list[str]:
     """Phrases that differ in numbers of parameters' names alone as one, with stars for these."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for phrase in phrases:
-        found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", phrase), []).append(phrase)
+        result.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", phrase), []).append(phrase)
     rows = []
-    for pattern, group in found.items():
+    for pattern, group in result.items():
         before, bracket, names = pattern.partition("(")
         listed = ", ".join(dict.fromkeys(names.removesuffix(")").split(", ")))
         rows.append(group[0] if len(group) == 1 else f"{before}{bracket}{listed}{bracket and ')'}")
@@ -1033,17 +1033,17 @@ def _together(phrases: Iterable[str]) -> list[str]:
 
 def _quantised(module: nn.Module) -> str:
     """A remark on parts that hold matrices as integers, whose products are of no parameter."""
-    found = []
+    result = []
     for path, part in module.named_modules():
         held = [t for t in part.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
         matrices = [t for t in held if t.ndim > 1]
         packed = hasattr(part, "_packed_params")  # torch's own quantised layers
         counts = any(not t.is_floating_point() and t.dtype != torch.bool for t in matrices)
         if not list(part.children()) and (packed or (counts and len(matrices) < 3)):
-            found.append(path.removesuffix("._packed_params"))
-    if not found:
+            result.append(path.removesuffix("._packed_params"))
+    if not result:
         return ""
-    names = ", ".join(dict.fromkeys(map(gathered_pattern, found)))
+    names = ", ".join(dict.fromkeys(map(gathered_pattern, result)))
     return f"; {names} hold matrices as integers: pass the module before it is quantised"
 
 
@@ -1106,8 +1106,8 @@ def in_every_layer(
 def biases_of(layers: int, squares: Mapping[tuple[int, str], float]) -> Biases | None:
     """The biases of which every layer has one; None where there are none."""
     names = [f"{name}.bias" for name in Biases().to_dict()]
-    found = in_every_layer(names, layers, squares)
-    drawn = {name.removesuffix(".bias"): value for name, value in found.items()}
+    result = in_every_layer(names, layers, squares)
+    drawn = {name.removesuffix(".bias"): value for name, value in result.items()}
     return Biases.of().replace(**drawn) if drawn else None
 
 

@@ -110,7 +110,7 @@ class StreamReader:
 
     def sums(self) -> list[StreamSum]:
         """Every addition of a value to what products make of that value."""
-        found, inner = [], set()
+        result, inner = [], set()
         for node in reversed(self.graph.nodes):
             if node.name.rstrip("_") not in _SUMS or node.index in inner:
                 continue
@@ -124,9 +124,9 @@ class StreamReader:
                     inner |= used
                     near = self._nearest(terms[stream], stream, others)
                     one = StreamSum(node.index, node.outputs[0], near, tuple(others), tips)
-                    found.append(one)
+                    result.append(one)
                     break
-        return found[::-1]
+        return result[::-1]
 
     def _nearest(self, end: int, root: int, tips: list[int]) -> int:
         """Of what a sum's term passes unchanged but for factors, the last that the others read."""
@@ -174,29 +174,29 @@ class StreamReader:
             earlier = following.get(place)
             line = chains.pop(earlier, None) if earlier is not None else None
             chains[place] = [*(line or []), place]
-        found = []
+        result = []
         for line in chains.values():
             rows = [sums[p] for p in line]
             chain = SumChain(rows[0].stream, rows)
             if any(self._cores(s, t) for s in rows for t in s.tips):
-                found.append(chain)
-        return self._joined(sorted(found, key=lambda chain: chain.sums[0].index))
+                result.append(chain)
+        return self._joined(sorted(result, key=lambda chain: chain.sums[0].index))
 
     def _joined(self, chains: list[SumChain]) -> list[SumChain]:
         """Streams in a row as one, where nothing but one block stands between them: its sum lacks
         the stream, as if that were multiplied by 0."""
-        found = chains[:1]
+        result = chains[:1]
         for chain in chains[1:]:
-            before, value = found[-1].sums[-1].value, chain.start
+            before, value = result[-1].sums[-1].value, chain.start
             between = self.read.between(before, value)
             alike = self.graph.tensor(before).shape == self.graph.tensor(value).shape
             made = self.graph.producer(value)
             if made is None or not alike or not 2 <= len(between) <= 4:
-                found.append(chain)
+                result.append(chain)
                 continue
             gap = StreamSum(made.index, value, before, (self.read.up(value),), (value,))
-            found[-1].sums += [gap, *chain.sums]
-        return found
+            result[-1].sums += [gap, *chain.sums]
+        return result
 
     def _cores(self, one: StreamSum, tip: int) -> list[Core]:
         nodes = {node.index for node in self.graph.path([one.stream], tip)}
@@ -253,9 +253,9 @@ class StreamReader:
 
     def norm(self, start: int, end: int) -> tuple[Norm, float] | float | None:
         """A norm and the factor behind it, a factor alone, or what is neither (None)."""
-        found = self.read.fit(start, end)
-        if not isinstance(found, Fit):
-            return found
+        result = self.read.fit(start, end)
+        if not isinstance(result, Fit):
+            return result
         size = self.graph.tensor(start).numel()
         values = [node.outputs[0] for node in self.graph.path([start], end)]
         values = [v for v in values if self.graph.tensor(v).numel() == size]
@@ -266,7 +266,7 @@ class StreamReader:
 
     def _norms_after(self, value: int) -> list[Norm]:
         """The norm that a value enters next, if it enters one, and the norm that this enters."""
-        waiting, found = [value], []
+        waiting, result = [value], []
         seen: set[int] = set()
         while waiting and len(seen) < 40:
             current = waiting.pop(0)
@@ -280,19 +280,19 @@ class StreamReader:
                     continue
                 waiting.append(output)
                 if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
-                    found.append(output)
-        norm, width = self.read.norm_within(value, found), self.graph.tensor(value).shape[-1]
+                    result.append(output)
+        norm, width = self.read.norm_within(value, result), self.graph.tensor(value).shape[-1]
         if norm is None or any(
             self.graph.leaf(name).numel() > width for name in (*norm.gains, *norm.biases)
         ):
             return []  # gains and biases have one entry per feature
         # A norm of a norm is a norm of what went in.
-        fits = [v for v in sorted(found) if isinstance(self.read.fit(value, v), Fit)]
+        fits = [v for v in sorted(result) if isinstance(self.read.fit(value, v), Fit)]
         between = [v for v in fits[:-1] if isinstance(self.read.fit(v, fits[-1]), Fit)]
         first = self.read.norm_within(value, between)
         if first is None:
             return [norm]
-        second = self.read.norm_within(first.end, [v for v in sorted(found) if v > first.end])
+        second = self.read.norm_within(first.end, [v for v in sorted(result) if v > first.end])
         return [first, second or norm]
 
     def _block(self, one: StreamSum, tip: int, end: int) -> BranchUnit:
@@ -440,11 +440,11 @@ class StreamReader:
         reads: list[int] = []
         for core in cores:
             for role, operand in (("query", core.query), ("key", core.key), ("value", core.value)):
-                found = self._projection(operand, core)
-                if found is None:
+                result = self._projection(operand, core)
+                if result is None:
                     self.doubts.append(f"no single matrix makes an attention's {role}")
                     continue
-                linear, columns = found
+                linear, columns = result
                 if role == "query" or name == "attention":
                     reads.append(linear.read)
                 row = (linear, columns)
@@ -490,23 +490,23 @@ class StreamReader:
         rows = {role: sum(len(c) for _, c in side) for role, side in sides.items()}
         heads = rows.get("query", d_head) // d_head
         kv_heads = rows.get("key", d_head) // d_head
-        found = AttentionUnit(heads, d_head, kv_heads, projections=sides)
+        result = AttentionUnit(heads, d_head, kv_heads, projections=sides)
         drops = read.dropouts(core.weights, core.mixed)
-        found.dropout = drops[0][1] if drops else 0.0
+        result.dropout = drops[0][1] if drops else 0.0
         if "value" in sides:
             linear, _ = self._source(sides["value"], core.value)
             start = self._made(linear, core.value)
             if self._doubled(start, core.value)[2] != 2:
-                found.doubts.append("values that are normalised, or changed otherwise")
+                result.doubts.append("values that are normalised, or changed otherwise")
             else:
-                found.turned = self._turns(start, core.value)
+                result.turned = self._turns(start, core.value)
         if "query" in sides and "key" in sides:
-            self._logits(core, sides, found)
-        self._mask(core, found)
-        return found
+            self._logits(core, sides, result)
+        self._mask(core, result)
+        return result
 
     def _logits(
-        self, core: Core, sides: dict[str, list[tuple[LinearUnit, Tensor]]], found: AttentionUnit
+        self, core: Core, sides: dict[str, list[tuple[LinearUnit, Tensor]]], result: AttentionUnit
     ) -> None:
         """Norms and rotations of queries and keys, and what multiplies their product."""
         graph, read = self.graph, self.read
@@ -519,23 +519,23 @@ class StreamReader:
                 taken = x.reshape(-1, x.shape[-1])[:, columns].double()
                 scale *= float((one.square().mean() / taken.square().mean()).sqrt())
             elif doubled == 1:
-                norm = self._head_norm(start, operand, found.d_head)
+                norm = self._head_norm(start, operand, result.d_head)
                 if norm is None:
-                    found.doubts.append(f"a {role}'s norm is not a known one")
+                    result.doubts.append(f"a {role}'s norm is not a known one")
                 else:
                     scale *= norm.scale
-                    setattr(found, "qk_norm" if role == "query" else "key_norm", norm)
+                    setattr(result, "qk_norm" if role == "query" else "key_norm", norm)
             else:
-                found.doubts.append(
+                result.doubts.append(
                     f"between a {role}'s matrix and its use stands something unknown"
                 )
-        found.rotary = self._rotary(core, sides["query"], found)
+        result.rotary = self._rotary(core, sides["query"], result)
         q, k = 30 * read.draw(core.query), read.draw(core.key)
         z, base = (graph.run({core.query: s * q, core.key: k}, core.logits)[0] for s in (1, 0))
         dots = torch.matmul(q.double(), k.double())
         if dots.numel() != z.numel():
             more = "more" if z.numel() > dots.numel() else "fewer"
-            found.doubts.append(f"a softmax over {more} entries than queries times keys")
+            result.doubts.append(f"a softmax over {more} entries than queries times keys")
             return
         dots = dots.reshape(z.shape)
         there = torch.isfinite(base) & (base > HIDDEN)
@@ -544,11 +544,11 @@ class StreamReader:
             (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
             return (z - base)[there]
 
-        slope, found.softcap = multiple_or_cap(dots[there], moved)
+        slope, result.softcap = multiple_or_cap(dots[there], moved)
         if slope is None:
-            found.doubts.append("logits are not a multiple of queries times keys")
+            result.doubts.append("logits are not a multiple of queries times keys")
         else:
-            found.multiplier = scale * slope
+            result.multiplier = scale * slope
 
     def _source(self, side: list[tuple[LinearUnit, Tensor]], end: int) -> tuple[LinearUnit, Tensor]:
         """Of some matrices the one that makes a value, and its columns."""
@@ -589,7 +589,7 @@ class StreamReader:
         return None
 
     def _rotary(
-        self, core: Core, side: list[tuple[LinearUnit, Tensor]], found: AttentionUnit
+        self, core: Core, side: list[tuple[LinearUnit, Tensor]], result: AttentionUnit
     ) -> RotationUnit | None:
         """Whether, and how fast, queries turn with their position."""
         graph = self.graph
@@ -603,7 +603,7 @@ class StreamReader:
         normed = (v for v in values if self._turns(v, core.query, 1.0))
         origin = next(plain, None) or next(normed, None)
         if origin is None:
-            found.doubts.append("queries depend on their position in a way not followed")
+            result.doubts.append("queries depend on their position in a way not followed")
             return None
         shape = graph.tensor(origin).shape
         speeds = []
@@ -650,7 +650,7 @@ class StreamReader:
             return True
         return close(graph.run({start: 2 * x}, end)[0].double(), doubled * y.double())
 
-    def _mask(self, core: Core, found: AttentionUnit) -> None:
+    def _mask(self, core: Core, result: AttentionUnit) -> None:
         """Which keys a query sees, and what is added to its logits."""
         graph = self.graph
         zero = {core.query: torch.zeros_like(graph.tensor(core.query))}
@@ -661,8 +661,8 @@ class StreamReader:
             rows, keys = rows[..., :-1], length
         seen = (rows > 0).any(0)
         if length == keys and length > 1:
-            found.causal = not bool(torch.triu(seen, 1).any())
-            found.window = reach_of(rows)
+            result.causal = not bool(torch.triu(seen, 1).any())
+            result.window = reach_of(rows)
         flat = logits.reshape(-1, length, keys).double()
         flat = torch.where(flat < HIDDEN, torch.full_like(flat, math.nan), flat)
         finite = flat[torch.isfinite(flat)]
@@ -670,11 +670,11 @@ class StreamReader:
             path = graph.path([graph.nodes[core.product].outputs[0]], core.logits)
             if tables := self.read.leaves(path):
                 table = graph.values[tables[0]]
-                found.relative, found.buckets = str(table.name), len(table.tensor)
+                result.relative, result.buckets = str(table.name), len(table.tensor)
             elif length == keys:
-                found.alibi = self._alibi(flat[: found.heads], found)
+                result.alibi = self._alibi(flat[: result.heads], result)
 
-    def _alibi(self, bias: Tensor, found: AttentionUnit) -> bool | float:
+    def _alibi(self, bias: Tensor, result: AttentionUnit) -> bool | float:
         length = bias.shape[-1]
         places = torch.arange(length, dtype=torch.float64)
         distance = -(places[:, None] - places[None, :]).abs()
@@ -685,8 +685,8 @@ class StreamReader:
             level = head - head.diagonal()[:, None]
             slopes.append(float((level[use] / distance[use]).median()))
             if not close(level[use], slopes[-1] * distance[use]):
-                found.doubts.append("what is added to the logits is not ALiBi")
+                result.doubts.append("what is added to the logits is not ALiBi")
                 return False
-        wanted = torch.as_tensor(alibi_slopes(found.heads))
+        wanted = torch.as_tensor(alibi_slopes(result.heads))
         factor = float((torch.tensor(slopes) / wanted).mean())
         return True if abs(factor - 1) < 1e-3 else factor

@@ -156,13 +156,13 @@ class GraphReader:
 
     def dropout_of(self, node: Node) -> float | None:
         """The probability, where a node applies a dropout's mask."""
-        found = self._mask_of(node)
-        return None if found is None or found[1] else found[0]
+        result = self._mask_of(node)
+        return None if result is None or result[1] else result[0]
 
     def skips_paths(self, node: Node) -> float | None:
         """The probability, where a mask drops whole sequences or tokens (stochastic depth)."""
-        found = self._mask_of(node)
-        return found[0] if found is not None and found[1] else None
+        result = self._mask_of(node)
+        return result[0] if result is not None and result[1] else None
 
     def _mask_of(self, node: Node) -> tuple[float, bool] | None:
         """The probability of the mask that a node applies, and whether it is of fewer entries."""
@@ -228,7 +228,7 @@ class GraphReader:
     @cached_property
     def linears(self) -> dict[int, LinearUnit]:
         """Every product with a parameter, by the index of its operation."""
-        found = {}
+        result = {}
         for node in self.graph.nodes:
             if node.name not in PRODUCTS and "convolution" not in node.name:
                 continue
@@ -244,10 +244,10 @@ class GraphReader:
             biases = [v for v in node.inputs if v not in (alive[0], matrix)]
             biases = [v for v in biases if self.graph.values[v].params]
             made, more = self._with_bias(node.outputs[0])
-            found[node.index] = LinearUnit(
+            result[node.index] = LinearUnit(
                 node.index, alive[0], made, matrix, params, (*biases, *more)
             )
-        return found
+        return result
 
     def _set_aside(self) -> Iterator[str]:
         """Takes adapters out of the graph that add nothing yet, and yields their parameters.
@@ -320,19 +320,19 @@ class GraphReader:
 
     def nearest(self, end: int) -> list[LinearUnit]:
         """Products with parameters that a value rests on by a way without another one."""
-        found: dict[int, LinearUnit] = {}
+        result: dict[int, LinearUnit] = {}
         waiting, seen = [end], {end}
         while waiting:
             node = self.graph.producer(waiting.pop())
             if node is None:
                 continue
             if node.index in self.linears:
-                found[node.index] = self.linears[node.index]
+                result[node.index] = self.linears[node.index]
                 continue
             more = [v for v in node.inputs if self.live(v) and v not in seen]
             seen.update(more)
             waiting += more
-        return [found[index] for index in sorted(found)]
+        return [result[index] for index in sorted(result)]
 
     def tails(self, linear: LinearUnit, end: int) -> list[tuple[int, Tensor]]:
         """Where a product's outcome is first used for something on the way to a value, with the
@@ -349,11 +349,11 @@ class GraphReader:
             view = [1] * len(shape)
             view[axis] = -1
             columns = torch.arange(shape[axis]).view(view).expand(shape)
-        found, waiting = {}, [(first, columns)]
+        result, waiting = {}, [(first, columns)]
         while waiting:
             value, columns = waiting.pop()
             if value == end:
-                found[value] = columns
+                result[value] = columns
             for index in self.graph.values[value].consumers:
                 user = self.graph.nodes[index]
                 if not self.graph.before(end) >> index & 1:
@@ -362,8 +362,8 @@ class GraphReader:
                 if passed:
                     waiting += [(v, c) for v, c in passed if self.graph.rests_on(end, v)]
                 else:
-                    found[value] = columns
-        return list(found.items())
+                    result[value] = columns
+        return list(result.items())
 
     def _passed(
         self, user: Node, value: int, linear: LinearUnit, columns: Tensor
@@ -481,7 +481,7 @@ class GraphReader:
 
     def leaves(self, path: Iterable[Node]) -> list[int]:
         """Parameters that operations read, directly or made over."""
-        found: dict[int, None] = {}
+        result: dict[int, None] = {}
         for node in path:
             for value in node.inputs:
                 held = self.graph.values[value]
@@ -489,8 +489,8 @@ class GraphReader:
                     continue
                 for leaf in self.graph.leaves(value):
                     if self.graph.values[leaf].params:
-                        found[leaf] = None
-        return list(found)
+                        result[leaf] = None
+        return list(result)
 
     # --- activations -------------------------------------------------------------------------
 
@@ -506,7 +506,7 @@ class GraphReader:
     @cached_property
     def cores(self) -> list[Core]:
         """Every softmax of a product of two things that a third is mixed by."""
-        found = []
+        result = []
         for node in self.graph.nodes:
             if node.name not in SOFTMAX:
                 continue
@@ -519,8 +519,8 @@ class GraphReader:
             query, key = product.inputs[-2:]
             of = node.index, logits, weights, query, key, value, mixing.outputs[0], product.index
             over_keys = node.args[1] in (-1, self.graph.tensor(logits).ndim - 1)
-            found.append(Core(*of, over_keys))
-        return found
+            result.append(Core(*of, over_keys))
+        return result
 
     def _mixing(self, weights: int) -> Node | None:
         """The product that the weights enter."""
@@ -540,7 +540,7 @@ class GraphReader:
         """The last product of two values of the batch that logits rest on, no matrix behind it."""
         waiting = [logits]
         seen = set()
-        found: list[Node] = []
+        result: list[Node] = []
         while waiting:
             value = waiting.pop()
             node = self.graph.producer(value)
@@ -552,10 +552,10 @@ class GraphReader:
             if node.name in PRODUCTS:
                 pair = node.inputs[-2:]
                 if len(pair) == 2 and all(self.live(v) for v in pair):
-                    found.append(node)
+                    result.append(node)
                 continue
             waiting += [v for v in node.inputs if self.live(v)]
-        return max(found, key=lambda node: node.index, default=None)
+        return max(result, key=lambda node: node.index, default=None)
 
 
 def close(one: Tensor, other: Tensor, tolerance: float = EXACT) -> bool:
