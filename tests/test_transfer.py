@@ -5,16 +5,26 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import moments
-from moments.step.search import zipf_text
+from moments.model.huggingface.sizes import sized_config
+from moments.step.search import zipf_batch, zipf_text
 
 torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 import scaled_modules as styles  # noqa: E402
+
+from moments.torch.huggingface_modules import build_module  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import transfer as benchmark  # noqa: E402
 
 SIZES = (64, 128)
 
@@ -167,6 +177,87 @@ def steps(made: Any, width: int, path: str) -> list[tuple[float, float]]:
     return values
 
 
+# --- experts --------------------------------------------------------------------------------------
+
+
+def routed(experts: int, kind: str = "mixtral", **more: Any) -> Any:
+    entries = {"intermediate_size": 48, "num_experts_per_tok": 2, "initializer_range": 0.1} | more
+    entries |= {"num_local_experts" if kind == "mixtral" else "num_experts": experts}
+    config = sized_config(kind, 1, 32, vocab_size=61, seq_len=16) | entries
+    return build_module(config, seed=1)
+
+
+def test_a_step_of_experts_is_linear_where_it_is_small() -> None:
+    """Tokens that change their experts are in proportion to the rate, and single draws of them
+    would be all that the smallest steps show."""
+    model = moments.torch.describe(routed(8)).model
+    prediction = moments.predict(model, **zipf_batch(model))
+    small, smaller = (prediction.after("adam", rate).logit_change for rate in (1e-8, 1e-10))
+    assert small / smaller == pytest.approx(1e4, rel=1e-3)
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(4, 1), (32, 2)])
+def test_steps_of_routers_without_a_gradient_and_of_experts_without_tokens(
+    experts: int, chosen: int
+) -> None:
+    model = moments.torch.describe(routed(experts, num_experts_per_tok=chosen)).model
+    step = moments.predict(model, **zipf_batch(model)).after("adam", 1e-4)
+    assert -1 < step.loss_change < 0
+
+
+@pytest.mark.slow
+def test_what_does_not_transfer_along_experts_is_named() -> None:
+    def thin(experts: int) -> Any:
+        module = routed(experts)
+        with torch.no_grad():
+            module.model.layers[0].mlp.experts.down_proj.mul_((4 / experts) ** 0.5)
+        return module
+
+    def shared(experts: int) -> Any:
+        return routed(experts, "olmoe", norm_topk_prob=False)
+
+    def slow(module: Any, experts: int) -> Any:
+        own = [p for name, p in module.named_parameters() if "gate_up" in name]
+        others = [p for name, p in module.named_parameters() if "gate_up" not in name]
+        groups = [{"params": own, "lr": 1e-3 * 4 / experts}, {"params": others}]
+        return torch.optim.AdamW(groups, lr=1e-3)
+
+    variance = "ffn_out: its initial variance falls too fast with experts: by 1 / experts"
+    gates = "experts: its sum falls too fast with experts: by 1 / sqrt(experts)"
+    cases: list[Any] = [(routed, None, []), (thin, None, [variance]), (shared, None, [gates])]
+    rate = "its rate falls too fast with experts: by 1 / "
+    cases.append((routed, slow, [f"{name}: {rate}" for name in ("gate", "ffn_in")]))
+    for factory, optimizer, slips in cases:
+        report = moments.transfer(factory, axis="experts", sizes=(4, 16), optimizer=optimizer)
+        found = [f"{one.weight}: {one.mend}" for one in report.findings]
+        assert len(found) == len(slips), report.table()
+        assert all(one.startswith(slip) for one, slip in zip(found, slips, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (lambda experts: routed(4), "experts of factory(8)"),
+        (lambda experts: routed(experts, num_experts_per_tok=experts // 4), "one number for all"),
+    ],
+)
+def test_other_differences_than_the_number_of_experts(factory: Any, said: str) -> None:
+    with pytest.raises(moments.DomainError, match=re.escape(said)):
+        moments.transfer(factory, axis="experts", sizes=(4, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(benchmark.CASES))
+def test_exponents_are_those_of_stored_real_steps(name: str) -> None:
+    """Over a factor 8, of six draws in double precision (`benchmarks/transfer.py`)."""
+    axis, sizes, made = benchmark.CASES[name]
+    frame = moments.transfer(made, axis=axis, sizes=sizes).to_frame().set_index("weight")
+    allowed = 0.05 if axis == "width" else 0.1
+    for weight, row in benchmark.stored()[name].items():
+        for quantity, (value, error) in row.items():
+            assert abs(frame[quantity][weight] - value) < allowed + 2 * error, (weight, quantity)
+
+
 def test_results_show_themselves() -> None:
     report = moments.transfer(styles.recipe("gated", ("rate", "w3")), sizes=SIZES)
     assert "rates do not transfer along width (64, 128)" in report.table()
@@ -185,7 +276,8 @@ def test_results_show_themselves() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"axis": "experts"}, "axis = 'experts'"),
+        ({"axis": "heads"}, "axis = 'heads'"),
+        ({"axis": "experts"}, "experts of factory"),
         ({"sizes": (128,)}, "sizes"),
         ({"sizes": (128, 64)}, "sizes"),
         ({"sizes": 64}, "two or more sizes"),

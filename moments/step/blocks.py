@@ -61,7 +61,16 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         size = float((sent * sent).mean())
         follow[name] = rate * mean / size if size > 0 else 0.0
     walk.response, walk.overlaps = block.followed(responses), overlaps
-    return block.carried(changes, carried, by_sign, steps, follow, leaving.gradient)
+    change, met = block.carried(changes, carried, by_sign, steps, follow, leaving.gradient)
+    for name, share in met.items():
+        _at_chosen(walk, block.matrices[name].name, share)
+    return change
+
+
+def _at_chosen(walk: Walk, name: str, share: float) -> None:
+    """Of the last note of that name."""
+    last = max(k for k, one in enumerate(walk.weights) if one.weight == walk.prefix + name)
+    walk.weights[last] = walk.weights[last]._replace(chosen=share)
 
 
 def _entrywise(walk: Walk, name: str, sent: Array, leaving: Site) -> tuple[Array, float, float]:
@@ -142,6 +151,8 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
     shape = float(out.fan_in), float(out.fan_out)
     result = walk.matrix(out.name, result, at, gradient, layer, shape, out.variance, columns, True)
     walk.response = shape[0] * out.variance * walk.response
+    # what it reads of experts that a token does not go to is 0
+    _at_chosen(walk, out.name, leaf.router.chosen / leaf.router.experts)
     if out.bias is not None:  # a matrix that reads gates
         experts = float(leaf.router.experts)
         shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)

@@ -49,8 +49,10 @@ ROWS = 4096
 """Rows of a matrix whose gradients are drawn for the sign rule."""
 
 TINY, NOTHING = 1e-5, 1e-12
-"""Relative change up to which a smaller one is made, whose differences would lose digits; and share
-of the mean square gradient below which a row has none."""
+"""Relative change below which differences would lose digits, and are those of one of this size, at
+the choice of experts that was: tokens that change theirs are in proportion to the change, what else
+a step does squared is to its square, and single draws would be all there is of it. And share of the
+mean square gradient below which a row has none."""
 
 
 class Copies(NamedTuple):
@@ -87,7 +89,7 @@ class Draws(NamedTuple):
     Attributes:
         many: N.
         entering, own: (N, ...) preactivations by section, and what is the function's own.
-        run: the function of both.
+        run: the function of both; `settled` with the choice of experts made at these.
         output: (N, T, features).
         push: its derivative along changes of both.
         delta, sent: gradients at the output, and what it sends back of them.
@@ -98,6 +100,7 @@ class Draws(NamedTuple):
     entering: Arrays
     own: Arrays
     run: Callable[..., Array]
+    settled: Callable[..., Array]
     output: Array
     push: Callable[..., Array]
     delta: Array
@@ -190,7 +193,9 @@ class Block:
                 root = gain**0.5 * roots[id(read)]
             entering[name] = drawn(one.drawn, root, name)
         own, fixed = self.parameters(np.random.default_rng(0), count)
-        run = self.function(own, fixed)
+        run = settled = self.function(own, fixed)
+        if isinstance(head, Units):
+            settled = self.function(own, fixed, head.settled(entering))
         output, pull = pullback(run, *entering.values(), *own.values())
         _, push = pullback(pull, np.zeros(output.shape))
 
@@ -204,7 +209,7 @@ class Block:
         sizes = sizes * (sizes > NOTHING * sizes.max(initial=0.0))
         even, sized = (_Probe(one, sent(one)) for one in (probe, sizes[:, None] * probe))
         return Draws(
-            count, entering, own, run, output, push, delta, sent(delta), even, sized, sizes
+            count, entering, own, run, settled, output, push, delta, sent(delta), even, sized, sizes
         )
 
     def _gram(self, name: str) -> Array:
@@ -244,10 +249,10 @@ class Block:
         fixed = {name: one for name, one in own.items() if name in FIXED}
         return {name: one for name, one in own.items() if name not in FIXED}, fixed
 
-    def function(self, own: Iterable[str], fixed: Arrays) -> Callable[..., Array]:
+    def function(self, own: Iterable[str], fixed: Arrays, head: Any = None) -> Callable[..., Array]:
         """Of preactivations by section, and of what is the function's own."""
         names, own = list(self.head.sections), list(own)
-        run = on_lists(self.head, names, own, fixed, self.sequences)
+        run = on_lists(head or self.head, names, own, fixed, self.sequences)
         if not self._factors:
             return run
         factors = [self._factors.get(name, 1.0) for name in (*names, *own)]
@@ -327,8 +332,9 @@ class Block:
         steps: Mapping[str, Array],
         follow: Mapping[str, float],
         gradient: Array,
-    ) -> Change:
-        """The output's change.
+    ) -> tuple[Change, dict[str, float]]:
+        """The output's change; and of what each matrix of experts steps by, its square at those
+        that tokens go to over that at all.
 
         Args:
             changes: behind every matrix.
@@ -340,13 +346,13 @@ class Block:
         """
         parts = {name: one.coherent for name, one in changes.items()}
 
+        def stepped(name: str, rows: Array) -> Array:
+            kernel = reads.get(name)
+            rows = rows if kernel is None else self._by_row(rows, kernel)
+            return np.asarray((parts[name] - carried[name]) @ rows)
+
         def along(rows: Mapping[str, Array]) -> dict[str, Array]:
-            result = {}
-            for name, part in parts.items():
-                kernel, one = reads.get(name), rows[name]
-                stepped = one if kernel is None else self._by_row(one, kernel)
-                result[name] = carried[name] @ one + (part - carried[name]) @ stepped
-            return result
+            return {name: carried[name] @ rows[name] + stepped(name, rows[name]) for name in parts}
 
         probe, there = self.draws.sized, self.draws.sizes > 0
         ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}
@@ -374,10 +380,10 @@ class Block:
         every = self.draws.entering | self.draws.own
         share = max(float(np.abs(ways[k]).max() / (np.abs(every[k]).max() or 1.0)) for k in ways)
         grown = max(TINY / share, 1.0) if share > 0 else 1.0
-        sides = []
+        run, sides = self.draws.run if grown == 1.0 else self.draws.settled, []
         for sign in (grown, -grown):
             given = [one + sign * ways.get(name, 0.0) for name, one in every.items()]
-            sides.append(self.draws.run(*given) - self.draws.output)
+            sides.append(run(*given) - self.draws.output)
         moved = (sides[0] - sides[1]) / (2 * grown)
         kept = self._saturated(moved, coherent, gradient)
         coherent = kept[:, None] * coherent
@@ -385,7 +391,17 @@ class Block:
         drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.draws.output)
         overlap = self._averaged({name: one.overlap for name, one in changes.items()})
         scattered = self.followed({name: one.scattered for name, one in changes.items()})
-        return Change(coherent, overlap + drift, total, kept[:, None] * scattered)
+        change = Change(coherent, overlap + drift, total, kept[:, None] * scattered)
+        if not isinstance(self.head, Units):
+            return change, {}
+        router, *maps = self.head.names
+        there = self.head.router.choice(self.draws.entering[router])[..., None]
+        at_chosen = {}
+        for name in maps:
+            square = stepped(name, self.sent[name]).reshape(*there.shape[:-1], -1) ** 2
+            if square.any():
+                at_chosen[name] = float((there * square).mean() / (there.mean() * square.mean()))
+        return change, at_chosen
 
     def _saturated(self, moved: Array, coherent: Array, gradient: Array) -> Array:
         """(T,) what is left of each token's coherent change as the function bends, where that is
@@ -417,7 +433,7 @@ def _of_all(sent: Array, shared: float) -> Array:
 def _as_rows(x: Array) -> DrawnRows:
     flat = np.swapaxes(x, 1, 2).reshape(-1, x.shape[1])
     some = np.random.default_rng(7).permutation(len(flat))[:ROWS]
-    return DrawnRows(flat[some], flat[some[:2]], 0.0)
+    return DrawnRows(flat[some], flat[:0], 0.0)
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -645,6 +661,7 @@ class Units:
         inward: whether an expert's gate multiplies what it reads.
         shift, clamp: of a gated unit (`GatedLinear`).
         names: of the sections: the router's, and those of the matrices.
+        chosen: (N, T, E) 1 for the experts that are chosen; None: by their logits.
     """
 
     router: Router
@@ -655,7 +672,12 @@ class Units:
     shift: float
     clamp: float | None
     names: tuple[str, ...]
+    chosen: Array | None = None
     pairs: int = 0
+
+    def settled(self, entering: Arrays) -> Units:
+        """With the choice of experts made, at these logits."""
+        return dataclasses.replace(self, chosen=self.router.choice(entering[self.names[0]]))
 
     @property
     def _some(self) -> int:
@@ -678,7 +700,7 @@ class Units:
     def gates(self, logits: Array) -> Any:
         """Of (..., E) logits, the choice a constant to the derivative."""
         router, fixed = self.router, plain(logits)
-        chosen = router.choice(fixed)
+        chosen = router.choice(fixed) if self.chosen is None else self.chosen
         if router.logistic:
             weight = sigmoid(logits)
         else:

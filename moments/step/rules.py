@@ -351,8 +351,12 @@ class Signs(NamedTuple):
     coherent: Array
     square: Array
 
-    def by_twins(self, values: Signs, twins: Signs, share: float) -> Signs:
-        """What draws found, with what their Gaussian twins missed of this."""
+    def by_draws(self, draws: Drawn, seen: Callable[[Array], Signs]) -> Signs:
+        """What draws show, with what their Gaussian twins miss of this."""
+        values, share = seen(draws.values), draws.share
+        if share == 0.0:
+            return values
+        twins = seen(draws.twins)
         return Signs(
             values.mean + share * (self.mean - twins.mean),
             values.coherent + share * (self.coherent - twins.coherent),
@@ -380,7 +384,7 @@ def sign_of_rows(spectrum: Spectrum, delta: Drawn) -> Signs:
         square = known * spectrum.inner + (a * weights[:, None]).T @ a
         return Signs(mean * size, exact.coherent, square)
 
-    found = exact.by_twins(seen(delta.values), seen(delta.twins), delta.share)
+    found = exact.by_draws(delta, seen)
     return found._replace(coherent=exact.coherent * (found.mean / exact.mean))
 
 
@@ -414,7 +418,7 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
         square = np.asarray(first.T @ second, kind) / (len(asked) * SIGN_MEAN**2)
         return Signs(mean * spectrum.total**0.5, coherent, (square + square.T) / 2)
 
-    return exact.by_twins(seen(values.values), seen(values.twins), values.share)
+    return exact.by_draws(values, seen)
 
 
 _NOTHING = 1e-12

@@ -1,4 +1,5 @@
-"""Whether learning rates hold along width or depth: exponents by matrix, and what is to be mended.
+"""Whether learning rates hold along width, depth or the number of experts: exponents by matrix, and
+what is to be mended.
 
 An exponent is that of a root mean square in the size, 0 where rates transfer (Yang et al. 2022,
 Tensor Programs V, appendix J: the coordinate check).
@@ -18,10 +19,10 @@ from ..files import Serialised, as_frame, plain
 if TYPE_CHECKING:
     import pandas as pd
 
-AXES = ("width", "depth")
+AXES = ("width", "depth", "experts")
 QUANTITIES = ("activation", "update", "logit", "loss")
 
-TOLERANCE = {"width": 0.3, "depth": 0.4}
+TOLERANCE = {"width": 0.3, "depth": 0.4, "experts": 0.4}
 """Of an exponent: slips are of a half or more, what is left of 1/size at small sizes less."""
 
 
@@ -50,13 +51,14 @@ class Slip:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TransferReport(Serialised):
-    """Whether learning rates hold along width or depth.
+    """Whether learning rates hold along width, depth or the number of experts.
 
     Attributes:
         axis, sizes, optimizer: what was read.
         rows: by parameter role, exponents of root mean squares: activation (what the matrix makes
             of its input), update (what its step adds to its output, over its input), logit and loss
-            (what its step alone changes); nan where there is none, and logit of vectors.
+            (what its step alone changes); nan where there is none, and logit of vectors. Of experts
+            activation and update are those of the ones that a token goes to.
         findings: what does not transfer, with its mend.
         notes: what was assumed.
     """
@@ -108,11 +110,12 @@ class TransferReport(Serialised):
         return f"TransferReport({self.axis} {self.sizes}, {self.optimizer}: {said})"
 
 
-def exponent(logs: np.ndarray, values: Sequence[float]) -> float:
-    """Of the logarithms, between the two largest sizes; nan where one is not positive."""
+def exponent(logs: np.ndarray, values: Sequence[float], first: int = -2) -> float:
+    """Of the logarithms, between the two largest sizes, or from another one on; nan where one is
+    not positive."""
     if not all(value > 0 and math.isfinite(value) for value in values):
         return math.nan
-    return float(np.log(values[-1] / values[-2]) / (logs[-1] - logs[-2]))
+    return float(np.log(values[-1] / values[first]) / (logs[-1] - logs[first]))
 
 
 def along_width(
@@ -175,6 +178,28 @@ def along_depth(rows: Sequence[Mapping[str, Any]], growth: float) -> list[Slip]:
         for row in rows
         if abs(row["loss"]) > allowed
     ]
+
+
+def along_experts(rows: Sequence[Mapping[str, Any]], gain: float) -> list[Slip]:
+    """What does not transfer along the number of experts, a token going to as many of them.
+
+    What a matrix of experts makes of a token that goes there, and what its step adds to that, is as
+    much at any number, and so is what the experts' sum makes of its input (`gain`: the exponent of
+    its root mean square).
+    """
+    allowed, slips = TOLERANCE["experts"], []
+    made = max(
+        (abs(row["activation"]) for row in rows if row["activation"] < math.inf), default=0.0
+    )
+    if abs(gain) > allowed and made <= allowed:
+        slips.append(Slip("experts", "", "activation", gain, _said("sum", gain, "experts")))
+    for row in rows:
+        made, step = row["activation"], row["update"]
+        if abs(made) > allowed:
+            slips.append(_slip(row, "activation", _said("initial variance", 2 * made, "experts")))
+        if abs(step) > allowed:
+            slips.append(_slip(row, "update", _said("rate", step, "experts")))
+    return slips
 
 
 def _slip(row: Mapping[str, Any], quantity: str, mend: str) -> Slip:

@@ -85,7 +85,8 @@ class WeightStep(NamedTuple):
         square: E of an entry of its step squared, at that rate.
         variance: of an entry before; nan where the parameter starts at a constant.
         width: features of the input.
-        aligned: kernel of the step's output over n times that of its input and the square.
+        aligned: kernel of the step's output over that of its input and the square.
+        chosen: of one expert's matrices, `aligned` of the tokens that go to it over that of all.
     """
 
     layer: int
@@ -96,6 +97,7 @@ class WeightStep(NamedTuple):
     variance: float
     width: float
     aligned: float
+    chosen: float = 1.0
 
 
 @dataclass
@@ -286,7 +288,7 @@ class Walk:
             carried = carried.rescaled(gain * kernel, same, same - 1.0)
         block = self.reading.made.get((Block, entering.index))
         not_gaussian = orthogonal = None
-        if rule == "sign" and signs is not None:
+        if rule == "sign" and signs is not None and spectrum.total > 0:
             not_gaussian = once(Signs, *key, make=lambda: signs(spectrum))
         elif rule == "muon":
             met = self._met(layer, name, len(kernel))

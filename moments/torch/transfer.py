@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch import nn
 
 from ..errors import DomainError, ValidityWarning, domain_error
 from ..formulas.checks import check_choice, check_count
+from ..model.experts import Experts
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
 from ..prediction.predict import predict
@@ -32,6 +34,7 @@ from ..step.scaling import (
     QUANTITIES,
     TransferReport,
     along_depth,
+    along_experts,
     along_width,
     exponent,
     slow_table,
@@ -45,8 +48,9 @@ from .running import kept
 TOKENS = 16
 """Of each of two sequences that are read."""
 
-_TINY = 1e-6
-"""Largest rate at which steps are predicted: linear, as exponents are."""
+_TINY = 1e-9
+"""Largest rate at which steps are predicted: linear, as exponents are, and no token changes its
+experts (`drawn.TINY`)."""
 
 
 def transfer(
@@ -61,9 +65,14 @@ def transfer(
     parameter, and their first steps predicted: nothing is trained. How what a step does goes
     with the size is an exponent, 0 where rates transfer.
 
+    Along the number of experts are held: the width, the depth, the number of experts that a token
+    goes to, and the text, so that an expert sees fewer tokens where there are more. A token keeps
+    its experts in the step.
+
     Args:
-        factory: from a size to a module of that width or depth, or to (module, optimizer).
-        axis: "width" or "depth".
+        factory: from a size to a module of that width, depth or number of experts, or to (module,
+            optimizer).
+        axis: "width", "depth" or "experts".
         sizes: what the factory is called with, rising.
         optimizer: a function of the module (or of the module and the size) that makes its torch
             optimizer, or several (Muon and Adam), with the real groups; or a name as in
@@ -94,13 +103,16 @@ def transfer(
         raise DomainError(f"optimizers differ between sizes: {', '.join(sorted(kinds))}")
     reference = max(read[0].rates.values())
     steps = [one.stepped(reference) for one in read]
-    logs = np.log(wanted)
+    logs, first = np.log(wanted), -2
+    if axis == "experts":
+        _alike(wanted, read)
+        first = 0  # draws of experts scatter
     rows = []
     for name in steps[0]:
         if not all(name in step for step in steps):
             continue
         exponents = {
-            quantity: exponent(logs, [step[name][quantity] for step in steps])
+            quantity: exponent(logs, [step[name][quantity] for step in steps], first)
             for quantity in QUANTITIES
         }
         rows.append({"weight": name, "parameters": read[0].names(name), **exponents})
@@ -115,9 +127,29 @@ def transfer(
             for row in rows
             if slow_table(row)
         )
-    else:
+    elif axis == "depth":
         findings = along_depth(rows, growth)
+    else:
+        findings = along_experts(rows, exponent(logs, [one.mixed for one in read], first))
     return TransferReport(axis, wanted, read[0].kind, tuple(rows), tuple(findings), notes)
+
+
+def _alike(sizes: Sequence[int], read: Sequence[_Sized]) -> None:
+    """Raise a DomainError unless modules differ in the number of experts alone."""
+    models = [one.model for one in read]
+    for size, model in zip(sizes, models, strict=True):
+        counts = sorted({block.experts for block in model.ffns if isinstance(block, Experts)})
+        if counts != [size]:
+            found = ", ".join(map(str, counts)) or "none"
+            raise domain_error(f"experts of factory({size})", found, f"{size} in every mixture")
+    for name in ("d_model", "layers"):
+        if len(values := {getattr(model, name) for model in models}) > 1:
+            seen = ", ".join(map(str, sorted(values)))
+            raise domain_error(name, seen, "one for all numbers of experts")
+    chosen = {block.chosen for m in models for block in m.ffns if isinstance(block, Experts)}
+    if len(chosen) > 1:
+        seen = ", ".join(map(str, sorted(chosen)))
+        raise domain_error("experts that a token goes to", seen, "one number for all sizes")
 
 
 # --- one size -------------------------------------------------------------------------------------
@@ -210,6 +242,17 @@ class _Sized:
         variance = self.prediction.variance
         return float(math.sqrt(variance[-1] / variance[0]))
 
+    @property
+    def mixed(self) -> float:
+        """Root mean square of what experts make of what they read, over that."""
+        points = self.prediction._stepping.reading.points
+        gains = [
+            after.kernel.trace() / at.kernel.trace()
+            for at, after in itertools.pairwise(points)
+            if after.name == "ffn.experts"
+        ]
+        return _middle(np.array(gains))
+
     def stepped(self, reference: float) -> dict[str, dict[str, float]]:
         """By role, root mean squares of what a step does at rates over a common one."""
         shares = {name: rate / reference for name, rate in self.rates.items()}
@@ -242,12 +285,13 @@ class _Sized:
     def _local(self, name: str, own: Sequence[WeightStep], fan_in: float) -> tuple[float, float]:
         """What a matrix, and its step, make of an input of variance 1; of tables and vectors, which
         read none, their own sizes."""
-        start, step, aligned = (
-            np.array([getattr(one, of) for one in own]) for of in ("variance", "square", "aligned")
+        start, step, aligned, chosen = (
+            np.array([getattr(one, of) for one in own])
+            for of in ("variance", "square", "aligned", "chosen")
         )
         scale = self.model.head.output_scale if name == "head" and self.model.head else 1.0
         if group_of(name) in ("matrices", "head"):
-            start, step = start * fan_in, step * aligned
+            start, step = start * fan_in, step * aligned * chosen
         return scale * _middle(start), scale * _middle(step)
 
 
