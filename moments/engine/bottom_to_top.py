@@ -73,7 +73,7 @@ class BottomToTop(Component):
         norm = self.norm.backpropagate(norm, ffn.grad_in, run)
         attention = self.attention.backpropagate(attention, norm.grad_in, run)
         above = gradient.kernel
-        kept = above + _crossed(above, carried)
+        kept = above + crossed(above, carried)
         total = kept + attention.grad_in.kernel
         mean = kept.mean_diagonal() * gradient.centred_share
         mean = mean + attention.grad_in.kernel.mean_diagonal() * attention.grad_in.centred_share
@@ -96,14 +96,14 @@ class BottomToTop(Component):
     def _sum(self, signal: Signal, inner: Signal, carried: Array) -> Signal:
         """(1 + a) x and the rest, independent in direction, of which `inner` has a x and the
         rest."""
-        tokens, cross = signal.kernel, _crossed(signal.kernel, carried)
-        held = _at_both(tokens, carried)
-        mixed = ((_at_both(tokens, 1 + carried) - held) * (inner.kernel - held)).scaled(
+        tokens, cross = signal.kernel, crossed(signal.kernel, carried)
+        held = at_both(tokens, carried)
+        mixed = ((at_both(tokens, 1 + carried) - held) * (inner.kernel - held)).scaled(
             4 / signal.width
         )
 
         def varies(before: Kernel, behind: Kernel) -> Kernel:
-            grown = _at_both(before, (1 + carried) ** 2) - _at_both(before, carried**2)
+            grown = at_both(before, (1 + carried) ** 2) - at_both(before, carried**2)
             return behind + grown + mixed
 
         fluctuation, overlaps, behind = None, followed(signal), followed(inner)
@@ -142,13 +142,13 @@ class BottomToTop(Component):
         return amplitude + inner
 
 
-def _crossed(kernel: Kernel, carried: Array) -> Kernel:
+def crossed(kernel: Kernel, carried: Array) -> Kernel:
     """What moments gain from a tensor that is there a second time by these amplitudes."""
     first, second = kernel.over_tokens(carried)
     return kernel.weighted(2 * carried, first + second)
 
 
-def _at_both(kernel: Kernel, factor: Array) -> Kernel:
+def at_both(kernel: Kernel, factor: Array) -> Kernel:
     """Every entry times a factor of either token."""
     first, second = kernel.over_tokens(factor)
     return kernel.weighted(factor * factor, first * second)

@@ -38,6 +38,7 @@ from ..model.values import Values
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
 from .by_law import LawLeaf
 from .elementary import Activation, Dropout, Lawful, LayerScale, Linear, Scale
+from .experts.identity import Fork, Join
 from .experts.mixture import experts
 from .gated import GatedLinear
 from .normalization import DynamicTanh, FiniteNormalization
@@ -156,6 +157,7 @@ class _Stack:
             model.ffns,
             # what a layer holds of the input depends on all before
             range(model.layers) if model.adds_again else (0,) * model.layers,
+            [n if self._apart(n) or self._apart(n - 1) else 0 for n in layers],
         )
         return zip(*columns, strict=True)
 
@@ -171,12 +173,31 @@ class _Stack:
                 del named[name]
         kind = "parallel" if model.parallel else model.placements[number - 1]
         body = KINDS[kind](Parts(self, number, named))
+        body = self._with_shortcut(body, number)
         if model.per_layer_embedding is not None:
             post_norm = norm(model, self.theory, "per_layer.post_norm")
             body = Chain((body, _loaded("per_layer").per_layer(model, post_norm)))
         if model.adds_again:
             body = Chain((_loaded("input_mix").mixes(model)[number - 1], body))
         return Layer(body, number)
+
+    def _with_shortcut(self, body: Component, number: int) -> Component:
+        """A layer around experts whose output is added at its end or at that of the next."""
+        before, own = (self._apart(one) for one in (number - 1, number))
+        if own is not None:
+            parts = list(body.in_order())
+            place = next(n for n, one in enumerate(parts) if one.label == "ffn.sum")
+            body = Chain((*parts[:place], Fork(number), *parts[place:]))
+            if not own.delayed:
+                body = Chain((*body.components, Join(number)))
+        if before is not None and before.delayed:
+            body = Chain((*body.in_order(), Join(number - 1)))
+        return body
+
+    def _apart(self, number: int) -> Experts | None:
+        """The experts of a layer that the stream is to meet apart from a branch."""
+        block = self.model.ffns[number - 1] if 1 <= number <= self.model.layers else None
+        return block if isinstance(block, Experts) and block.apart else None
 
     # --- norms and scales ----------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -51,6 +52,10 @@ class Experts(Block):
             together and one at what the shared expert gives (Gemma 4).
         shift: added to the factor that a gated unit multiplies its activation by (GPT-OSS: 1).
         clamp: bounds that factor from both sides and the gate from above; None: no bounds.
+        identity: so many of the experts have no matrices and give back what they read, the
+            normalised stream (LongCat Flash's zero experts).
+        delayed: whether what routed experts give is added behind the next layer, and what the
+            shared one gives at once (LongCat Flash's shortcut).
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -75,6 +80,8 @@ class Experts(Block):
     output_norms: Flag = False
     shift: Nonnegative = 0.0
     clamp: Positive | None = None
+    identity: Natural = 0
+    delayed: Flag = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,14 +105,49 @@ class Experts(Block):
             raise domain_error("group_best", self.group_best, f"at most {size}, experts of a group")
         if self.shared_gate_variance is not None and not self.shared:
             raise domain_error("shared_gate_variance", self.shared_gate_variance, "None: no expert")
+        if self.identity >= self.experts:
+            raise domain_error("identity", self.identity, f"less than experts = {self.experts}")
+        beside = {"shared": not self.shared, "output_norms": self.output_norms}
+        beside["rule"] = self.rule == "sigmoid_input"
+        for name in (name for name, there in beside.items() if there and self.apart):
+            allowed = "a width above 0" if name == "shared" else "its default"
+            remedy = "needed where identity or delayed is given"
+            raise domain_error(name, getattr(self, name), allowed, remedy)
+
+    @property
+    def apart(self) -> bool:
+        """Whether what routed experts give is no branch of its own beside the stream."""
+        return bool(self.identity or self.delayed)
 
     def check(self, model: Transformer) -> None:
+        if self.apart:
+            self._check_apart(model)
         if (self.shift or self.clamp) and not model.gated:
             raise DomainError("shift and clamp are of gated units: declare the model gated=True")
         if self.output_norms and model.normalization == "dyt":
             raise domain_error("normalization", "dyt", "a norm at the experts' outputs")
         if model.activation_dropout:
             raise domain_error("activation_dropout", model.activation_dropout, "0 inside experts")
+
+    def _check_apart(self, model: Transformer) -> None:
+        beside = {
+            "norm": (model.norm, "pre"),
+            "normalization": (model.normalization, "rmsnorm"),
+            "parallel": (model.parallel, False),
+            "streams": (model.streams, None),
+            "layernorm_scaling": (model.layernorm_scaling, False),
+            "layer_scale": (model.layer_scale, False),
+            "shared_layers": (model.shared_layers, False),
+        }
+        for name, (value, allowed) in beside.items():
+            if value != allowed:
+                remedy = "experts that are delayed or give back what they read know no other"
+                raise domain_error(name, value, repr(allowed), remedy)
+        if (model.skip_scales != 1.0).any() or (model.branch_scales != 1.0).any():
+            raise DomainError("skip_scale and branch_scale are 1 with experts that are delayed")
+        late = [bool(getattr(block, "delayed", False)) for block in model.ffns]
+        if late[-1] or any(one and other for one, other in itertools.pairwise(late)):
+            raise DomainError("ffn: delayed experts need a layer behind them without such experts")
 
     def width(self, model: Transformer) -> int:
         """Of an expert's hidden layer."""

@@ -27,7 +27,8 @@ def draw_experts(
     shapes, found = block.shapes(model), {}
     biases = {} if model.biases is None else model.biases.layer(number)
     for name, (fan_in, fan_out) in shapes.items():
-        count = block.experts if name in ("ffn_in", "gate", "ffn_out") else 1
+        each = block.experts - block.identity
+        count = each if name in ("ffn_in", "gate", "ffn_out") else 1
         several = [
             draw((fan_in, fan_out), variances[name], generator, dtype, kind) for _ in range(count)
         ]
@@ -57,12 +58,19 @@ def experts(block: Experts, layer: LayerTwin, z: Tensor) -> Tensor:
     for number in range(block.experts):
         (rows,) = gates[:, number].detach().nonzero(as_tuple=True)
         gate, entering = gates[rows, number, None], x[rows]
-        if block.rule == "sigmoid_input":
+        if number >= block.experts - block.identity:
+            given = gate * entering
+        elif block.rule == "sigmoid_input":
             given = unit(block, layer, gate * entering, "", number)
         else:
             given = gate * unit(block, layer, entering, "", number)
         y = y.index_add(0, rows, given)
-    y = layer.watch(y.reshape(z.shape), "ffn.experts")
+    y = y.reshape(z.shape)
+    if block.apart:
+        layer.made["shortcut", layer.number] = y
+        y = torch.zeros_like(y)
+    else:
+        y = layer.watch(y, "ffn.experts")
     normed = functools.partial(_normed, layer) if block.output_norms else lambda x, site: x
     y = normed(y, OUTPUT_NORMS[0])
     if not block.shared:

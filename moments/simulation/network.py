@@ -118,6 +118,11 @@ class LayerTwin:
             x = twin(self, x)
         else:
             x = self.parallel(x) if self.model.parallel else self.sequential(x)
+        late = self.kept.get(("shortcut", self.number - 1))
+        if not getattr(self.model.ffns[self.number - 1], "delayed", True):
+            late = self.made.pop(("shortcut", self.number), None)
+        if late is not None:
+            x = self.watch(x + late, "ffn.shortcut")
         if self.model.per_layer_embedding is not None:
             x = self.watch(x + self.per_layer(self.model.per_layer_embedding, x), "per_layer.sum")
         return self.watch(x, "stream")

@@ -446,6 +446,9 @@ def _check(prediction: Prediction) -> None:
         "per_layer_embedding": model.per_layer_embedding is not None,
         "keys and values of an earlier layer": bool(model.read_again),
         "several residual streams": model.streams is not None,
+        "experts that are delayed or give back what they read": any(
+            getattr(block, "apart", False) for block in model.ffns
+        ),
         "factor_dim": getattr(model.embedding, "factor_dim", None) is not None
         or getattr(model.head, "factor_dim", None) is not None,
         "an embedding that is described by variance, correlation or kernel": inputs.moments,

@@ -44,6 +44,7 @@ from ...formulas.linear import SCALE
 from ...model.experts import OUTPUT_NORMS, SHARED, Experts
 from ..elementary import Scale, entrywise_overlap
 from ..normalization import FiniteNormalization
+from .identity import Tap, at_tokens
 from .routing import LARGEST, LEAST, Router, functions
 
 
@@ -74,6 +75,7 @@ class Mixture(Leaf):
         name: of W in the table of weight gradients; that of b is `name`.bias.
         has_bias: whether there is b, of any variance, that receives a gradient.
         inward: whether the gate multiplies what the expert reads (`_outward`).
+        identity: how many of the router's experts are none of these (`identity`).
     """
 
     label: str
@@ -85,6 +87,12 @@ class Mixture(Leaf):
     name: str = "router"
     has_bias: bool = False
     inward: bool = False
+    identity: int = 0
+
+    @property
+    def share(self) -> float:
+        """Of the router's experts, those that are such as `expert`."""
+        return 1.0 - self.identity / self.router.experts
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -118,6 +126,15 @@ class Mixture(Leaf):
             moved: added to the tokens' overlaps.
         """
         tokens = signal.second_moment()
+        logits, off_diagonal = self.logits(tokens, moved)
+        single = functions(self.router, logits, 1.0 + 0.0 * tokens.mean_diagonal())
+        joint = functions(self.router, logits, off_diagonal)
+        of_pairs = zip(single, joint, (self.share, self.share, 1.0), strict=True)
+        result = [at_tokens(tokens, alone, both).scaled(share) for alone, both, share in of_pairs]
+        return Routed(result[0], result[1], result[2], logits)
+
+    def logits(self, tokens: Kernel, moved: Array = 0.0) -> tuple[Array, Array]:
+        """Their variance, and the correlation of two tokens'."""
         own = tokens.mean_diagonal()
         gain = self.d_model * self.router_variance
         logits = gain * own + self.bias_variance
@@ -127,16 +144,7 @@ class Mixture(Leaf):
         )
         _, two = tokens.lift(ratio_or_zero(gain * own, logits))
         # a constant shared by all tokens' logits is a bias, which they have in common
-        off_diagonal = 1.0 - two * (1.0 - cosine)
-        single = functions(self.router, logits, 1.0 + 0.0 * own)
-        joint = functions(self.router, logits, off_diagonal)
-        result = []
-        for alone, both in zip(single, joint, strict=True):
-            diagonal = tokens.lift(alone)[0] + 0.0 * tokens.diagonal
-            result.append(
-                Kernel.joined(diagonal, both + 0.0 * tokens.off_diagonal, tokens.resolved)
-            )
-        return Routed(result[0], result[1], result[2], logits)
+        return logits, 1.0 - two * (1.0 - cosine)
 
     def _outward(self, signal: Signal) -> Mixture:
         """The same with the gate on what the expert gives, where it multiplies what it reads.
@@ -207,8 +215,9 @@ class Mixture(Leaf):
         y, v/k, and a norm behind sends the less back the larger F_a is: with all of both,
         (1 - v/k)/(1 + v/k).
         """
-        lacks = (1.0 - gradient.averaged().radial) / self.router.chosen
-        falls = gradient.averaged().norm_response / self.router.chosen
+        several = self.router.chosen * self.share
+        lacks = (1.0 - gradient.averaged().radial) / several
+        falls = gradient.averaged().norm_response / several
         grad_out = Gradient(
             gradient.kernel * weight, gradient.seq_len, 1.0 - lacks, norm_response=falls
         )
@@ -255,10 +264,11 @@ class Mixture(Leaf):
             return None
         square = weight * weight
         gaussian = (inner.kernel * inner.kernel).scaled(2 / inner.width)
+        load = at.load.scaled(self.share)
         shares = Kernel.joined(
-            ratio_or_zero(1.0, at.load.diagonal),
-            ratio_or_zero(1.0, at.load.off_diagonal),
-            at.load.resolved,
+            ratio_or_zero(1.0, load.diagonal),
+            ratio_or_zero(1.0, load.off_diagonal),
+            load.resolved,
         )
 
         def of(kernel: Kernel) -> Kernel:
@@ -561,7 +571,11 @@ def experts(parts: Any, block: Experts) -> Iterator[Component]:
         bias or 0.0,
         has_bias=bias is not None,
         inward=block.rule == "sigmoid_input",
+        identity=block.identity,
     )
+    if block.apart:
+        yield from (Tap(routed, parts.number), _shared_expert(parts, block))
+        return
     given: list[Component] = [routed, *([_shared_expert(parts, block)] if block.shared else [])]
     if block.output_norms:
         norms = [FiniteNormalization.of(model, label) for label in OUTPUT_NORMS]

@@ -186,6 +186,63 @@ def sampled(router: Router, s: float, samples: int | None = None) -> tuple[np.nd
     return mean, np.sqrt(np.maximum(square / samples - mean**2, 0.0) / samples)
 
 
+# --- experts that give back what they read --------------------------------------------------------
+
+_DRAWN = 2**21
+"""Logits that are drawn for a table of what several experts have in common."""
+
+
+def together(router: Router, count: int, s: Array, correlation: Array) -> tuple[Array, Array]:
+    """Of g = sum_a g_a and T_e = sum_a dg_a/dz_e over `count` of the experts E g; and of two tokens
+    (4, ...) E g g' and E sum_e T_e T'_e, and both with the factor (g + g')/2 - E g. Sampled.
+
+    Args:
+        s, correlation: as of `functions`.
+    """
+    shape = np.shape(s)
+    angle = np.arccos(np.clip(np.asarray(correlation, float), LEAST, 1.0))
+    angle = np.broadcast_to(angle, (*shape, *angle.shape[len(shape) :]))
+    means, pairs = [], []
+    for one, of in zip(np.ravel(s), angle.reshape(-1, *angle.shape[len(shape) :]), strict=True):
+        place = float(np.log(np.clip(one, SMALLEST, LARGEST))) / OCTAVE
+        below = int(np.floor(place))
+        tables = [_together(router, count, below + step) for step in (0, 1)]
+        share = place - below
+        mean, powers = ((1 - share) * a + share * b for a, b in zip(*tables, strict=True))
+        means.append(mean)
+        pairs.append([np.polynomial.polynomial.polyval(of, row) for row in powers])
+    return np.reshape(means, shape), np.moveaxis(np.array(pairs), 1, 0).reshape(4, *angle.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _together(router: Router, count: int, step: int) -> tuple[float, np.ndarray]:
+    """E g, and coefficients (4, angles), lowest first, of the others in the angle."""
+    random, experts = np.random.default_rng(2), router.experts
+    samples = max(_DRAWN // experts, 1000)
+    one, two = random.standard_normal((2, samples, experts)) * np.exp(OCTAVE * step / 2)
+
+    def drawn(z: Array) -> tuple[Array, Array]:
+        gates, chosen = router.gates(z)
+        weight, slope = router.weight(z)
+        total = router._total(weight, chosen)
+        given = gates[:, :count].sum(-1)
+        slopes = router.scale * slope * chosen / total
+        slopes[:, count:] = 0.0
+        if router.normalised != "none":
+            among = chosen if router.normalised == "chosen" else 1.0
+            slopes -= given[:, None] * among * slope / total
+        return given, slopes
+
+    (given, slopes), values = drawn(one), []
+    mean = given.mean()
+    for angle in ANGLES:
+        other, steep = drawn(np.cos(angle) * one + np.sin(angle) * two)
+        pairs, lean = np.array([given * other, (slopes * steep).sum(-1)]), (given + other) / 2
+        values.append([*pairs.mean(-1), *(pairs * (lean - mean)).mean(-1)])
+    powers = np.linalg.solve(np.vander(ANGLES, increasing=True), np.array(values))
+    return float(mean), powers.T
+
+
 # --- by quadrature --------------------------------------------------------------------------------
 
 STEP = 0.2

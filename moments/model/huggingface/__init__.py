@@ -45,7 +45,6 @@ _BEYOND = {
     "queries, keys and values that are clipped": "dbrx",
     "experts drawn at random among near ties": "phimoe",
     "experts that drop tokens": "switch_transformers",
-    "experts that give back their input": "longcat_flash",
     "norms before the blocks of some layers and behind those of others": "olmo_hybrid",
     "a block whose weights several layers share": "zamba",
     "a stack that pools its tokens": "funnel",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...errors import domain_error
+from ..experts import Experts
 from ..mixers import LatentAttention
 from ..transformer import Transformer
 from ..weights import Biases
@@ -59,7 +60,11 @@ def latent_temperature(read: Entries) -> float:
 
 def _latent_decoder(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
     variance = changes.pop("variance", None)
-    width = read.count("qk_rope_head_dim")
+    width, factors = read.count("qk_rope_head_dim"), {}
+    if changes.pop("scaled", False):
+        ranks = {"query_factor": "q_lora_rank", "kv_factor": "kv_lora_rank"}
+        of = {name: read.count("hidden_size") / read.count(rank) for name, rank in ranks.items()}
+        factors = {name: math.sqrt(ratio) for name, ratio in of.items()}
     fields: dict[str, Any] = {}
     if "rotary" not in changes:
         rotary, factor = yarn(read, width)
@@ -73,7 +78,7 @@ def _latent_decoder(read: Entries, seq_len: int | None, **changes: Any) -> Trans
         biases=None,
         d_head=width,
         kv_heads=read.count("num_attention_heads"),
-        mixer=latent_attention(read, read.variance() if variance is None else variance),
+        mixer=latent_attention(read, read.variance() if variance is None else variance, **factors),
         **(fields | changes),
     )
 
@@ -179,6 +184,35 @@ def _glm4_moe_lite(read: Entries, seq_len: int | None) -> Transformer:
     return _latent_decoder(read, seq_len, ffn=routed(read, sigmoid_experts(read), chosen))
 
 
+def _longcat_flash(read: Entries, seq_len: int | None) -> Transformer:
+    """Two layers for each of its own: experts read what the first one's dense block reads, and what
+    they give is added behind the second. Latents are scaled to the stream's width."""
+    identity = int(read("zero_expert_num") or 0)
+    experts = Experts(
+        read.count("n_routed_experts") + identity,
+        read.count("moe_topk"),
+        d_ff=read.count("expert_ffn_hidden_size"),
+        normalised="all",
+        scale=read.positive("routed_scaling_factor"),
+        router_variance=read.variance(),
+        shared=read.count("ffn_hidden_size"),
+        identity=identity,
+        delayed=True,
+    )
+    layers = 2 * read.layers("num_layers")
+    read.expect("num_hidden_layers", layers, "its layers are counted in halves")
+    read.expect("head_dim", read.count("qk_rope_head_dim"), "so many features are turned")
+    read = read.replaced(num_hidden_layers=layers)
+    return _latent_decoder(
+        read,
+        seq_len,
+        scaled=True,
+        names={"layers": "num_hidden_layers"},
+        d_ff=read.count("ffn_hidden_size"),
+        ffn=routed(read, experts, range(0, layers, 2)),
+    )
+
+
 def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
     """Sinks, windows in every second layer; what experts multiply by counts from 1, clamped."""
     layers = read.layers("num_hidden_layers")
@@ -209,5 +243,6 @@ READERS: dict[str, Reader] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
+    "longcat_flash": _longcat_flash,
     "granite_swa": _granite_swa,
 }
