@@ -38,6 +38,50 @@ class Streams(nn.Module):
         return self.head(self.norm(x.sum(2)))
 
 
+class Weighted(nn.Module):
+    """A decoder whose stream, first state, values of a table, skips and logits are each multiplied
+    by numbers that are learned."""
+
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, half = heads, layers // 2
+        self.table = nn.Embedding(WORDS, width)
+        self.values = nn.ModuleList(nn.Embedding(WORDS, width) for _ in range(half))
+        self.fused = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(layers))
+        self.out, self.up, self.down = (
+            nn.ModuleList(nn.Linear(a * width, b * width, bias=False) for _ in range(layers))
+            for a, b in ((1, 1), (1, 4), (4, 1))
+        )
+        self.stream = nn.Parameter(torch.tensor([[0.9, 0.4]] * layers))
+        self.shares = nn.ParameterList(nn.Parameter(torch.tensor([0.5, 0.6])) for _ in range(half))
+        self.skips = nn.Parameter(torch.linspace(0.5, 0.8, half))
+        self.branches = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = first = functional.rms_norm(self.table(ids), (self.table.embedding_dim,))
+        half, kept = len(self.skips), []
+        for n, fused in enumerate(self.fused):
+            if n >= half:
+                x = x + self.skips[n - half] * kept.pop()
+            x = self.stream[n, 0] * x + self.stream[n, 1] * first
+            y = functional.rms_norm(x, (x.shape[-1],))
+            q, k, v = fused(y).unflatten(-1, (3, self.heads, -1)).unbind(2)
+            if n < half:
+                share = self.shares[n]
+                v = share[0] * v + share[1] * self.values[n](ids).view_as(v)
+            q, k = (functional.rms_norm(t, (t.shape[-1],)) for t in (q, k))
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.branches * self.out[n](mixed.transpose(1, 2).flatten(2))
+            y = functional.rms_norm(x, (x.shape[-1],))
+            x = x + self.branches * self.down[n](functional.relu(self.up[n](y)).square())
+            if n < half:
+                kept.append(x)
+        z = self.head(functional.rms_norm(x, (x.shape[-1],)))
+        return 15 * torch.tanh(z / 15)
+
+
 class Selective(nn.Module):
     """A recurrence whose step sizes, inputs and outputs follow the token."""
 

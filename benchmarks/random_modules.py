@@ -22,6 +22,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def drawn(number: int) -> Spec:
         gated=pick.random() < 0.4,
         biases=pick.random() < 0.5,
         positions=pick.choice(("learned", "rotary", "sinusoids", "none")),
-        tied=pick.random() < 0.4 and init not in ("torch", "lecun"),
+        tied=pick.random() < 0.4 and init not in ("torch", "lecun", "xavier"),
         init=init,
         style=style,
         vocabulary=pick.randrange(4),
@@ -432,7 +433,7 @@ def initialise(module: RandomLM, spec: Spec) -> None:
                 place = place if spec.init == "mitchell" else depth
                 p.normal_(0, into**-0.5 / ((2 * place) ** 0.5 if behind and not head else 1.0))
             else:
-                std = 0.006 if spec.init == "megatron" else 0.02
+                std = (3 * width) ** -0.5 if spec.init == "megatron" else 0.02  # Megatron-Turing's
                 scaled = behind and not head and spec.init != "gpt2 flat"
                 p.normal_(0, std / ((2 * depth) ** 0.5 if scaled else 1.0))
 
@@ -459,13 +460,13 @@ def found_in(number: int) -> dict[str, Any]:
     return row | {"read": report.read, "seconds": round(time.process_time() - began, 2)}
 
 
-def run(first: int, count: int) -> None:
+def run(numbers: Sequence[int]) -> None:
     rows = json.loads(DATA.read_text()) if DATA.exists() else {}
-    for number in range(first, first + count):
+    for number in numbers:
         row = rows[str(number)] = found_in(number)
         if row.get("findings") or "refused" in row:
             print(drawn(number), row, flush=True)
-        if number % 20 == 19 or number == first + count - 1:
+        if number % 20 == 19 or number == numbers[-1]:
             DATA.write_text(json.dumps(rows, indent=1) + "\n")
 
 
@@ -496,7 +497,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.command == "run":
-        run(arguments.first, arguments.modules)
+        run(range(arguments.first, arguments.first + arguments.modules))
     elif arguments.command == "show":
         print(drawn(arguments.number))
         print(moments.check(built(arguments.number)))

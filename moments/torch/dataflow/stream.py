@@ -379,8 +379,8 @@ class StreamReader:
         else:  # the product of two maps: it is linear in one of them
             (plain,) = graph.run(starts, output.read)
             for linear, value, columns in tails:
-                (twice,) = graph.run(starts | {value: 2 * starts[value]}, output.read)
-                straight = close(twice, 2 * plain, 1e-5)
+                (turned,) = graph.run(starts | {value: -2 * starts[value]}, output.read)
+                straight = close(turned, -2 * plain, 1e-5)  # a ReLU is linear in positive factors
                 role = "ffn_in" if straight and "ffn_in" not in into else "gate"
                 into.setdefault(role, []).append((linear, columns.unique()))
                 if role == "gate" and len(tails) == 2:

@@ -959,6 +959,8 @@ class Lowering:
         if varies(x.feature, axes):
             raise Unlowered("channels that are no feature of what is normalised")
         places = shape.numel() // shape[1]
+        if places < _FEW:  # of n values that are normalised, two directions have no gradient
+            raise Unlowered(f"a batch norm over {places} values of a channel")
         mean_of = self._pooled(x, axes, number(1 / places), (1, shape[1], *[1] * len(axes[1:])))
         centred = self._added(x, mean_of, (1.0, -1.0), shape)
         if centred is None:

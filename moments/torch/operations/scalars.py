@@ -37,7 +37,7 @@ from .variables import (
     times,
 )
 
-MOST = 64
+MOST = 100
 """Numbers of a module that are followed; each takes about as long as the signal's way."""
 
 

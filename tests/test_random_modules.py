@@ -1,0 +1,24 @@
+"""A few of the random correct modules of `benchmarks/random_modules.py`: nothing is wrong in them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import moments
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import random_modules  # noqa: E402
+
+
+@pytest.mark.parametrize("number", [26, 45, 46])
+def test_nothing_is_found(number: int) -> None:
+    report = moments.check(random_modules.built(number))
+    assert not report.findings
+    spec = random_modules.drawn(number)
+    assert report.model is not None
+    assert report.model.activation == spec.function  # 45: its ReLU's gate comes first
+    assert report.model.layers == spec.layers
