@@ -137,7 +137,6 @@ class AttentionResponse:
         slope: tau R2.
         slope_change: C_ii' d(slope)/dC_ii'.
         query_change: (slope + slope_change) tr(P_i C P_i' C).
-        squares_change: C_ii d(squares)/dC_ii, as if theta's odds grew in proportion.
         through_keys: (..., L) what dropout adds to the keys' part of a row with itself.
         unshared: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
         bend: (..., L) d log t/d log theta - 1 of every row.
@@ -152,7 +151,6 @@ class AttentionResponse:
     slope: Matrix
     slope_change: Matrix
     query_change: Matrix
-    squares_change: Matrix
     through_keys: Array
     unshared: Array
     bend: Array
@@ -212,12 +210,10 @@ class AttentionResponse:
         direct = self.query * sensitivity
         middle = sensitivity
         dropped = (transposed(self.squares) @ diagonal_of(sensitivity)[..., None])[..., 0]
-        # What follows a row's theta less than in proportion: `follows` both the query's own size
-        # and how far apart its keys are, `sized` only the former, `apart` only the latter.
-        diagonal = diagonal_of(sensitivity)
-        sized = diagonal * (self.squares_change @ diagonal_of(self.kernel)[..., None])[..., 0]
-        follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
-        paths = 0.0 * sized
+        # What follows a row's theta less than in proportion: the query's own size, and how far
+        # apart its keys are.
+        follows = self.bend * row_sums(self.query * self.kernel * sensitivity)
+        paths = follows
         if adjoint is not None:
             given = adjoint.given.kernel
             twice = 2 * self.slope + self.slope_change
@@ -226,20 +222,15 @@ class AttentionResponse:
             direct = direct + twice * gradient * adjoint.gathered
             off_diagonal = off_diagonal + 2 * (self.slope + self.slope_change) * gradient * given
             keys = twice * self.kernel * gradient
-            diagonal = diagonal_of(gradient)
-            squares = diagonal * (self.squares_change @ diagonal_of(given)[..., None])[..., 0]
             sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
-            follows = follows + self.bend * (sizes + squares)
+            follows = follows + self.bend * sizes
             # `through_keys` is per that distance over the tokens' mean size
-            keyed = (
-                diagonal_of(self.slope * self.kernel * adjoint.gathered)
-                * diagonal
-                * self.through_keys
-            )
-            sized, paths = sized + squares, squares - keyed
+            keyed = diagonal_of(self.slope * self.kernel * adjoint.gathered * gradient)
+            keyed = keyed * self.through_keys
+            paths = follows - keyed
             dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
-        direct = direct + diagonal_matrix(ratio(follows + sized, diagonal_of(self.kernel)), middle)
-        paths = ratio(follows + paths, self.unshared)
+        direct = direct + diagonal_matrix(ratio(follows, diagonal_of(self.kernel)), middle)
+        paths = ratio(paths, self.unshared)
         middle = middle - diagonal_matrix(paths, middle)
         dropped = dropped + (wt @ paths[..., None])[..., 0]
         result = wt @ middle @ w + self._rows.spread(off_diagonal)
@@ -369,7 +360,6 @@ def _response(
     excess = entrywise(
         lambda met: np.maximum(met, 0.0), diagonal[..., None, :] - 2 * mixed + itself
     )
-    squares_change = squares * diagonal_of(kernel * slope)[..., :, None] * excess
     squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
     unshared = (weights @ diagonal[..., None])[..., 0] - diagonal_of(means)
@@ -381,8 +371,7 @@ def _response(
     by_head = kernel * (chord + slope * (1 + diagonal_matrix(through_keys, kernel)))
     query_change = (slope + change) * overlap
     dropped = per_pair(dropped) if np.ndim(dropped) else dropped
-    squares, squares_change = dropped * squares, dropped * squares_change
-    maps = weights, squares, by_head, query, slope, change, query_change, squares_change
+    maps = weights, dropped * squares, by_head, query, slope, change, query_change
     return *maps, through_keys, unshared, _bend(rows), rows.theta, rows.keys
 
 

@@ -51,10 +51,6 @@ TILE = 12
 """Rows of a tile: fewer leave out more zeros, more take fewer calls."""
 
 
-MOST_ROWS = 24
-"""Rows whose laws with themselves are iterated together, until the last one settles."""
-
-
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Pairs of rows of two ranges.
@@ -186,19 +182,6 @@ class RowPairs:
     short: Indices
     alone: NDArray[np.bool_]
     phases: NDArray[np.complex128] | None
-
-    @functools.cached_property
-    def together(self) -> list[tuple[slice, slice]]:
-        """Ranges as `rows`, of up to `MOST_ROWS` rows: those of one row with itself are small."""
-        result = [self.rows[0]]
-        for rows, keys in self.rows[1:]:
-            before, seen = result[-1]
-            if rows.stop - before.start <= MOST_ROWS:
-                both = slice(min(seen.start, keys.start), max(seen.stop, keys.stop))
-                result[-1] = slice(before.start, rows.stop), both
-            else:
-                result.append((rows, keys))
-        return result
 
     def split(self, of_pairs: Array) -> Matrix:
         """(diagonal (P,), pairs (P, P)) of a symmetric number for every pair."""
@@ -488,7 +471,7 @@ class PositionAttention(RowAttention):
         counts = self._counts(self.logits.key_counts.keys)
         result = np.zeros((len(counts), *self.weights.shape))
         inside = np.zeros((*result.shape, result.shape[-1]))
-        for rows, keys in self._pairs.together:
+        for rows, keys in self._pairs.rows:
             for part, (excess, pairs) in enumerate(self._responses(rows, keys)):
                 result[part, rows, keys], inside[part, rows, keys, keys] = excess, pairs
         return [RowMaps.of(*one) for one in zip(result, inside, counts, strict=True)]
