@@ -106,8 +106,8 @@ class Tile:
             first = self.long if by_pair else self.rows
             diagonal_excess = kernel[0] if self.begun is None else kernel[0] * self.begun
             middle = maps.whole[first, self.left, self.left] @ kernel[1]
-            beside = maps.pairs[first, self.left, self.common] * diagonal_excess[..., None, :]
-            middle[:, :, self.common_right] += beside
+            added = maps.pairs[first, self.left, self.common] * diagonal_excess[..., None, :]
+            middle[:, :, self.common_right] += added
             excess = maps.excess[first, self.common] * diagonal_excess
             if not by_pair:
                 where = self.long - self.long[0]
@@ -586,8 +586,8 @@ class PositionAttention(RowAttention):
         diagonal, between = coincidence.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
         self._bare = bare = pairs.joined(np.clip(diagonal / temperature, -1.0, 1.0), bare)
-        beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
-        lowest = bare if rotary_means is None else np.minimum(bare * beside, 0.0)
+        of_rows = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
+        lowest = bare if rotary_means is None else np.minimum(bare * of_rows, 0.0)
         nodes = self._nodes
         if nodes is None or lowest.min() < nodes.low:
             self._nodes = nodes = nodes_for(lowest, float(rows.theta.max()))
@@ -678,10 +678,10 @@ class PositionAttention(RowAttention):
         sloped = [
             [
                 (
-                    slope[:, None] * (beside + tile.diagonal_of(between)),
+                    slope[:, None] * (excess + tile.diagonal_of(between)),
                     slope[:, None, None] * between,
                 )
-                for beside, between in direction
+                for excess, between in direction
             ]
             for direction in directions
         ]
@@ -715,8 +715,8 @@ class PositionAttention(RowAttention):
             alone = self._pairs.alone[tile.pairs]
             rows = tile.long[alone]
             if len(rows):
-                for (excess, inside), (beside, pairs) in zip(result, law.joint, strict=True):
-                    excess[rows, tile.left] = beside[alone]
+                for (excess, inside), (excess2, pairs) in zip(result, law.joint, strict=True):
+                    excess[rows, tile.left] = excess2[alone]
                     inside[rows, tile.left, tile.right] = pairs[alone]
         return result
 
@@ -829,22 +829,22 @@ class PositionAttention(RowAttention):
         counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None].astype(float)
         sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
         direction = moved[0] + diagonal_of(moved[1]), moved[1]
-        _, [[(beside, inside)]] = sums.balanced_with([law], 0, [[direction]])
+        _, [[(excess, inside)]] = sums.balanced_with([law], 0, [[direction]])
         # sweeps end before these means are 0
-        left = np.einsum("pq,pqr->pr", self.counted, inside) + weights * beside
+        left = np.einsum("pq,pqr->pr", self.counted, inside) + weights * excess
         both = (self.counted * left).sum(1)
         inside = inside - left[:, None, :] - left[:, :, None] + both[:, None, None]
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
-        bare = (self.counted * weights * (beside + diagonal_of(inside))).sum(1)
+        bare = (self.counted * weights * (excess + diagonal_of(inside))).sum(1)
         usable = bare > 1e-300
         scale = trace * (self.counted @ diagonal) / np.where(usable, bare, 1.0)
         scale = np.where(usable, scale, 0.0)[:, None]
-        self._noise = scale * beside, scale[..., None] * inside
+        self._noise = scale * excess, scale[..., None] * inside
 
     def _noise_overlap(self, diagonal: Array, pairs: Array) -> Array:
         """(P,) tr(E[J D J] X) of every row, of one kernel X, or of one for every row."""
-        counted, (beside, inside) = self.counted, self._noise
-        alone = (beside + diagonal_of(inside)) * diagonal - diagonal_of(inside * pairs)
+        counted, (excess, inside) = self.counted, self._noise
+        alone = (excess + diagonal_of(inside)) * diagonal - diagonal_of(inside * pairs)
         total = (times(inside * pairs, counted) * counted).sum(1)
         return np.asarray(total + (counted * self.weights * alone).sum(1))
 
@@ -856,7 +856,7 @@ class PositionAttention(RowAttention):
         (c, kinds n k) of each."""
         key_counts, weights = self.logits.key_counts, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        grad_in, beside = (
+        grad_in, neighbour = (
             key_counts.rows.T * weights,
             (long == short) & ~self._pairs.alone[tile.pairs],
         )
@@ -876,23 +876,23 @@ class PositionAttention(RowAttention):
             once *= np.moveaxis(key_counts.later[left, right][:, :, rows], -1, 0)
             twice_met = (key_counts.later_diagonal[left][:, rows] * weights[rows, left].T ** 2).T
             both[alone], alike[alone] = once, twice_met
-            both[beside] -= once
-            alike[beside] -= twice_met
+            both[neighbour] -= once
+            alike[neighbour] -= twice_met
         mixture, result = self._mixture(tile), []
         for law in (laws.joint, laws.keyed):
             of_tokens, mean = mixture.mean_of(law, tile.diagonal_of)
             whole = (of_tokens + tile.diagonal_of(mean)) * alike
             result.append((whole, [pairs for _, pairs in law]))
-        (excess, joint), (beside, keyed) = result
+        (excess, joint), (excess2, keyed) = result
         if tile.turned is None:
-            return [_in_single(excess, joint, both), _in_single(beside, keyed, both)]
+            return [_in_single(excess, joint, both), _in_single(excess2, keyed, both)]
         rho, of_rows = tile.turned
         assert tile.still is not None
         turned, still = ([pairs * means for _, pairs in laws.keyed] for means in (rho, tile.still))
         return [
             _in_single(excess, joint, both),
-            _in_single(beside * of_rows[:, None], turned, both),
-            _in_single(beside, still, both),
+            _in_single(excess2 * of_rows[:, None], turned, both),
+            _in_single(excess2, still, both),
         ]
 
     def backward(self, diagonal: Array, pairs: Any) -> Paths[Matrix]:
@@ -930,8 +930,8 @@ class PositionAttention(RowAttention):
         squares = logits.key_counts.later_diagonal  # (key, row)
         total_diagonal[0] += self._dropped * (squares * self._squares.T) @ given
         driven = self._dropped * logits.scale * given * logits.queries[0]
-        beside, noise = self._noise
-        whole, once = beside + diagonal_of(noise), weights[:, :, None] * weights[:, None, :]
+        excess, noise = self._noise
+        whole, once = excess + diagonal_of(noise), weights[:, :, None] * weights[:, None, :]
         once *= np.moveaxis(later, -1, 0)
         turned = noise if logits.rotary_means is None else noise * logits.rotary_means.within
         calibration = self._calibration
