@@ -131,12 +131,12 @@ def mixes(model: Transformer) -> tuple[InputMix, ...]:
         def solved(sums: Array, power: int, parts: Array = parts) -> Array:
             return np.linalg.solve(parts.T**power, sums)
 
-        met = sum(s * held * parts[places[point]] for point, s in added.items())
+        crossed = sum(s * held * parts[places[point]] for point, s in added.items())
         several = np.array(
             [
                 solved(after**2 - keep**2 * held**2, 2),
                 solved(after**4 - keep**4 * held**4, 4),
-                solved(met + 0.0 * held, 2),
+                solved(crossed + 0.0 * held, 2),
             ]
         )
         used = np.flatnonzero(np.any(np.abs(several) > LEAST, axis=0))

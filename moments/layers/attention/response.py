@@ -358,7 +358,7 @@ def _response(
     mixed, means = averages.mixed, averages.means
     itself = diagonal_of(means)[..., :, None]
     excess = entrywise(
-        lambda met: np.maximum(met, 0.0), diagonal[..., None, :] - 2 * mixed + itself
+        lambda value: np.maximum(value, 0.0), diagonal[..., None, :] - 2 * mixed + itself
     )
     squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
@@ -504,9 +504,9 @@ class AttentionSublayer:
         diagonal = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
         diagonal = diagonal_of(per_pair(self.back_gain) * diagonal * self.grad_out)
         noise = noise + over_tokens(diagonal**2 * head.alone, self.grad_out) / self.heads
-        met = total(sensitivity * (self.grad_out @ self.maps.weights))
+        overlap = total(sensitivity * (self.grad_out @ self.maps.weights))
         whole = total(sensitivity * self.grad_out) * total(onward * self.grad_out)
-        return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
+        return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * overlap**2, whole))
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """What one draw of a head's |W_k^T W_q x|^2 does to logits is left out."""
@@ -583,8 +583,8 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
     if kernel.classes is not None:
         kernels = rows_times(weights, kernel), kernel, between_rows(weights, kernel)
     else:
-        met = weights @ kernel.off_diagonal
-        kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
+        averaged = weights @ kernel.off_diagonal
+        kernels = Kernel.of_matrix(averaged), kernel, Kernel.of_matrix(averaged @ weights.T)
     unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
     if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
         return 0.0
