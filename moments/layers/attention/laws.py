@@ -260,8 +260,8 @@ class AlikeLayer(Layer):
 
         ones = self._queries.with_ones()
         overlap = self._at(rows.overlap)
-        held = grad_in(overlap, self._noise * self._of(rows.overlap[:, 0]))
-        value = Kernel(held, grad_in(ones - overlap) / others)
+        of_itself = grad_in(overlap, self._noise * self._of(rows.overlap[:, 0]))
+        value = Kernel(of_itself, grad_in(ones - overlap) / others)
         path = self.overlap_path(gradient)
         rate = self._at(rows.query).at_every_pair(unshared_value)
         diagonal = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)

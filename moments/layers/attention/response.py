@@ -381,7 +381,7 @@ def _outer(entries: Array) -> Array:
 
 def _within(rows: AttentionRows) -> Array:
     """One factor for all rows where some are beyond all laws, and 1 where none is: a guess."""
-    return rows.held if rows.held.ndim > 1 else rows.held.mean()
+    return rows.variance_kept if rows.variance_kept.ndim > 1 else rows.variance_kept.mean()
 
 
 def _bend(rows: AttentionRows) -> Array:

@@ -518,8 +518,8 @@ def own_response(
         steady: (c,) the first step, and the least: `AttentionRows.step`.
     """
     mixture, weights, keys, step = sums.mixture, sums.one, counts[0], steady
-    held = seen.astype(float)
-    both = held[:, :, None] * held[:, None, :]
+    mask = seen.astype(float)
+    both = mask[:, :, None] * mask[:, None, :]
     parts = mixture.parts_of([diagonal], relations, diagonal_of)
     counted = []  # C by its counts
     for count, (excess, pairs) in zip(counts, parts, strict=True):
@@ -560,7 +560,7 @@ def own_response(
         joint = mixture.joined(projected, rare)
         joint = bounded_exp(joint, diagonal_of, exponent)
         for excess, pairs in joint:
-            excess *= held
+            excess *= mask
             pairs *= both
         joint, balance = sums.over_first(joint, SELF_SWEEPS, balance)
         changes = []
@@ -585,8 +585,8 @@ def own_response(
             result[kind] = excess + step[:, None] * changes[kind], pairs + joint[kind][1]
         if largest < TOLERANCE:
             break
-    maps = [(held * (1.0 - excess), both * -pairs) for excess, pairs in mixture.parts(result)]
-    return maps, held * (1.0 - result[0][0])
+    maps = [(mask * (1.0 - excess), both * -pairs) for excess, pairs in mixture.parts(result)]
+    return maps, mask * (1.0 - result[0][0])
 
 
 def times(matrices: Array, values: Array) -> Array:

@@ -484,7 +484,7 @@ class PositionAttention(RowAttention):
         mixture, counts = logits.mixture(among, among), self._counts(keys)
         several = rows.keys > 1.0  # one key is all of its row, whatever its logit
         temperature = logits.scale * logits.queries[0]
-        pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of]
+        pull = np.where(several, rows.odds * temperature * rows.variance_kept, 0.0)[of]
         every, aims = slice(0, len(diagonal)), self._by_word[of, among]
         of_classes = keys * weights
         sums = Sums.of(
@@ -532,13 +532,13 @@ class PositionAttention(RowAttention):
                     ) * diagonal_excess
                     excess -= first * within * second
                 moved.append((excess, pairs))
-            held = self._rare[long, keys] * self._rare[short, keys]
+            read_once = self._rare[long, keys] * self._rare[short, keys]
             singles = []
             for whole in (mixture.wholes(diagonals)[0], diagonals[0]):
                 rare = whole - tile.diagonal_of(relations[0])
                 if not by_pair and rare.ndim > 1:
                     rare = rare[long - long[0]]
-                singles.append(rare * held)
+                singles.append(rare * read_once)
             result.append(mixture.joined(moved, *singles))
         return result
 
@@ -802,8 +802,8 @@ class PositionAttention(RowAttention):
 
     def _unshared(self, name: str) -> Array:
         kernel = self._mean_of(name)
-        held = (self.counted * self._rows_times(kernel)).sum(1)
-        return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
+        shared = (self.counted * self._rows_times(kernel)).sum(1)
+        return np.asarray(np.maximum(self.counted @ kernel[0] - shared, 0.0))
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
@@ -993,13 +993,13 @@ def attention_by_word(logits: ClassLogits, rows: AttentionRows) -> Array:
         logits.scale,
         logits.prior,
     )
-    seen, held = keys * prior, logits.key_counts.visible
+    seen, visible = keys * prior, logits.key_counts.visible
     relative, every = diagonal - (seen @ diagonal)[:, None], np.arange(len(keys))
     mixture, several = logits.mixture(), []
     for level in mixture.levels:
         crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
         logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
-        several.append(np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf))
+        several.append(np.where(visible, logs + np.log(np.where(visible, prior, 1.0)), -np.inf))
     logs = np.stack(several, -1)
     weight = np.exp(logs - logs.max((1, 2), keepdims=True))
     total = (keys * (weight @ mixture.portions)).sum(1)

@@ -188,13 +188,13 @@ class RowAttention:
         looking = logits.scale * self._products()
         gained = excess + looking * queries / widths.d_model
         if widths.deficit > 0.0:
-            held = np.zeros_like(mean)
+            common = np.zeros_like(mean)
             if together is not None:
                 squares = together[alone]
                 unshared = np.sqrt(unshared_part(rows.keys, attended - mean[alone], squares))
-                held = together * unshared[first] * unshared[second]
+                common = together * unshared[first] * unshared[second]
             of_rows = calibration.stiffness, calibration.against
-            gained += fixed_norms(self._two_rows, self._correlation, *of_rows, mean, excess, held)
+            gained += fixed_norms(self._two_rows, self._correlation, *of_rows, mean, excess, common)
         output, norm = mean + self._linear * gained, np.sqrt(temperature)
         query = self._factors.query * slope / (norm[first] * norm[second])
         query = query + looking / widths.d_model
@@ -237,8 +237,8 @@ def amplification(
         saturation(correlation, *(one[side] + 0.0 * correlation for one in (keys, theta, odds)))[1]
         for side in (first, second)
     ]
-    held = np.sqrt(rows.held)
-    return np.asarray(held[first] * held[second] * 0.5 * (slopes[0] + slopes[1]))
+    kept = np.sqrt(rows.variance_kept)
+    return np.asarray(kept[first] * kept[second] * 0.5 * (slopes[0] + slopes[1]))
 
 
 def toward_keys(moved: Array, looked: Array, size: Array) -> Array:
@@ -280,16 +280,16 @@ def fixed_norms(
     against: Array,
     mean: Array,
     excess: Array,
-    held: Array,
+    common: Array,
 ) -> Array:
     """What tokens of fixed norm add to the output, for pairs of rows; see above.
 
     Args:
         rows: both indices of every pair.
         stiffness, against: (Lq,) of every row.
-        held: what two rows have in common of the same tokens' own parts.
+        common: what two rows have in common of the same tokens' own parts.
     """
     one, two = rows
     kept = np.expm1(-0.5 * (stiffness[one] + stiffness[two]) * (1.0 + correlation))
     lost = 0.5 * (against[one] + against[two])
-    return np.asarray(kept * (held + excess) - lost * (mean - held))
+    return np.asarray(kept * (common + excess) - lost * (mean - common))
