@@ -176,7 +176,7 @@ def bounded_exp(exponent: ByRelation, diagonal_of: Diagonal, factor: Array | Non
     return result
 
 
-class Meeting(NamedTuple):
+class WordAgreement(NamedTuple):
     """How the words of two keys agree.
 
     A cell may hold more of one word than repeated words make up of the text, and then more of its
@@ -199,7 +199,7 @@ class Meeting(NamedTuple):
     @classmethod
     def of(
         cls, mixture: Mixture, common: tuple[slice, slice], counts: tuple[Array, Array]
-    ) -> Meeting:
+    ) -> WordAgreement:
         """Args:
         mixture: of kinds of pairs of keys.
         common: keys of both among those of either.
@@ -246,7 +246,7 @@ class Sums(NamedTuple):
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
             keys whose word is read once and again.
-        meeting: of keys of two words and of one; None: of one kind.
+        agreement: of keys of two words and of one; None: of one kind.
     """
 
     mixture: Mixture
@@ -258,7 +258,7 @@ class Sums(NamedTuple):
     two: Array
     aims_first: Array
     aims_second: Array
-    meeting: Meeting | None
+    agreement: WordAgreement | None
 
     @classmethod
     def of(
@@ -270,14 +270,14 @@ class Sums(NamedTuple):
         aims: tuple[Array, Array],
     ) -> Sums:
         """Args: as the attributes, of the first and of the second key."""
-        meeting = None
+        agreement = None
         if mixture.share is not None:
             counts = [
                 np.where(one > 0.0, whole[:, keys] / np.where(one > 0.0, one, 1.0), np.inf)
                 for whole, keys, one in zip(weights, common, of_one, strict=True)
             ]
-            meeting = Meeting.of(mixture, common, (counts[0], counts[1]))
-        return cls(mixture, *common, *weights, *of_one, *aims, meeting)
+            agreement = WordAgreement.of(mixture, common, (counts[0], counts[1]))
+        return cls(mixture, *common, *weights, *of_one, *aims, agreement)
 
     def at_common(self, pairs: Array) -> Array:
         """(c, o) entries of keys of both, to be written to."""
@@ -357,10 +357,10 @@ class Sums(NamedTuple):
     # --- by whether a key's word is read again ---------------------------------------------------
 
     def _maps_by_word(self, law: ByRelation) -> Maps:
-        if self.meeting is None:
+        if self.agreement is None:
             ((excess, pairs),) = law
             return Maps(pairs[None], (excess * self.one)[None], (excess * self.two)[None])
-        same, free, free_common, _ = self.meeting
+        same, free, free_common, _ = self.agreement
         (alone, others), (beyond, together) = law
         pairs = np.empty((2 if free is None else 3, *others.shape))
         excess = np.empty((2, *alone.shape))
@@ -396,7 +396,7 @@ class Sums(NamedTuple):
 
     def _summed(self, pairs: Array, given: Array) -> Array:
         """Of values by their tokens: two words meet those of both kinds, and one its own."""
-        if self.meeting is None:
+        if self.agreement is None:
             return np.asarray((pairs @ given[..., None])[..., 0])
         agreeing = len(pairs) > 2
         if agreeing:
@@ -435,9 +435,9 @@ class Sums(NamedTuple):
 
         shared = (left[..., self.common_first] * right[..., self.common_second]).sum(0)
         others = outer((left * portions).sum(1), (right * portions).sum(1))
-        if self.meeting is None:
+        if self.agreement is None:
             return [(shared[0], others)]
-        same, free, free_common, of_others = self.meeting
+        same, free, free_common, of_others = self.agreement
         once, again = self.mixture.portions
         both = outer(left[:, 1], right[:, 1])
         # of two words: of any, and of those that agree in being read again, less those of one word
@@ -556,8 +556,8 @@ def own_response(
                 single = single - 2.0 * middle_diagonal * diagonal_of(pairs)
             whole = middle_diagonal * response - single
             projected.append((whole, np.subtract(middle, moved, out=moved)))
-        rare = (1.0 - result[0][0]) ** 2 * (diagonal - diagonal_of(relations[0]))
-        joint = mixture.joined(projected, rare)
+        read_once = (1.0 - result[0][0]) ** 2 * (diagonal - diagonal_of(relations[0]))
+        joint = mixture.joined(projected, read_once)
         joint = bounded_exp(joint, diagonal_of, exponent)
         for excess, pairs in joint:
             excess *= mask

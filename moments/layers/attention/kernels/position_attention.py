@@ -408,7 +408,7 @@ class PositionAttention(RowAttention):
         self._by_word = ratio_or_zero(several, self.weights[:, :, None])
         self.counted = logits.key_counts.keys * self.weights
         self._pairs = row_pairs(key_counts, logits.rotary_means)
-        self._rare = np.zeros_like(self.weights)
+        self._read_once = np.zeros_like(self.weights)
         self._response = self._self_response()
         self._project()
         self._nodes: Nodes | None = None
@@ -491,8 +491,8 @@ class PositionAttention(RowAttention):
             mixture, (every, every), (of_classes, of_classes), (weights, weights), (aims, aims)
         )
         given = diagonal, logits.among(of, among), counts, seen, logits.prior[of, among]
-        parts, rare = own_response(sums, *given, pull, rows.strength[of], rows.step[of])
-        self._rare[of, among] = rare
+        parts, single = own_response(sums, *given, pull, rows.strength[of], rows.step[of])
+        self._read_once[of, among] = single
         return parts
 
     # --- pairs of rows -------------------------------------------------------------------------
@@ -532,13 +532,13 @@ class PositionAttention(RowAttention):
                     ) * diagonal_excess
                     excess -= first * within * second
                 moved.append((excess, pairs))
-            read_once = self._rare[long, keys] * self._rare[short, keys]
+            read_once = self._read_once[long, keys] * self._read_once[short, keys]
             singles = []
             for whole in (mixture.wholes(diagonals)[0], diagonals[0]):
-                rare = whole - tile.diagonal_of(relations[0])
-                if not by_pair and rare.ndim > 1:
-                    rare = rare[long - long[0]]
-                singles.append(rare * read_once)
+                single = whole - tile.diagonal_of(relations[0])
+                if not by_pair and single.ndim > 1:
+                    single = single[long - long[0]]
+                singles.append(single * read_once)
             result.append(mixture.joined(moved, *singles))
         return result
 
@@ -570,8 +570,8 @@ class PositionAttention(RowAttention):
             along_values.append(result[-1])
             if tile.turned is not None:
                 unturned.append(result[1])
-                meeting = _gathered(trace, result[0]), _gathered(trace, result[1])
-                turn[tile.pairs] = _ratio(*meeting, of_rows)
+                overlaps = _gathered(trace, result[0]), _gathered(trace, result[1])
+                turn[tile.pairs] = _ratio(*overlaps, of_rows)
         self._projections = moved, unturned, along_values, turn
 
     def _joint_laws(self) -> None:
