@@ -109,7 +109,6 @@ TABLE = (
     Constant(
         f"{KERNELS}.relative_positions", "LEAST_PAIRS", (1e-3, 1e-9), "range", ("long rotary",)
     ),
-    Constant(f"{KERNELS}.position_attention", "MOST_ROWS", (8, 96), "precision", CLASSES),
     Constant("prediction.resolution", "LAST_PER_OCTAVE", (1.0, 2.0), "precision", ("no text",)),
     Constant("prediction.resolution", "WIDENING", (0.0, 0.1), "precision", ("no text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_OWN", (0.01, 0.2), "range", ("text",)),

@@ -97,8 +97,8 @@ class BottomToTop(Component):
         """(1 + a) x and the rest, independent in direction, of which `inner` has a x and the
         rest."""
         tokens, cross = signal.kernel, crossed(signal.kernel, carried)
-        held = at_both(tokens, carried)
-        mixed = ((at_both(tokens, 1 + carried) - held) * (inner.kernel - held)).scaled(
+        source = at_both(tokens, carried)
+        mixed = ((at_both(tokens, 1 + carried) - source) * (inner.kernel - source)).scaled(
             4 / signal.width
         )
 

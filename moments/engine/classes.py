@@ -635,15 +635,14 @@ def positions_between(low: int, high: int) -> tuple[Array, Array]:
     return 0.5 * (low + high) + half * points, half * masses
 
 
-def few_points(values: Array, most: int, shares: Array | None = None) -> tuple[Array, Array]:
-    """Gauss rule of at most `most` nodes for the mean of a smooth function over given points, of
-    the given shares or of equal ones.
+def few_points(values: Array, most: int) -> tuple[Array, Array]:
+    """Gauss rule of at most `most` nodes for the mean of a smooth function over given points.
 
     Exact for polynomials of degree 2 most - 1: nodes are the eigenvalues of the Jacobi matrix of
     the points' orthogonal polynomials (Golub and Welsch 1969).
     """
     points = np.asarray(values, dtype=np.float64)
-    weights = np.full(len(points), 1.0 / len(points)) if shares is None else shares
+    weights = np.full(len(points), 1.0 / len(points))
     if len(points) <= most:
         return points, weights
     centre, size = points.mean(), np.ptp(points) or 1.0

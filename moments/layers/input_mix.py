@@ -120,31 +120,31 @@ def mixes(model: Transformer) -> tuple[InputMix, ...]:
     """Of every layer, by which factors it holds the parts that the points before are made of."""
     additions = model.additions
     kept = {number for _, added in additions for number in added}
-    held, rows, result = np.ones(1), {0: np.ones(1)}, []
+    coefficients, rows, result = np.ones(1), {0: np.ones(1)}, []
     for number, (keep, added) in enumerate(additions, 1):
-        parts = np.zeros((len(rows), held.size))
+        parts = np.zeros((len(rows), coefficients.size))
         for row, known in zip(parts, rows.values(), strict=True):
             row[: known.size] = known
         places = {point: place for place, point in enumerate(rows)}
-        after = keep * held + sum(s * parts[places[point]] for point, s in added.items())
+        after = keep * coefficients + sum(s * parts[places[point]] for point, s in added.items())
 
         def solved(sums: Array, power: int, parts: Array = parts) -> Array:
             return np.linalg.solve(parts.T**power, sums)
 
-        met = sum(s * held * parts[places[point]] for point, s in added.items())
+        crossed = sum(s * coefficients * parts[places[point]] for point, s in added.items())
         several = np.array(
             [
-                solved(after**2 - keep**2 * held**2, 2),
-                solved(after**4 - keep**4 * held**4, 4),
-                solved(met + 0.0 * held, 2),
+                solved(after**2 - keep**2 * coefficients**2, 2),
+                solved(after**4 - keep**4 * coefficients**4, 4),
+                solved(crossed + 0.0 * coefficients, 2),
             ]
         )
         used = np.flatnonzero(np.any(np.abs(several) > LEAST, axis=0))
         points = tuple(list(rows)[place] for place in used)
         shares, fourth, crosses = (tuple(one[used].tolist()) for one in several)
-        mixed = keep, points, shares, fourth, crosses, after[0] / held[0]
+        mixed = keep, points, shares, fourth, crosses, after[0] / coefficients[0]
         result.append(InputMix("input.mix", *mixed))
-        held = after
+        coefficients = after
         if number in kept:
-            held = rows[number] = np.append(after, 1.0)
+            coefficients = rows[number] = np.append(after, 1.0)
     return tuple(result)

@@ -208,14 +208,11 @@ class AlikeLayer(Layer):
             two(values.diagonal + value_bias),
         )
         stiffness = self._of(rows.stiffness)
-        shared = np.maximum(1 - self._of(unshared), 0.0)
-        returned = 2 * self._of(widths.deficit) * shared**2
         # Attended values share the direction that their row looks in: 1/d_model of E tr^2.
         looking = self._own[1] * (1 - self._of(rows.overlap[:, 0])) ** 2
         self._overlap_path = queries.with_ones().at_every_pair(looking * self._own[0])
         kept = np.exp(-stiffness * (1 + correlation)), np.exp(-2 * stiffness)
         mixed = overlap.weighted(self._alone(kept[1]), kept[0])
-        mixed = mixed + self._at(rows.growth).at_every_pair(returned)
         pulled = queries.at_every_pair(looking * self._wide)
         mixed = (mixed + pulled).at_every_pair(self._own[0])
         against = two(values.off_diagonal) * (1 - self._of(rows.against))
@@ -263,8 +260,8 @@ class AlikeLayer(Layer):
 
         ones = self._queries.with_ones()
         overlap = self._at(rows.overlap)
-        held = grad_in(overlap, self._noise * self._of(rows.overlap[:, 0]))
-        value = Kernel(held, grad_in(ones - overlap) / others)
+        of_itself = grad_in(overlap, self._noise * self._of(rows.overlap[:, 0]))
+        value = Kernel(of_itself, grad_in(ones - overlap) / others)
         path = self.overlap_path(gradient)
         rate = self._at(rows.query).at_every_pair(unshared_value)
         diagonal = unshared_value * self._of(rows.common) + noise * self._of(rows.dropped_query)

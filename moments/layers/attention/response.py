@@ -137,7 +137,6 @@ class AttentionResponse:
         slope: tau R2.
         slope_change: C_ii' d(slope)/dC_ii'.
         query_change: (slope + slope_change) tr(P_i C P_i' C).
-        squares_change: C_ii d(squares)/dC_ii, as if theta's odds grew in proportion.
         through_keys: (..., L) what dropout adds to the keys' part of a row with itself.
         unshared: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
         bend: (..., L) d log t/d log theta - 1 of every row.
@@ -152,7 +151,6 @@ class AttentionResponse:
     slope: Matrix
     slope_change: Matrix
     query_change: Matrix
-    squares_change: Matrix
     through_keys: Array
     unshared: Array
     bend: Array
@@ -212,12 +210,10 @@ class AttentionResponse:
         direct = self.query * sensitivity
         middle = sensitivity
         dropped = (transposed(self.squares) @ diagonal_of(sensitivity)[..., None])[..., 0]
-        # What follows a row's theta less than in proportion: `follows` both the query's own size
-        # and how far apart its keys are, `sized` only the former, `apart` only the latter.
-        diagonal = diagonal_of(sensitivity)
-        sized = diagonal * (self.squares_change @ diagonal_of(self.kernel)[..., None])[..., 0]
-        follows = self.bend * (row_sums(self.query * self.kernel * sensitivity) + sized)
-        paths = 0.0 * sized
+        # What follows a row's theta less than in proportion: the query's own size, and how far
+        # apart its keys are.
+        follows = self.bend * row_sums(self.query * self.kernel * sensitivity)
+        paths = follows
         if adjoint is not None:
             given = adjoint.given.kernel
             twice = 2 * self.slope + self.slope_change
@@ -226,20 +222,15 @@ class AttentionResponse:
             direct = direct + twice * gradient * adjoint.gathered
             off_diagonal = off_diagonal + 2 * (self.slope + self.slope_change) * gradient * given
             keys = twice * self.kernel * gradient
-            diagonal = diagonal_of(gradient)
-            squares = diagonal * (self.squares_change @ diagonal_of(given)[..., None])[..., 0]
             sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
-            follows = follows + self.bend * (sizes + squares)
+            follows = follows + self.bend * sizes
             # `through_keys` is per that distance over the tokens' mean size
-            keyed = (
-                diagonal_of(self.slope * self.kernel * adjoint.gathered)
-                * diagonal
-                * self.through_keys
-            )
-            sized, paths = sized + squares, squares - keyed
+            keyed = diagonal_of(self.slope * self.kernel * adjoint.gathered * gradient)
+            keyed = keyed * self.through_keys
+            paths = follows - keyed
             dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
-        direct = direct + diagonal_matrix(ratio(follows + sized, diagonal_of(self.kernel)), middle)
-        paths = ratio(follows + paths, self.unshared)
+        direct = direct + diagonal_matrix(ratio(follows, diagonal_of(self.kernel)), middle)
+        paths = ratio(paths, self.unshared)
         middle = middle - diagonal_matrix(paths, middle)
         dropped = dropped + (wt @ paths[..., None])[..., 0]
         result = wt @ middle @ w + self._rows.spread(off_diagonal)
@@ -367,9 +358,8 @@ def _response(
     mixed, means = averages.mixed, averages.means
     itself = diagonal_of(means)[..., :, None]
     excess = entrywise(
-        lambda met: np.maximum(met, 0.0), diagonal[..., None, :] - 2 * mixed + itself
+        lambda value: np.maximum(value, 0.0), diagonal[..., None, :] - 2 * mixed + itself
     )
-    squares_change = squares * diagonal_of(kernel * slope)[..., :, None] * excess
     squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
     # Given the direction a query looks in, the tokens it attends to share a component along it.
     unshared = (weights @ diagonal[..., None])[..., 0] - diagonal_of(means)
@@ -381,8 +371,7 @@ def _response(
     by_head = kernel * (chord + slope * (1 + diagonal_matrix(through_keys, kernel)))
     query_change = (slope + change) * overlap
     dropped = per_pair(dropped) if np.ndim(dropped) else dropped
-    squares, squares_change = dropped * squares, dropped * squares_change
-    maps = weights, squares, by_head, query, slope, change, query_change, squares_change
+    maps = weights, dropped * squares, by_head, query, slope, change, query_change
     return *maps, through_keys, unshared, _bend(rows), rows.theta, rows.keys
 
 
@@ -392,7 +381,7 @@ def _outer(entries: Array) -> Array:
 
 def _within(rows: AttentionRows) -> Array:
     """One factor for all rows where some are beyond all laws, and 1 where none is: a guess."""
-    return rows.held if rows.held.ndim > 1 else rows.held.mean()
+    return rows.variance_kept if rows.variance_kept.ndim > 1 else rows.variance_kept.mean()
 
 
 def _bend(rows: AttentionRows) -> Array:
@@ -515,9 +504,9 @@ class AttentionSublayer:
         diagonal = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
         diagonal = diagonal_of(per_pair(self.back_gain) * diagonal * self.grad_out)
         noise = noise + over_tokens(diagonal**2 * head.alone, self.grad_out) / self.heads
-        met = total(sensitivity * (self.grad_out @ self.maps.weights))
+        overlap = total(sensitivity * (self.grad_out @ self.maps.weights))
         whole = total(sensitivity * self.grad_out) * total(onward * self.grad_out)
-        return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * met**2, whole))
+        return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * overlap**2, whole))
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         """What one draw of a head's |W_k^T W_q x|^2 does to logits is left out."""
@@ -594,8 +583,8 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
     if kernel.classes is not None:
         kernels = rows_times(weights, kernel), kernel, between_rows(weights, kernel)
     else:
-        met = weights @ kernel.off_diagonal
-        kernels = Kernel.of_matrix(met), kernel, Kernel.of_matrix(met @ weights.T)
+        averaged = weights @ kernel.off_diagonal
+        kernels = Kernel.of_matrix(averaged), kernel, Kernel.of_matrix(averaged @ weights.T)
     unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
     if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
         return 0.0

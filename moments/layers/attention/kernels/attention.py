@@ -322,8 +322,8 @@ class KernelAttention(RowAttention):
 
     def _unshared(self, name: str) -> Array:
         weights, kernel = self.mean_attention, getattr(self.logits, name)
-        held = np.einsum("ij,ij->i", weights @ kernel, weights)
-        return np.asarray(np.maximum(weights @ np.diagonal(kernel) - held, 0.0))
+        shared = np.einsum("ij,ij->i", weights @ kernel, weights)
+        return np.asarray(np.maximum(weights @ np.diagonal(kernel) - shared, 0.0))
 
     def _directed(self, shift: Array) -> Array:
         rotation, weights, values = self.logits.rotation, self.mean_attention, self.kernel
@@ -392,7 +392,7 @@ def _make_class(
         one, every, ones = weights[-1:], slice(0, len(inside)), np.ones((1, len(inside)))
         aims = ones[..., None]
         sums = Sums.of(ALIKE, (every, every), (one, one), (one, one), (aims, aims))
-        pull = (stats.odds * scale * stats.temperature * stats.held)[leader]
+        pull = (stats.odds * scale * stats.temperature * stats.variance_kept)[leader]
         given = np.diagonal(inside), [inside[None]], [ones], ones > 0.0, prior[-1:]
         of_row = (np.array([x]) for x in (pull, stats.strength[leader], stats.step[leader]))
         ((excess, pairs),), _ = own_response(sums, *given, *of_row)

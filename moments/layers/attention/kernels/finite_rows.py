@@ -132,7 +132,6 @@ def finite_rows(
     masked = row["jacobian_square"] * straight + radial * (narrow + 2.0 * wide)
     masked = masked * np.exp(-stiff * curvature)
     masked = masked + fluctuating * jacobian * (2.0 * diagonal + curvature)
-    masked = masked + 2.0 * shared**2 * deficit * (radial - row["jacobian_square"])
     skewness = np.minimum(theta, CORRECTED_MAX) * (1.0 - 3.0 * p2 + 2.0 * p3)
     driven = theta * row["jacobian_square_"]
     return FiniteRows(

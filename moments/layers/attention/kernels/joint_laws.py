@@ -176,7 +176,7 @@ def bounded_exp(exponent: ByRelation, diagonal_of: Diagonal, factor: Array | Non
     return result
 
 
-class Meeting(NamedTuple):
+class WordAgreement(NamedTuple):
     """How the words of two keys agree.
 
     A cell may hold more of one word than repeated words make up of the text, and then more of its
@@ -199,7 +199,7 @@ class Meeting(NamedTuple):
     @classmethod
     def of(
         cls, mixture: Mixture, common: tuple[slice, slice], counts: tuple[Array, Array]
-    ) -> Meeting:
+    ) -> WordAgreement:
         """Args:
         mixture: of kinds of pairs of keys.
         common: keys of both among those of either.
@@ -246,7 +246,7 @@ class Sums(NamedTuple):
         one, two: (c, o) of one token, on keys of both.
         aims_first, aims_second: (c, n, T) and (c, k, T) what means over the other key are to be, of
             keys whose word is read once and again.
-        meeting: of keys of two words and of one; None: of one kind.
+        agreement: of keys of two words and of one; None: of one kind.
     """
 
     mixture: Mixture
@@ -258,7 +258,7 @@ class Sums(NamedTuple):
     two: Array
     aims_first: Array
     aims_second: Array
-    meeting: Meeting | None
+    agreement: WordAgreement | None
 
     @classmethod
     def of(
@@ -270,14 +270,14 @@ class Sums(NamedTuple):
         aims: tuple[Array, Array],
     ) -> Sums:
         """Args: as the attributes, of the first and of the second key."""
-        meeting = None
+        agreement = None
         if mixture.share is not None:
             counts = [
                 np.where(one > 0.0, whole[:, keys] / np.where(one > 0.0, one, 1.0), np.inf)
                 for whole, keys, one in zip(weights, common, of_one, strict=True)
             ]
-            meeting = Meeting.of(mixture, common, (counts[0], counts[1]))
-        return cls(mixture, *common, *weights, *of_one, *aims, meeting)
+            agreement = WordAgreement.of(mixture, common, (counts[0], counts[1]))
+        return cls(mixture, *common, *weights, *of_one, *aims, agreement)
 
     def at_common(self, pairs: Array) -> Array:
         """(c, o) entries of keys of both, to be written to."""
@@ -325,10 +325,10 @@ class Sums(NamedTuple):
         wholes = [excess + self.at_common(pairs) for excess, pairs in law]
         rows, columns = (np.empty((len(directions), *one.shape)) for one in (left, right))
         for k, direction in enumerate(directions):
-            for whole, (_, pairs), (beside, along) in zip(wholes, law, direction, strict=True):
+            for whole, (_, pairs), (excess, along) in zip(wholes, law, direction, strict=True):
                 along *= pairs
-                beside *= whole
-            moved = [(beside - self.at_common(along), along) for beside, along in direction]
+                excess *= whole
+            moved = [(excess - self.at_common(along), along) for excess, along in direction]
             along_maps = self._maps_by_word(moved)
             sums = self._over_second(along_maps, right), self._over_first(along_maps, left)
             rows[k], columns[k] = -over_left * sums[0], -over_right * sums[1]
@@ -342,31 +342,31 @@ class Sums(NamedTuple):
         for k, direction in enumerate(directions):
             shifts = self._products(np.stack([left * u[k], left]), np.stack([right, right * v[k]]))
             tangent = []
-            for whole, (_, pairs), (beside, along), factors, shift in zip(
+            for whole, (_, pairs), (excess, along), factors, shift in zip(
                 wholes, law, direction, products, shifts, strict=True
             ):
-                beside *= factors[0]
-                beside += whole * shift[0]
+                excess *= factors[0]
+                excess += whole * shift[0]
                 along *= factors[1]
                 shift[1][...] *= pairs
                 along += shift[1]
-                tangent.append((beside - self.at_common(along), along))
+                tangent.append((excess - self.at_common(along), along))
             tangents.append(tangent)
         return self._times(law, products), tangents
 
     # --- by whether a key's word is read again ---------------------------------------------------
 
     def _maps_by_word(self, law: ByRelation) -> Maps:
-        if self.meeting is None:
+        if self.agreement is None:
             ((excess, pairs),) = law
             return Maps(pairs[None], (excess * self.one)[None], (excess * self.two)[None])
-        same, free, free_common, _ = self.meeting
-        (alone, others), (beside, together) = law
+        same, free, free_common, _ = self.agreement
+        (alone, others), (beyond, together) = law
         pairs = np.empty((2 if free is None else 3, *others.shape))
         excess = np.empty((2, *alone.shape))
         pairs[0], excess[0] = others, alone
         more = np.subtract(together, others, out=pairs[-1])
-        whole = beside + self.at_common(more)
+        whole = beyond + self.at_common(more)
         if self.mixture.coincidence is not None:  # what stands at its place of another document
             whole = alone + self.mixture.often * (whole - alone)
         more *= same
@@ -396,7 +396,7 @@ class Sums(NamedTuple):
 
     def _summed(self, pairs: Array, given: Array) -> Array:
         """Of values by their tokens: two words meet those of both kinds, and one its own."""
-        if self.meeting is None:
+        if self.agreement is None:
             return np.asarray((pairs @ given[..., None])[..., 0])
         agreeing = len(pairs) > 2
         if agreeing:
@@ -435,9 +435,9 @@ class Sums(NamedTuple):
 
         shared = (left[..., self.common_first] * right[..., self.common_second]).sum(0)
         others = outer((left * portions).sum(1), (right * portions).sum(1))
-        if self.meeting is None:
+        if self.agreement is None:
             return [(shared[0], others)]
-        same, free, free_common, of_others = self.meeting
+        same, free, free_common, of_others = self.agreement
         once, again = self.mixture.portions
         both = outer(left[:, 1], right[:, 1])
         # of two words: of any, and of those that agree in being read again, less those of one word
@@ -518,14 +518,14 @@ def own_response(
         steady: (c,) the first step, and the least: `AttentionRows.step`.
     """
     mixture, weights, keys, step = sums.mixture, sums.one, counts[0], steady
-    held = seen.astype(float)
-    both = held[:, :, None] * held[:, None, :]
+    mask = seen.astype(float)
+    both = mask[:, :, None] * mask[:, None, :]
     parts = mixture.parts_of([diagonal], relations, diagonal_of)
     counted = []  # C by its counts
-    for count, (beside, pairs) in zip(counts, parts, strict=True):
+    for count, (excess, pairs) in zip(counts, parts, strict=True):
         counted.append(count[:, :, None] * pairs)
         entries = on_diagonal(counted[-1])
-        entries += beside
+        entries += excess
     top, along = max(diagonal.max(), *(one.max() for one in relations)), pull[:, None, None]
     guesses = [np.exp(along * (one - top)) for one in relations]
     of_pairs, alone = mixture.mean(guesses), np.exp(pull[:, None] * (diagonal - top))
@@ -533,15 +533,15 @@ def own_response(
     total += prior * (alone - diagonal_of(of_pairs))
     result = []
     for guess in guesses:
-        beside = np.where(seen, prior * (alone - diagonal_of(guess)) / total, 0.0)
-        result.append((beside, both * (prior[:, None, :] * guess / total[:, :, None])))
+        excess = np.where(seen, prior * (alone - diagonal_of(guess)) / total, 0.0)
+        result.append((excess, both * (prior[:, None, :] * guess / total[:, :, None])))
     exponent = along / np.maximum(strength, 1e-6)[:, None, None] ** 2
     last, balance = None, None
     for _ in range(ITERATIONS):
-        # (1 - A) C (1 - A)^T, of every part A = (beside, pairs): `product` twice, in place
+        # (1 - A) C (1 - A)^T, of every part A = (excess, pairs): `product` twice, in place
         projected = []
-        for part, (beside, pairs) in enumerate(mixture.parts(result)):
-            response, diagonal_excess = 1.0 - beside, parts[part][0]
+        for part, (excess, pairs) in enumerate(mixture.parts(result)):
+            response, diagonal_excess = 1.0 - excess, parts[part][0]
             middle = response[:, :, None] * parts[part][1]
             middle -= pairs @ counted[part]
             middle_diagonal = response * diagonal_excess
@@ -556,19 +556,19 @@ def own_response(
                 single = single - 2.0 * middle_diagonal * diagonal_of(pairs)
             whole = middle_diagonal * response - single
             projected.append((whole, np.subtract(middle, moved, out=moved)))
-        rare = (1.0 - result[0][0]) ** 2 * (diagonal - diagonal_of(relations[0]))
-        joint = mixture.joined(projected, rare)
+        read_once = (1.0 - result[0][0]) ** 2 * (diagonal - diagonal_of(relations[0]))
+        joint = mixture.joined(projected, read_once)
         joint = bounded_exp(joint, diagonal_of, exponent)
-        for beside, pairs in joint:
-            beside *= held
+        for excess, pairs in joint:
+            excess *= mask
             pairs *= both
         joint, balance = sums.over_first(joint, SELF_SWEEPS, balance)
         changes = []
-        for (beside, pairs), before in zip(joint, result, strict=True):
+        for (excess, pairs), before in zip(joint, result, strict=True):
             pairs *= weights[:, None, :]
             pairs -= before[1]
-            beside *= weights
-            changes.append(beside - before[0])
+            excess *= weights
+            changes.append(excess - before[0])
         change = np.stack(changes)
         if last is not None:  # the step that would have cancelled the last change (Irons and Tuck)
             turned = last - change
@@ -578,15 +578,15 @@ def own_response(
             step = np.minimum(np.maximum(moved, steady), 1.0)
         last = change
         largest = 0.0
-        for kind, (beside, pairs) in enumerate(result):
+        for kind, (excess, pairs) in enumerate(result):
             largest = max(largest, np.abs(changes[kind]).max())
             largest = max(largest, joint[kind][1].max(), -joint[kind][1].min())
             joint[kind][1][...] *= step[:, None, None]
-            result[kind] = beside + step[:, None] * changes[kind], pairs + joint[kind][1]
+            result[kind] = excess + step[:, None] * changes[kind], pairs + joint[kind][1]
         if largest < TOLERANCE:
             break
-    maps = [(held * (1.0 - beside), both * -pairs) for beside, pairs in mixture.parts(result)]
-    return maps, held * (1.0 - result[0][0])
+    maps = [(mask * (1.0 - excess), both * -pairs) for excess, pairs in mixture.parts(result)]
+    return maps, mask * (1.0 - result[0][0])
 
 
 def times(matrices: Array, values: Array) -> Array:

@@ -51,10 +51,6 @@ TILE = 12
 """Rows of a tile: fewer leave out more zeros, more take fewer calls."""
 
 
-MOST_ROWS = 24
-"""Rows whose laws with themselves are iterated together, until the last one settles."""
-
-
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Pairs of rows of two ranges.
@@ -110,8 +106,8 @@ class Tile:
             first = self.long if by_pair else self.rows
             diagonal_excess = kernel[0] if self.begun is None else kernel[0] * self.begun
             middle = maps.whole[first, self.left, self.left] @ kernel[1]
-            beside = maps.pairs[first, self.left, self.common] * diagonal_excess[..., None, :]
-            middle[:, :, self.common_right] += beside
+            added = maps.pairs[first, self.left, self.common] * diagonal_excess[..., None, :]
+            middle[:, :, self.common_right] += added
             excess = maps.excess[first, self.common] * diagonal_excess
             if not by_pair:
                 where = self.long - self.long[0]
@@ -186,19 +182,6 @@ class RowPairs:
     short: Indices
     alone: NDArray[np.bool_]
     phases: NDArray[np.complex128] | None
-
-    @functools.cached_property
-    def together(self) -> list[tuple[slice, slice]]:
-        """Ranges as `rows`, of up to `MOST_ROWS` rows: those of one row with itself are small."""
-        result = [self.rows[0]]
-        for rows, keys in self.rows[1:]:
-            before, seen = result[-1]
-            if rows.stop - before.start <= MOST_ROWS:
-                both = slice(min(seen.start, keys.start), max(seen.stop, keys.stop))
-                result[-1] = slice(before.start, rows.stop), both
-            else:
-                result.append((rows, keys))
-        return result
 
     def split(self, of_pairs: Array) -> Matrix:
         """(diagonal (P,), pairs (P, P)) of a symmetric number for every pair."""
@@ -425,7 +408,7 @@ class PositionAttention(RowAttention):
         self._by_word = ratio_or_zero(several, self.weights[:, :, None])
         self.counted = logits.key_counts.keys * self.weights
         self._pairs = row_pairs(key_counts, logits.rotary_means)
-        self._rare = np.zeros_like(self.weights)
+        self._read_once = np.zeros_like(self.weights)
         self._response = self._self_response()
         self._project()
         self._nodes: Nodes | None = None
@@ -488,7 +471,7 @@ class PositionAttention(RowAttention):
         counts = self._counts(self.logits.key_counts.keys)
         result = np.zeros((len(counts), *self.weights.shape))
         inside = np.zeros((*result.shape, result.shape[-1]))
-        for rows, keys in self._pairs.together:
+        for rows, keys in self._pairs.rows:
             for part, (excess, pairs) in enumerate(self._responses(rows, keys)):
                 result[part, rows, keys], inside[part, rows, keys, keys] = excess, pairs
         return [RowMaps.of(*one) for one in zip(result, inside, counts, strict=True)]
@@ -501,15 +484,15 @@ class PositionAttention(RowAttention):
         mixture, counts = logits.mixture(among, among), self._counts(keys)
         several = rows.keys > 1.0  # one key is all of its row, whatever its logit
         temperature = logits.scale * logits.queries[0]
-        pull = np.where(several, rows.odds * temperature * rows.held, 0.0)[of]
+        pull = np.where(several, rows.odds * temperature * rows.variance_kept, 0.0)[of]
         every, aims = slice(0, len(diagonal)), self._by_word[of, among]
         of_classes = keys * weights
         sums = Sums.of(
             mixture, (every, every), (of_classes, of_classes), (weights, weights), (aims, aims)
         )
         given = diagonal, logits.among(of, among), counts, seen, logits.prior[of, among]
-        parts, rare = own_response(sums, *given, pull, rows.strength[of], rows.step[of])
-        self._rare[of, among] = rare
+        parts, single = own_response(sums, *given, pull, rows.strength[of], rows.step[of])
+        self._read_once[of, among] = single
         return parts
 
     # --- pairs of rows -------------------------------------------------------------------------
@@ -549,13 +532,13 @@ class PositionAttention(RowAttention):
                     ) * diagonal_excess
                     excess -= first * within * second
                 moved.append((excess, pairs))
-            held = self._rare[long, keys] * self._rare[short, keys]
+            read_once = self._read_once[long, keys] * self._read_once[short, keys]
             singles = []
             for whole in (mixture.wholes(diagonals)[0], diagonals[0]):
-                rare = whole - tile.diagonal_of(relations[0])
-                if not by_pair and rare.ndim > 1:
-                    rare = rare[long - long[0]]
-                singles.append(rare * held)
+                single = whole - tile.diagonal_of(relations[0])
+                if not by_pair and single.ndim > 1:
+                    single = single[long - long[0]]
+                singles.append(single * read_once)
             result.append(mixture.joined(moved, *singles))
         return result
 
@@ -587,8 +570,8 @@ class PositionAttention(RowAttention):
             along_values.append(result[-1])
             if tile.turned is not None:
                 unturned.append(result[1])
-                meeting = _gathered(trace, result[0]), _gathered(trace, result[1])
-                turn[tile.pairs] = _ratio(*meeting, of_rows)
+                overlaps = _gathered(trace, result[0]), _gathered(trace, result[1])
+                turn[tile.pairs] = _ratio(*overlaps, of_rows)
         self._projections = moved, unturned, along_values, turn
 
     def _joint_laws(self) -> None:
@@ -603,8 +586,8 @@ class PositionAttention(RowAttention):
         diagonal, between = coincidence.queries
         bare = np.clip(between / np.sqrt(np.outer(temperature, temperature)), -1.0, 1.0)
         self._bare = bare = pairs.joined(np.clip(diagonal / temperature, -1.0, 1.0), bare)
-        beside = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
-        lowest = bare if rotary_means is None else np.minimum(bare * beside, 0.0)
+        of_rows = np.concatenate([t.turned[1] for t in pairs.tiles if t.turned] or [np.ones(1)])
+        lowest = bare if rotary_means is None else np.minimum(bare * of_rows, 0.0)
         nodes = self._nodes
         if nodes is None or lowest.min() < nodes.low:
             self._nodes = nodes = nodes_for(lowest, float(rows.theta.max()))
@@ -695,10 +678,10 @@ class PositionAttention(RowAttention):
         sloped = [
             [
                 (
-                    slope[:, None] * (beside + tile.diagonal_of(between)),
+                    slope[:, None] * (excess + tile.diagonal_of(between)),
                     slope[:, None, None] * between,
                 )
-                for beside, between in direction
+                for excess, between in direction
             ]
             for direction in directions
         ]
@@ -732,8 +715,8 @@ class PositionAttention(RowAttention):
             alone = self._pairs.alone[tile.pairs]
             rows = tile.long[alone]
             if len(rows):
-                for (excess, inside), (beside, pairs) in zip(result, law.joint, strict=True):
-                    excess[rows, tile.left] = beside[alone]
+                for (excess, inside), (excess2, pairs) in zip(result, law.joint, strict=True):
+                    excess[rows, tile.left] = excess2[alone]
                     inside[rows, tile.left, tile.right] = pairs[alone]
         return result
 
@@ -819,8 +802,8 @@ class PositionAttention(RowAttention):
 
     def _unshared(self, name: str) -> Array:
         kernel = self._mean_of(name)
-        held = (self.counted * self._rows_times(kernel)).sum(1)
-        return np.asarray(np.maximum(self.counted @ kernel[0] - held, 0.0))
+        shared = (self.counted * self._rows_times(kernel)).sum(1)
+        return np.asarray(np.maximum(self.counted @ kernel[0] - shared, 0.0))
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""
@@ -846,22 +829,22 @@ class PositionAttention(RowAttention):
         counts, aims = (self.counted, self.counted), (weights > 0.0)[..., None].astype(float)
         sums = Sums.of(ALIKE, (every, every), counts, (weights, weights), (aims, aims))
         direction = moved[0] + diagonal_of(moved[1]), moved[1]
-        _, [[(beside, inside)]] = sums.balanced_with([law], 0, [[direction]])
+        _, [[(excess, inside)]] = sums.balanced_with([law], 0, [[direction]])
         # sweeps end before these means are 0
-        left = np.einsum("pq,pqr->pr", self.counted, inside) + weights * beside
+        left = np.einsum("pq,pqr->pr", self.counted, inside) + weights * excess
         both = (self.counted * left).sum(1)
         inside = inside - left[:, None, :] - left[:, :, None] + both[:, None, None]
         trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
-        bare = (self.counted * weights * (beside + diagonal_of(inside))).sum(1)
+        bare = (self.counted * weights * (excess + diagonal_of(inside))).sum(1)
         usable = bare > 1e-300
         scale = trace * (self.counted @ diagonal) / np.where(usable, bare, 1.0)
         scale = np.where(usable, scale, 0.0)[:, None]
-        self._noise = scale * beside, scale[..., None] * inside
+        self._noise = scale * excess, scale[..., None] * inside
 
     def _noise_overlap(self, diagonal: Array, pairs: Array) -> Array:
         """(P,) tr(E[J D J] X) of every row, of one kernel X, or of one for every row."""
-        counted, (beside, inside) = self.counted, self._noise
-        alone = (beside + diagonal_of(inside)) * diagonal - diagonal_of(inside * pairs)
+        counted, (excess, inside) = self.counted, self._noise
+        alone = (excess + diagonal_of(inside)) * diagonal - diagonal_of(inside * pairs)
         total = (times(inside * pairs, counted) * counted).sum(1)
         return np.asarray(total + (counted * self.weights * alone).sum(1))
 
@@ -873,7 +856,7 @@ class PositionAttention(RowAttention):
         (c, kinds n k) of each."""
         key_counts, weights = self.logits.key_counts, self.weights
         long, short, left, right = tile.long, tile.short, tile.left, tile.right
-        grad_in, beside = (
+        grad_in, neighbour = (
             key_counts.rows.T * weights,
             (long == short) & ~self._pairs.alone[tile.pairs],
         )
@@ -893,23 +876,23 @@ class PositionAttention(RowAttention):
             once *= np.moveaxis(key_counts.later[left, right][:, :, rows], -1, 0)
             twice_met = (key_counts.later_diagonal[left][:, rows] * weights[rows, left].T ** 2).T
             both[alone], alike[alone] = once, twice_met
-            both[beside] -= once
-            alike[beside] -= twice_met
+            both[neighbour] -= once
+            alike[neighbour] -= twice_met
         mixture, result = self._mixture(tile), []
         for law in (laws.joint, laws.keyed):
             of_tokens, mean = mixture.mean_of(law, tile.diagonal_of)
             whole = (of_tokens + tile.diagonal_of(mean)) * alike
             result.append((whole, [pairs for _, pairs in law]))
-        (excess, joint), (beside, keyed) = result
+        (excess, joint), (excess2, keyed) = result
         if tile.turned is None:
-            return [_in_single(excess, joint, both), _in_single(beside, keyed, both)]
+            return [_in_single(excess, joint, both), _in_single(excess2, keyed, both)]
         rho, of_rows = tile.turned
         assert tile.still is not None
         turned, still = ([pairs * means for _, pairs in laws.keyed] for means in (rho, tile.still))
         return [
             _in_single(excess, joint, both),
-            _in_single(beside * of_rows[:, None], turned, both),
-            _in_single(beside, still, both),
+            _in_single(excess2 * of_rows[:, None], turned, both),
+            _in_single(excess2, still, both),
         ]
 
     def backward(self, diagonal: Array, pairs: Any) -> Paths[Matrix]:
@@ -947,8 +930,8 @@ class PositionAttention(RowAttention):
         squares = logits.key_counts.later_diagonal  # (key, row)
         total_diagonal[0] += self._dropped * (squares * self._squares.T) @ given
         driven = self._dropped * logits.scale * given * logits.queries[0]
-        beside, noise = self._noise
-        whole, once = beside + diagonal_of(noise), weights[:, :, None] * weights[:, None, :]
+        excess, noise = self._noise
+        whole, once = excess + diagonal_of(noise), weights[:, :, None] * weights[:, None, :]
         once *= np.moveaxis(later, -1, 0)
         turned = noise if logits.rotary_means is None else noise * logits.rotary_means.within
         calibration = self._calibration
@@ -1010,13 +993,13 @@ def attention_by_word(logits: ClassLogits, rows: AttentionRows) -> Array:
         logits.scale,
         logits.prior,
     )
-    seen, held = keys * prior, logits.key_counts.visible
+    seen, visible = keys * prior, logits.key_counts.visible
     relative, every = diagonal - (seen @ diagonal)[:, None], np.arange(len(keys))
     mixture, several = logits.mixture(), []
     for level in mixture.levels:
         crowd = np.log(np.maximum(np.add(*_crowd(logits, rows, level)), 1e-300))
         logs = log_weights(rows, every, scale, relative, crowd, rows.own_response)
-        several.append(np.where(held, logs + np.log(np.where(held, prior, 1.0)), -np.inf))
+        several.append(np.where(visible, logs + np.log(np.where(visible, prior, 1.0)), -np.inf))
     logs = np.stack(several, -1)
     weight = np.exp(logs - logs.max((1, 2), keepdims=True))
     total = (keys * (weight @ mixture.portions)).sum(1)

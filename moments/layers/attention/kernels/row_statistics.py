@@ -218,7 +218,7 @@ class AttentionRows:
         return AttentionRows(*(getattr(self, one.name)[rows] for one in fields(self)))
 
     @property
-    def held(self) -> Array:
+    def variance_kept(self) -> Array:
         """1, and below 1 for rows beyond all laws: the factor on their logit variance."""
         return self.theta / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
 
@@ -389,8 +389,8 @@ def mean_attention(
     variance = np.diag(kernel)
     relative = variance - (prior @ variance)[:, None]
     log_weight = log_weights(statistics, rows, scale, relative, crowd, response)
-    held = prior > 0.0
-    log_weight = np.where(held, log_weight + np.log(np.where(held, prior, 1.0)), -np.inf)
+    allowed = prior > 0.0
+    log_weight = np.where(allowed, log_weight + np.log(np.where(allowed, prior, 1.0)), -np.inf)
     weight = np.exp(log_weight - log_weight.max(1, keepdims=True))
     return np.asarray(weight / weight.sum(1, keepdims=True))
 

@@ -5,8 +5,7 @@ lack. Where delta is the deficit of the norms' fluctuation and u the fraction of
 not share,
 
     the same token's overlap keeps e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
-    that of different tokens that both attend to falls by u (1 + u) delta theta (1 - 3 P2 + 2 P3);
-    the keys' own variance gives back 2 (1 - u)^2 delta dO/dlog theta.
+    that of different tokens that both attend to falls by u (1 + u) delta theta (1 - 3 P2 + 2 P3).
 
 See docs/theory/attention.md, The closure.
 """
@@ -59,7 +58,6 @@ class PathFactors(NamedTuple):
 
     Attributes:
         query: factor of the query path.
-        growth: of the joint law in the logits' variance, over that in the correlation.
         key: factor of the key path, which includes the correlation; with rotary positions, of what
             comes of fluctuating products alone, whatever the queries' correlation.
         cross: that of the correlation of the key and value paths.
@@ -67,7 +65,6 @@ class PathFactors(NamedTuple):
     """
 
     query: Array
-    growth: Array
     key: Array
     cross: Array
     along: Array | None
@@ -99,10 +96,10 @@ class PathFactors(NamedTuple):
         query, growth = between(calibration.query) * sharp, between(calibration.growth)
         cross = 2.0 / widths.d_model * growth * sharp  # of overlaps that values and keys share
         if turned is None:
-            return cls(query, growth, between(calibration.key) * sharp, cross, None)
+            return cls(query, between(calibration.key) * sharp, cross, None)
         # Products fluctuate together where keys are turned alike, however far apart their rows are.
         key = between(calibration.key - nodes.rho * calibration.along) * sharp
-        return cls(query, growth, key, cross, between(calibration.along) * turned * sharp)
+        return cls(query, key, cross, between(calibration.along) * turned * sharp)
 
 
 class RowAttention:
@@ -191,14 +188,13 @@ class RowAttention:
         looking = logits.scale * self._products()
         gained = excess + looking * queries / widths.d_model
         if widths.deficit > 0.0:
-            held = np.zeros_like(mean)
+            common = np.zeros_like(mean)
             if together is not None:
                 squares = together[alone]
                 unshared = np.sqrt(unshared_part(rows.keys, attended - mean[alone], squares))
-                held = together * unshared[first] * unshared[second]
-            of_rows = calibration.stiffness, calibration.against, rows.unshared_by_mean
-            of_pairs = self._two_rows, self._correlation, self._factors.growth
-            gained += fixed_norms(widths, *of_pairs, *of_rows, mean, excess, slope, held)
+                common = together * unshared[first] * unshared[second]
+            of_rows = calibration.stiffness, calibration.against
+            gained += fixed_norms(self._two_rows, self._correlation, *of_rows, mean, excess, common)
         output, norm = mean + self._linear * gained, np.sqrt(temperature)
         query = self._factors.query * slope / (norm[first] * norm[second])
         query = query + looking / widths.d_model
@@ -241,8 +237,8 @@ def amplification(
         saturation(correlation, *(one[side] + 0.0 * correlation for one in (keys, theta, odds)))[1]
         for side in (first, second)
     ]
-    held = np.sqrt(rows.held)
-    return np.asarray(held[first] * held[second] * 0.5 * (slopes[0] + slopes[1]))
+    kept = np.sqrt(rows.variance_kept)
+    return np.asarray(kept[first] * kept[second] * 0.5 * (slopes[0] + slopes[1]))
 
 
 def toward_keys(moved: Array, looked: Array, size: Array) -> Array:
@@ -278,29 +274,22 @@ def unshared_part(effective_keys: Array, unshared_sum: Array, square: Array) -> 
 
 
 def fixed_norms(
-    widths: Widths,
     rows: tuple[Indices, Indices],
     correlation: Array,
-    growth: Array,
     stiffness: Array,
     against: Array,
-    unshared_by_mean: Array,
     mean: Array,
     excess: Array,
-    slope: Array,
-    held: Array,
+    common: Array,
 ) -> Array:
     """What tokens of fixed norm add to the output, for pairs of rows; see above.
 
     Args:
         rows: both indices of every pair.
-        stiffness, against, unshared_by_mean: (Lq,) of every row.
-        held: what two rows have in common of the same tokens' own parts.
+        stiffness, against: (Lq,) of every row.
+        common: what two rows have in common of the same tokens' own parts.
     """
     one, two = rows
-    half = 0.5 * stiffness
-    output = np.expm1(-(half[one] + half[two]) * (1.0 + correlation)) * (held + excess)
-    half = 0.5 * against
-    output -= (half[one] + half[two]) * (mean - held)
-    shared = np.sqrt(2.0 * widths.deficit) * np.clip(1.0 - unshared_by_mean, 0.0, 1.0)
-    return np.asarray(output + shared[one] * shared[two] * growth * slope)
+    kept = np.expm1(-0.5 * (stiffness[one] + stiffness[two]) * (1.0 + correlation))
+    lost = 0.5 * (against[one] + against[two])
+    return np.asarray(kept * (common + excess) - lost * (mean - common))
