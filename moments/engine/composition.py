@@ -394,7 +394,7 @@ class Parallel(Component):
         records = tuple(branch.propagate(signal, run) for branch in self.branches)
         output = records[0].output
         for record in records[1:]:
-            output = added(output, record.output, 1.0, 1.0, source=signal)
+            output = added(output, record.output, 1.0, 1.0, parallel=True)
         return Record(self, run.layer, signal, output, records)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
@@ -642,16 +642,16 @@ def added(
     skip: Any,
     scale: Any,
     keeps_mean: bool = False,
-    source: Signal | None = None,
+    parallel: bool = False,
 ) -> Signal:
     """Sum of two tensors of independent directions, their kernels times `skip` and `scale`.
 
     Args:
-        source: what both are branches of; None: the first is what the second branches off.
+        parallel: whether both are branches of one tensor, instead of the second of the first.
         keeps_mean: whether what the first has without its features' mean stays a part of its own.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
-    fluctuation = summed(signal, branch, skip, scale, source)
+    fluctuation = summed(signal, branch, skip, scale, parallel)
     if fluctuation is None:
         return Signal(kernel, signal.seq_len, width=signal.width)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None

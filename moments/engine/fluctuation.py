@@ -153,14 +153,15 @@ def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
 
 
 def summed(
-    signal: Signal, branch: Signal, skip: Any, scale: Any, source: Signal | None = None
+    signal: Signal, branch: Signal, skip: Any, scale: Any, parallel: bool = False
 ) -> Fluctuation | None:
     """Of a sum, the kernels of which count with these factors.
 
     |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
 
     Args:
-        source: what both addends are branches of; None: the first is what the second branches off.
+        parallel: whether both are branches of one tensor, instead of the second of the first; what
+            the overlaps of the two have in common is left out.
     """
     kept, gained = signal.fluctuation, branch.fluctuation
     if kept is None or gained is None:
@@ -175,49 +176,20 @@ def summed(
         added = (branch.kernel * branch.kernel).scaled(2 / signal.width)
         return Fluctuation(norms, kept.overlaps.mixed(square, added, branch_square) + cross)
     overlaps = kept.overlaps.mixed(square, gained.overlaps, branch_square) + cross
-    if gained.shared is None or (source is not None and kept.shared is None):
+    if gained.shared is None or (parallel and kept.shared is None):
         return Fluctuation(norms, overlaps)
-    if source is not None:
+    if parallel:
         assert kept.shared is not None
-        among, of_norms = _of_branches(source, kept.shared, gained.shared)
-        shared = (
-            kept.shared[0].mixed(skip, gained.shared[0], scale),
-            kept.shared[1].mixed(skip, gained.shared[1], scale),
+        one, two = (
+            first.mixed(skip, second, scale)
+            for first, second in zip(kept.shared, gained.shared, strict=True)
         )
-        overlaps = overlaps + among.scaled(skip * scale)
-        return Fluctuation(norms + of_norms.scaled(skip * scale), overlaps, shared=shared)
+        return Fluctuation(norms, overlaps, shared=(one, two))
     size, _ = signal.kernel.over_tokens(signal.second_moment().diagonal)
     moved, of_norms = (_both_ways(one, size, skip * scale) for one in gained.shared)
     if not has_fixed_norms(signal):
         norms = norms + of_norms
     return Fluctuation(norms, overlaps + moved)
-
-
-def _of_branches(
-    source: Signal, first: tuple[Kernel, Kernel], second: tuple[Kernel, Kernel]
-) -> tuple[Kernel, Kernel]:
-    """What two branches share, of overlaps and of squared norms, from what both share with where
-    they began.
-
-    With k_ij = Cov(h_ii, B_jj)/h_i, k' and k_x likewise, and Y of x, a unit answering to its own
-    token alone, Cov(B_ii, B'_jj) = k'_ij/k_x,ij (Y_ij/k_x,ji) k_ji.
-    """
-    assert source.fluctuation is not None
-    overlaps = source.fluctuation.overlaps
-    assert overlaps is not None
-    result = []
-    for diagonal, entered, one, other in zip(
-        (overlaps, source.fluctuation.norms), shared_with(source), first, second, strict=True
-    ):
-        averaged = entered * entered.transposed()
-        product = one.transposed() * other * diagonal
-        both = Kernel(
-            ratio_or_zero(product.diagonal, averaged.diagonal),
-            ratio_or_zero(product.off_diagonal, averaged.off_diagonal),
-            product.resolved,
-        )
-        result.append(both + both.transposed())
-    return result[0], result[1]
 
 
 def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
