@@ -75,7 +75,7 @@ class Site:
         """What a matrix of that name reads inside the component that this site enters."""
         return Site((self.index, name), self.layer, name, None, kernel, gradient, width)
 
-    def plus(self, other: Site, entering: Site) -> Site:
+    def plus(self, other: Site) -> Site:
         """Of the sum of two branches that read one tensor, which receive one gradient."""
         assert self.signal is not None
         assert other.signal is not None

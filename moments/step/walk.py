@@ -204,7 +204,7 @@ class Walk:
             if self.overlaps is not None:
                 more = self.overlaps.square(found.scattered, other.scattered, leaving.gradient)
                 total = dataclasses.replace(total, total=total.total + more + more.T)
-            found, leaving = total, leaving.plus(last, entering)
+            found, leaving = total, leaving.plus(last)
         return found, leaving
 
     @property
