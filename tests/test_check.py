@@ -482,6 +482,45 @@ def test_a_loss_is_told_as_it_was_measured() -> None:
     assert report.table().count("…") == 0
 
 
+class Cut(torch.nn.Module):
+    """Layers of torch's, of which one may hand on what it reads without a gradient."""
+
+    def __init__(self, cut: int | None, batch_first: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(100, 64)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=batch_first, norm_first=True)
+            for _ in range(3)
+        )
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 100, bias=False)
+        self.cut = cut
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        x = self.tokens(ids)
+        for n, layer in enumerate(self.layers):
+            x = layer(x.detach() if n == self.cut else x)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        flat = logits.view(-1, logits.shape[-1]), targets.view(-1)  # as people write it
+        return logits, nn.functional.cross_entropy(*flat, ignore_index=-1)
+
+
+@pytest.mark.parametrize("cut", [None, 1])
+def test_a_gradient_that_is_cut_is_named(cut: int | None) -> None:
+    torch.manual_seed(0)
+    report = moments.check(Cut(cut), torch.randint(100, (2, 16)))
+    assert ("gradient cut" in {f.kind for f in report.findings}) == (cut is not None)
+
+
+def test_a_first_axis_that_is_taken_for_tokens_is_named() -> None:
+    torch.manual_seed(0)
+    report = moments.check(Cut(None, batch_first=False), torch.randint(100, (2, 16)))
+    (finding,) = [f for f in report.findings if f.severity == "error"]
+    assert finding.kind == "attention over the batch"
+    assert "batch_first" in finding.mend
+
+
 class Scaled(nn.Module):
     """A Pre-LN decoder of heads of any width, whose logits are q k times a factor."""
 

@@ -85,3 +85,28 @@ def test_what_an_objective_has_no_use_for_is_refused(objective: Any, given: dict
     (name,) = [n for n in given if n != "bound" or len(given) == 1]
     with pytest.raises(moments.DomainError, match=f"{name} = "):
         moments.solve(moments.Transformer(**BASE), objective, **given)
+
+
+@pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_step_needs_a_target(length: int) -> None:
+    model = moments.Transformer(
+        **BASE | {"seq_len": length},
+        embedding=moments.Embedding(80, 0.02, positions="none"),
+        head=moments.Head(tied=True),
+    )
+    p = moments.predict(model, token_ids=np.arange(length)[None])
+    for work in (lambda: p.sharpness("adam"), lambda: p.after("adam", learning_rate=1e-3)):
+        if length == 1:
+            with pytest.raises(moments.DomainError, match="no token has one"):
+                work()
+        else:
+            work()
+
+
+def test_groups_of_features_that_turn_with_the_position_are_noted() -> None:
+    sines = moments.Embedding(80, 0.02, positions="sinusoidal", norm=True)
+    model = moments.Transformer(**BASE, embedding=sines)
+    assert not any("norm_groups" in note for note in moments.predict(model).warnings)
+    with pytest.warns(moments.ValidityWarning, match="norm_groups"):
+        moments.predict(model.replace(norm_groups=4))

@@ -204,7 +204,10 @@ def check(
     if scheme is not None and plan is not None:
         raise DomainError("--scheme and --plan both say what is right: give one")
     from ..show.expects import measurements
+    from ..show.page import check_html
 
+    if html is not None:
+        check_html(html)
     given = measurements(measured or (), "--measured")
     report = _checked(subject, scheme if plan is None else _planned(plan), seq_len)
     report = report.with_measured(given) if given else report
@@ -414,6 +417,11 @@ def _config_at(name: str, layers: int | None) -> dict[str, Any]:
     from ..model.presets import preset
 
     known = name in preset.names()
+    if name.endswith(".toml"):
+        raise DomainError(
+            f"MODEL = {name}: compare measures the module of a preset or a config.json; one of "
+            "your own is for moments.torch.measure and moments.compare"
+        )
     if not known and not os.path.exists(name) and not name.endswith(".json"):
         raise no_preset("MODEL", name)
     entries = dict(preset.config(name)) if known else read_config(name)

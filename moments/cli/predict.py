@@ -60,7 +60,7 @@ def predict(
     seq_len: SeqLenOption = None,
     d_ff: Annotated[int | None, typer.Option(help="Feed-forward width.")] = None,
     norm: Annotated[
-        str | None, typer.Option(help="pre, post, none, sandwich, mix, hybrid or b2t.")
+        str | None, typer.Option(help="pre, post, none, sandwich, output, mix, hybrid or b2t.")
     ] = None,
     activation: Annotated[
         str | None, typer.Option(help="Such as relu, gelu or swiglu; a wrong name lists all.")

@@ -176,6 +176,7 @@ def validate(
     ] = None,
 ) -> Answer:
     """Compare every theory with stored simulations of a fixed grid of whole models."""
+    from ..formulas.checks import POSITIVE, check_number
     from ..formulas.law import THEORIES
     from ..validation.errors import by_class, errors
     from ..validation.grid import subset as find
@@ -183,6 +184,8 @@ def validate(
 
     configurations = find(subset)
     theories = [t for t in THEORIES if t in {name.value for name in theory or TheoryName}]
+    if max_error is not None:
+        check_number("--max-error", max_error, POSITIVE)
     if max_error is not None and "refined" not in theories:
         raise DomainError("--max-error judges the refined theory: add --theory refined")
     with steps(f"predicting {len(configurations)} models", len(configurations)) as advance:

@@ -347,8 +347,18 @@ OF_WAVES = (
 )
 
 
+OF_GROUPS = (
+    "norm_groups beside sinusoidal positions: features of a group turn alike with the position, "
+    "where groups are taken as equal: against simulation a correlation behind the embedding's norm "
+    "was .49 for .56 (4 groups of 128 features), queries and keys up to 39 % high, the token "
+    "table's gradient half"
+)
+
+
 def notes_of(model: Transformer, classes: PositionClasses | None) -> Iterator[str]:
-    """What classes of positions and of words lose."""
+    """What classes of positions and of words lose, and groups of features."""
+    if model.norm_groups > 1 and _waves(model):
+        yield OF_GROUPS
     if classes is not None and mostly_waves(model):
         yield OF_WAVES
     if not isinstance(classes, TextClasses):

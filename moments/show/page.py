@@ -69,7 +69,7 @@ class Report:
 def check_html(path: str | os.PathLike[str]) -> None:
     """Raise a DomainError for a file name that no browser takes for a page."""
     if not os.fspath(path).lower().endswith((".html", ".htm")):
-        raise domain_error("report", os.fspath(path), "a file name that ends in .html")
+        raise domain_error("the page", os.fspath(path), "a file name that ends in .html")
 
 
 def report(

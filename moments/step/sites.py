@@ -494,11 +494,16 @@ def _targets(model: Any, read: Any, sequences: int) -> Any:
                 "none, as moments.text.mask_tokens makes them"
             )
         ids = np.asarray(read.inputs.token_ids).reshape(sequences, model.seq_len)
-        found = np.full(ids.shape, -1)
-        found[:, :-1] = ids[:, 1:]
-        return found.reshape(-1)
-    chosen = np.asarray(given).reshape(-1)
-    return np.where(chosen < 0, -1, chosen)
+        chosen = np.full(ids.shape, -1)
+        chosen[:, :-1] = ids[:, 1:]
+    else:
+        chosen = np.asarray(given)
+    if not np.any(chosen >= 0):
+        raise DomainError(
+            "targets: no token has one, and so there is no loss to step on: predict with texts of "
+            "two tokens at least, or with targets=... that are not all below 0"
+        )
+    return np.where(chosen < 0, -1, chosen).reshape(-1)
 
 
 def _of_text(embedding: Any, rows: Any) -> tuple[Table, ...]:

@@ -387,6 +387,11 @@ class Checking:
             why = f"{which} is declared and never run: its parameters get no gradient"
             mend, names = "call it in forward, or delete it", gathered_names(named)
             yield Finding("warning", "never used", names, (), 0.0, reason=why, mend=mend)
+        for pattern, paths in grouped(self.reading.cut, gathered_pattern).items():
+            which = pattern if len(paths) > 1 else paths[0] or "the module itself"
+            why = f"{which} detaches what it computes with: no gradient flows back through that"
+            mend = "leave .detach() out, or keep it where the gradient is meant to end"
+            yield Finding("warning", "gradient cut", tuple(paths), (), reason=why, mend=mend)
         yield from random_outcome(self.random)
         yield from self._mask()
         yield from self._odd()

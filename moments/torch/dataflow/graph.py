@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -217,14 +217,25 @@ class Graph:
     def routed(self) -> str:
         """The innermost submodule in which the numbers of a batch choose entries; "" where none
         does."""
-        return self._innermost(lambda n: n.name in CHOICES and self._alive(n)) or ""
+        return next(self._inside(lambda n: n.name in CHOICES and self._alive(n)), "")
 
     def drawn(self) -> str | None:
         """The innermost submodule that draws random numbers on which the output rests; None where
         none does."""
         ends = (v for v in tree_flatten(self.outputs)[0] if isinstance(v, int))
         bits = functools.reduce(operator.or_, map(self.before, ends), 0)
-        return self._innermost(lambda n: bool(bits >> n.index & 1) and self._random(n))
+        return next(self._inside(lambda n: bool(bits >> n.index & 1) and self._random(n)), None)
+
+    def cut(self) -> tuple[str, ...]:
+        """Submodules that detach what depends on the batch and has entries of its own, so that no
+        gradient flows back there."""
+
+        def cuts(node: Node) -> bool:
+            if node.name != "detach" or not self._alive(node):
+                return False
+            return bool(self.tensor(node.inputs[0]).is_floating_point())
+
+        return tuple(self._inside(cuts))
 
     def _random(self, node: Node) -> bool:
         if node.name == "native_dropout":
@@ -232,15 +243,18 @@ class Graph:
         drops = any(self.values[v].drop_prob for v in node.outputs)
         return drops or node.name.removesuffix("_") in DRAWS
 
-    def _innermost(self, chosen: Callable[[Node], bool]) -> str | None:
-        """The first submodule to end in which such an operation stands."""
+    def _inside(self, chosen: Callable[[Node], bool]) -> Iterator[str]:
+        """The innermost submodules in which such operations stand, as they end."""
         inside: dict[str, int] = {}
+        known: set[int] = set()
         for path, side, _, at in self.boundaries:
             if side == "input":
                 inside[path] = at
-            elif any(map(chosen, self.nodes[inside.pop(path, at) : at])):
-                return path
-        return None
+                continue
+            nodes = self.nodes[inside.pop(path, at) : at]
+            if new := {n.index for n in nodes if chosen(n)} - known:
+                known |= new
+                yield path
 
     def _alive(self, node: Node) -> bool:
         return any(self.values[v].live for v in node.inputs)

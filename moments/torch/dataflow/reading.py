@@ -78,6 +78,7 @@ class ModuleReading:
         sums: what every block's residual sum is.
         ahead: whether any layer of a single stack sees later tokens; None where that is not known.
         unused: parameters that nothing reads.
+        cut: submodules in which what depends on the batch is detached.
         logit_scale: what multiplies the logits, behind the final norm and behind their matrix; None
             where that could not be read.
     """
@@ -98,6 +99,7 @@ class ModuleReading:
     sums: Sums = field(default_factory=dict)
     ahead: bool | None = None
     unused: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
     logit_scale: float | None = None
 
 
@@ -435,6 +437,7 @@ class _Reading:
             unlayered=tuple(dict.fromkeys(self.unlayered)),
             ahead=not all(a.causal for a in looking) if alone and looking else None,
             unused=unused,
+            cut=self.graph.cut(),
             logit_scale=main.after.scale if main.after.scaled else None,
             sums={
                 (stack.prefix, n, unit.name): self._sum(stack.placements[n - 1], n, unit)

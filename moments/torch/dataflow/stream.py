@@ -663,7 +663,7 @@ class StreamReader:
         if length == keys and length > 1:
             result.causal = not bool(torch.triu(seen, 1).any())
             result.window = reach_of(rows)
-        flat = logits.reshape(-1, length, keys).double()
+        flat = logits.reshape(-1, length, logits.shape[-1])[..., :keys].double()
         flat = torch.where(flat < HIDDEN, torch.full_like(flat, math.nan), flat)
         finite = flat[torch.isfinite(flat)]
         if finite.numel() and float(finite.abs().max()) > 1e-6:
