@@ -346,13 +346,17 @@ class Block:
         """
         parts = {name: one.coherent for name, one in changes.items()}
 
+        own = {name: part - carried[name] for name, part in parts.items()}
+
         def stepped(name: str, rows: Array) -> Array:
             kernel = reads.get(name)
             rows = rows if kernel is None else self._by_row(rows, kernel)
-            return np.asarray((parts[name] - carried[name]) @ rows)
+            return np.asarray(own[name] @ rows)
 
         def along(rows: Mapping[str, Array]) -> dict[str, Array]:
-            return {name: carried[name] @ rows[name] + stepped(name, rows[name]) for name in parts}
+            result = {name: carried[name] @ rows[name] for name in parts}
+            moved = [name for name in parts if own[name].any()]
+            return result | {name: result[name] + stepped(name, rows[name]) for name in moved}
 
         probe, there = self.draws.sized, self.draws.sizes > 0
         ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}

@@ -110,12 +110,11 @@ class TransferReport(Serialised):
         return f"TransferReport({self.axis} {self.sizes}, {self.optimizer}: {said})"
 
 
-def exponent(logs: np.ndarray, values: Sequence[float], first: int = -2) -> float:
-    """Of the logarithms, between the two largest sizes, or from another one on; nan where one is
-    not positive."""
+def exponent(logs: np.ndarray, values: Sequence[float]) -> float:
+    """Of two values, at the logarithms of two sizes; nan where one is not positive."""
     if not all(value > 0 and math.isfinite(value) for value in values):
         return math.nan
-    return float(np.log(values[-1] / values[first]) / (logs[-1] - logs[first]))
+    return float(np.log(values[1] / values[0]) / (logs[1] - logs[0]))
 
 
 def along_width(

@@ -73,7 +73,8 @@ def transfer(
         factory: from a size to a module of that width, depth or number of experts, or to (module,
             optimizer).
         axis: "width", "depth" or "experts".
-        sizes: what the factory is called with, rising.
+        sizes: what the factory is called with, rising. Exponents are those between the two largest,
+            of experts between the least and the largest; modules of the others are read alone.
         optimizer: a function of the module (or of the module and the size) that makes its torch
             optimizer, or several (Muon and Adam), with the real groups; or a name as in
             `Prediction.after`, all rates being one; None: the factory's, else Adam at one rate.
@@ -102,25 +103,27 @@ def transfer(
     if len(kinds) > 1:
         raise DomainError(f"optimizers differ between sizes: {', '.join(sorted(kinds))}")
     reference = max(read[0].rates.values())
-    steps = [one.stepped(reference) for one in read]
-    logs, first = np.log(wanted), -2
     if axis == "experts":
         _alike(wanted, read)
-        first = 0  # draws of experts scatter
+        used = [read[0], read[-1]]  # as draws of experts scatter
+    else:
+        used = read[-2:]
+    steps = [one.stepped(reference) for one in used]
+    logs = np.log([one.size for one in used])
     rows = []
     for name in steps[0]:
         if not all(name in step for step in steps):
             continue
         exponents = {
-            quantity: exponent(logs, [step[name][quantity] for step in steps], first)
+            quantity: exponent(logs, [step[name][quantity] for step in steps])
             for quantity in QUANTITIES
         }
         rows.append({"weight": name, "parameters": read[0].names(name), **exponents})
-    growth = exponent(logs, [one.growth for one in read])
+    growth = exponent(logs, [one.growth for one in used])
     notes = tuple(dict.fromkeys(note for one in read for note in one.notes))
     if axis == "width":
-        heads = exponent(logs, [float(one.model.d_head or 0) for one in read])
-        products = heads + exponent(logs, [one.scale for one in read])
+        heads = exponent(logs, [float(one.model.d_head or 0) for one in used])
+        products = heads + exponent(logs, [one.scale for one in used])
         findings = along_width(rows, products, heads if read[0].kind == "sgd" else 0.0)
         notes += tuple(
             f"{row['parameters']}: its rate falls by 1 / sqrt(width), u-muP's rule for tables"
@@ -130,7 +133,7 @@ def transfer(
     elif axis == "depth":
         findings = along_depth(rows, growth)
     else:
-        findings = along_experts(rows, exponent(logs, [one.mixed for one in read], first))
+        findings = along_experts(rows, exponent(logs, [one.mixed for one in used]))
     return TransferReport(axis, wanted, read[0].kind, tuple(rows), tuple(findings), notes)
 
 
@@ -160,6 +163,7 @@ class _Sized:
     """A module of one size, as it is read.
 
     Attributes:
+        size: what the factory was called with.
         described: the roles of its parameters.
         model: its declaration.
         kind: of its optimizer.
@@ -169,6 +173,7 @@ class _Sized:
         notes: what was assumed.
     """
 
+    size: int
     described: Description
     model: Transformer
     kind: str
@@ -216,7 +221,7 @@ class _Sized:
             for names in [sorted(empty)]
             if names
         ]
-        return cls(described, few, kind, rates, options, filled, tuple(notes))
+        return cls(size, described, few, kind, rates, options, filled, tuple(notes))
 
     def names(self, weight: str) -> str:
         """The module's own, of a role."""
