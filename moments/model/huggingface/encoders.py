@@ -12,7 +12,7 @@ from ..transformer import Transformer
 from ..weights import Weights
 from .bert import _bert, _narrow, _roberta
 from .entries import FULL, SLIDING, Entries
-from .family import Reader, declared, tied_or
+from .family import Reader, declared, masked_head, tied_or
 from .llama import _BOTH, INWARD, _biased, _decoder, _length, head_width
 from .relatives import _by_type, _of_kinds
 
@@ -34,21 +34,17 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
     """
     layers, every = read.layers("num_hidden_layers"), read.count("global_attn_every_n_layers", 3)
     kinds = read.kinds([SLIDING if n % every else FULL for n in range(layers)])
-    length = _length(read, seq_len)
-    reach = read.count("local_attention") // 2 + 1
+    length, reach = _length(read, seq_len), read.count("local_attention") // 2 + 1
     windows = [reach if kind == SLIDING and reach < length else None for kind in kinds]
-    cut = read.positive("initializer_cutoff_factor")
     read.refuse("position_embedding_type", "absolute", "another kind of positions")
+    cut = read.positive("initializer_cutoff_factor")
     drawn = cut_normal(read.variance(), cut)
-    weights = Weights.normal(drawn, output_divisor=2 * layers)
-    head = Head(
-        **tied_or(read, drawn / (2 * layers)),
-        transform=read.activation("classifier_activation"),
-        transform_variance=drawn / (2 * layers),
-        transform_bias_variance=0.0 if read.flag("classifier_bias") else None,
-        bias=read.flag("decoder_bias"),
-        loss="masked",
-    )
+    weights, last = Weights.normal(drawn, output_divisor=2 * layers), drawn / (2 * layers)
+    head = masked_head(read, last, read.activation("classifier_activation"))
+    bias = 0.0 if read.flag("classifier_bias") else None
+    head = head.replace(norm=True, transform_bias_variance=bias, bias=read.flag("decoder_bias"))
+    positions = _by_type(read, 160000.0, 10000.0, "local_rope_theta", "global_rope_theta")
+    normed = {"norm": True, "norm_epsilon": read.number("norm_eps"), "padding_id": read.padding()}
     return declared(
         read,
         seq_len,
@@ -63,15 +59,9 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
         weights=weights.replace(distribution="truncated") if cut == 2 else weights,
         biases=read.biases(_biased(read, _BOTH)),
         window=windows if any(windows) else None,
-        embedding={
-            "norm": True,
-            "norm_epsilon": read.number("norm_eps"),
-            "padding_id": read.padding(),
-        },
+        embedding=normed,
         head=head,
-        **_of_kinds(
-            _by_type(read, 160000.0, 10000.0, "local_rope_theta", "global_rope_theta"), kinds
-        ),
+        **_of_kinds(positions, kinds),
     )
 
 

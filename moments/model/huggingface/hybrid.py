@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import domain_error
 from ..experts import Experts
-from ..mixers import Absent, FeedForward, GatedDeltaNet, LayerAttention, Mamba2, ParallelMixer
+from ..mixers import Absent, FeedForward, GatedDeltaNet, LayerAttention, ParallelMixer
 from ..per_layer import PerLayerEmbedding
 from ..positions import Rotary
 from ..transformer import Transformer
@@ -16,7 +16,7 @@ from .entries import FULL, SLIDING, Entries
 from .family import Reader
 from .latent import latent_attention
 from .llama import _decoder, _granite, sliding
-from .moe import first_dense, routed, sigmoid_experts, softmax_experts
+from .moe import listed_sparse, routed, sigmoid_experts, softmax_experts
 from .recurrent import (
     _LINEAR,
     _mixed,
@@ -51,10 +51,14 @@ def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
+_OF_NEMOTRON = {"heads": "mamba_num_heads", "head": "mamba_head_dim", "state": "ssm_state_size"}
+_OF_NEMOTRON |= {"groups": "n_groups", "kernel": "conv_kernel", "tap_bias": "use_conv_bias"}
+_OF_NEMOTRON |= {"epsilon": "layer_norm_epsilon"}
+
+
 def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
     """One block a layer: Mamba-2, attention without positions, a dense block or experts."""
-    for name in ("use_bias", "mamba_proj_bias"):
-        read.refuse(name, False, "biases of a mixer's matrices")
+    read.refuse("use_bias", False, "biases of a mixer's matrices")
     read.expect("tie_word_embeddings", False, "the module has a matrix of its own for its logits")
     read.expect("mamba_hidden_act", "silu", "SiLU is assumed behind the convolution")
     named = {"M": _LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
@@ -67,20 +71,8 @@ def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
         raise domain_error("layers_block_type", kinds, f"of {', '.join(named.values())}")
     read.expect("num_hidden_layers", len(kinds), "there are as many layers as kinds of them")
     read = read.replaced(num_hidden_layers=len(kinds), tie_word_embeddings=False)
-    variance, heads = read.variance(), read.count("mamba_num_heads")
-    inner, activation = heads * read.count("mamba_head_dim"), read.activation("mlp_hidden_act")
-    block = Mamba2(
-        *(heads, read.count("mamba_head_dim"), read.count("ssm_state_size"), variance, variance),
-        groups=read.count("n_groups"),
-        kernel=read.count("conv_kernel"),
-        tap_variance=variance,
-        tap_distribution="normal",
-        tap_bias=read.flag("use_conv_bias"),
-        steps=step_range(read),
-        norm_epsilon=read.number("layer_norm_epsilon"),
-        least_step=read.positive("time_step_min"),
-    )
-    experts = None
+    variance, experts, least = read.variance(), None, read.positive("time_step_min")
+    block = mamba2_block(read, None, _OF_NEMOTRON, steps=step_range(read), least_step=least)
     if "moe" in kinds:
         read.refuse("moe_latent_size", None, "experts between two matrices of their own")
         width = read.count("moe_shared_expert_intermediate_size")
@@ -88,12 +80,13 @@ def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
         routed(read, experts)
     ffns: dict[str, Any] = {"mlp": None, "moe": experts}
     mixers: dict[str, Any] = {FULL: None, _LINEAR: block}
-    rescaled = rescaled_output(read, inner) if read.flag("rescale_prenorm_residual") else variance
+    drawn = read.flag("rescale_prenorm_residual")
+    rescaled = rescaled_output(read, block.heads * block.d_head) if drawn else variance
     output = [rescaled if kind == _LINEAR else variance for kind in kinds]
     return _decoder(
         read,
         seq_len,
-        activation=activation,
+        activation=read.activation("mlp_hidden_act"),
         gated=False,
         rotary=None,
         biases=read.biases(("ffn_in", "ffn_out") if read.flag("mlp_bias") else ()),
@@ -203,10 +196,6 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
     )
     mixers = _mixed(read, usual, {_LINEAR: block})
     latent = latent_attention(read, variance)
-    sparse = first_dense(read.replaced(first_k_dense_replace=read("first_k_dense_replace", 1)))
-    usual = ["sparse" if n in sparse else "dense" for n in range(layers)]
-    kinds = read.kinds(usual, ("dense", "sparse"), name="mlp_layer_types")
-    chosen = [number for number, kind in enumerate(kinds) if kind == "sparse"]
     return _decoder(
         read,
         seq_len,
@@ -215,7 +204,7 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
         d_head=read.count("qk_rope_head_dim"),
         kv_heads=read.count("num_attention_heads"),
         mixer=[latent if one is None else one for one in mixers],
-        ffn=routed(read, sigmoid_experts(read, "num_local_experts"), chosen),
+        ffn=routed(read, sigmoid_experts(read, "num_local_experts"), listed_sparse(read, 1)),
     )
 
 
@@ -227,42 +216,36 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
     kinds = _kinds(read, 6)
     _mixed(read, kinds, dict.fromkeys((SLIDING,), True))  # none is of another kind
     kinds[-1] = FULL  # as the module makes it
-    wide, shared = read.count("global_head_dim", 512), read("num_global_key_value_heads", None)
-    alike = read.flag("attention_k_eq_v")
-    if alike:
+    if alike := read.flag("attention_k_eq_v"):
         read.notes.append(
             "attention_k_eq_v = True: full layers' keys and values are drawn apart; of the one "
             "matrix that they are the squared gradient is about the sum of both"
         )
-    else:
-        shared = None
     # those of a layer that is named take the place of both usual ones
     named = {str(n).lstrip("0") or "0": of for n, of in read("per_layer_config", {}).items()}
     own = read.replaced(per_layer_config=named).inside("per_layer_config")
-    width, mixers, temperatures = read.count("head_dim"), [], []
-    if named:
-        wide, shared = width, None
+    keys, wide = read("num_global_key_value_heads", None), read.count("global_head_dim", 512)
+    heads: dict[str, Any] = {kind: {"head_dim": read.count("head_dim")} for kind in kinds}
+    if not named:
+        heads[FULL] = {"head_dim": wide, "num_key_value_heads": keys if alike else None}
     own_keys = len(kinds) - int(read.number("num_kv_shared_layers"))
     sources = {kind: number for number, kind in enumerate(kinds[: max(own_keys, 0)], 1)}
     if own_keys < len(kinds) and set(sources) != set(kinds):
         allowed = "so few that layers of every kind before have keys of their own"
         raise domain_error("num_kv_shared_layers", len(kinds) - own_keys, allowed)
+    mixers, temperatures = [], []
     for number, kind in enumerate(kinds):
-        usual_of = (wide, shared) if kind == FULL else (width, None)
-        layer = own.inside(str(number))
-        head = layer.count("head_dim", usual_of[0])
-        several = layer("num_key_value_heads", usual_of[1])
-        source = sources[kind] if number >= own_keys else None
-        mixers.append(LayerAttention(head, several, "rmsnorm", value_norm=True, keys_of=source))
-        temperatures.append(head**-0.5)
-    given = read.inside("rope_parameters")
-    usual = {FULL: Rotary(0.25, 1e6), SLIDING: Rotary(1.0, 1e4)}
-    rotaries = {}
-    for kind, one in usual.items():
-        of = given.inside(kind)
-        part = of.number("partial_rotary_factor", 1.0 if given.has(kind) else one.fraction)
+        layer, source = own.inside(str(number), heads[kind]), sources.get(kind)
+        given = layer.count("head_dim"), layer("num_key_value_heads", None)
+        temperatures.append(given[0] ** -0.5)
+        source = source if number >= own_keys else None
+        mixers.append(LayerAttention(*given, "rmsnorm", value_norm=True, keys_of=source))
+    of_kinds, rotaries = read.inside("rope_parameters"), {}
+    for kind, part, base in ((FULL, 0.25, 1e6), (SLIDING, 1.0, 1e4)):
+        of = of_kinds.inside(kind)
+        part = of.number("partial_rotary_factor", 1.0 if of_kinds.has(kind) else part)
         # slowed as of all features, of which a part is turned
-        rotaries[kind] = Rotary(part, of.positive("rope_theta", one.base) ** part)
+        rotaries[kind] = Rotary(part, of.positive("rope_theta", base) ** part)
         if of("rope_type", "default") not in ("default", "proportional") or of.has("factor"):
             said = read("rope_parameters")
             read.leave_out("rope_parameters", said, "unscaled rotary frequencies are assumed")

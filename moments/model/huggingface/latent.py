@@ -14,7 +14,7 @@ from ..weights import Biases
 from .entries import FULL, SLIDING, Entries
 from .family import Reader
 from .llama import _BOTH, FFN, _decoder, _granite, _length, _longrope, sliding, yarn
-from .moe import first_dense, routed, sigmoid_experts, softmax_experts
+from .moe import first_dense, listed_sparse, routed, sigmoid_experts, softmax_experts
 
 LATENT_EPSILON = 1e-6
 """Of the norms of latents, which transformers constructs without the config's own."""
@@ -177,11 +177,8 @@ def _deepseek_v2(read: Entries, seq_len: int | None) -> Transformer:
 
 def _glm4_moe_lite(read: Entries, seq_len: int | None) -> Transformer:
     """The first layer dense, unless `mlp_layer_types` say otherwise."""
-    layers = read.layers("num_hidden_layers")
-    usual = ["sparse" if number else "dense" for number in range(layers)]
-    kinds = read.kinds(usual, ("sparse", "dense"), name="mlp_layer_types")
-    chosen = [number for number, kind in enumerate(kinds) if kind == "sparse"]
-    return _latent_decoder(read, seq_len, ffn=routed(read, sigmoid_experts(read), chosen))
+    experts = routed(read, sigmoid_experts(read), listed_sparse(read, 1))
+    return _latent_decoder(read, seq_len, ffn=experts)
 
 
 def _longcat_flash(read: Entries, seq_len: int | None) -> Transformer:

@@ -85,6 +85,15 @@ def first_dense(read: Entries) -> Iterable[int]:
     return range(dense, read.layers("num_hidden_layers"))
 
 
+def listed_sparse(read: Entries, dense: int = 0) -> list[int]:
+    """Layers with experts: `mlp_layer_types`, else all but the first ones, of a usual number."""
+    first = read.replaced(first_k_dense_replace=read("first_k_dense_replace", dense))
+    chosen = set(first_dense(first))
+    usual = ["sparse" if n in chosen else "dense" for n in range(read.layers("num_hidden_layers"))]
+    kinds = read.kinds(usual, ("dense", "sparse"), name="mlp_layer_types")
+    return [number for number, kind in enumerate(kinds) if kind == "sparse"]
+
+
 def _stepped(read: Entries) -> list[int]:
     """Every decoder_sparse_step-th layer, unless it is one of mlp_only_layers."""
     step, dense = read.count("decoder_sparse_step", 1), read.several("mlp_only_layers", 0)

@@ -17,21 +17,13 @@ from .moe import (
     _glm4_moe,
     _qwen3_moe,
     first_dense,
+    listed_sparse,
     routed,
     sigmoid_experts,
     softmax_experts,
 )
 from .recurrent import _lfm2, _qwen3_next
 from .relatives import _by_type, _exaone4, _glm, _hunyuan, _kinds, _of_kinds, _olmo2
-
-
-def _sparse(read: Entries) -> list[int]:
-    """Layers with experts: `mlp_layer_types`, else all but the first ones."""
-    read.read.add("first_k_dense_replace")
-    chosen = set(first_dense(read))
-    usual = ["sparse" if n in chosen else "dense" for n in range(read.layers("num_hidden_layers"))]
-    kinds = read.kinds(usual, ("dense", "sparse"), name="mlp_layer_types")
-    return [number for number, kind in enumerate(kinds) if kind == "sparse"]
 
 
 def _alike(read: Entries, name: str, usual: int) -> int:
@@ -93,7 +85,7 @@ def _glm4v(read: Entries, seq_len: int | None) -> Transformer:
 def _exaone_moe(read: Entries, seq_len: int | None) -> Transformer:
     """EXAONE 4 with norms before its blocks."""
     read = read.replaced(n_shared_experts=read("num_shared_experts"))
-    experts = routed(read, sigmoid_experts(read, "num_experts"), _sparse(read))
+    experts = routed(read, sigmoid_experts(read, "num_experts"), listed_sparse(read))
     return _exaone4(read, seq_len, norm="pre", ffn=experts)
 
 
@@ -140,7 +132,7 @@ def _mellum(read: Entries, seq_len: int | None) -> Transformer:
         seq_len,
         qk_norm="rmsnorm",
         window=sliding(read, seq_len, kinds),
-        ffn=routed(read, experts, _sparse(read)),
+        ffn=routed(read, experts, listed_sparse(read)),
         **turned,
     )
 
@@ -177,7 +169,7 @@ def _indexed(read: Entries, seq_len: int | None) -> Transformer:
     """DeepSeek-V3's blocks, each token seeing the `index_topk` keys that an indexer picks."""
     if (most := read.count("index_topk")) < _length(read, seq_len):
         read.leave_out("index_topk", most, "every token sees all those before it")
-    return _deepseek_v3(read, seq_len, _sparse(read))
+    return _deepseek_v3(read, seq_len, listed_sparse(read))
 
 
 READERS: dict[str, Reader] = {

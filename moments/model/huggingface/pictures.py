@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..embedding import Embedding
 from ..head import Head
 from ..patches import SoundEmbedding
 from ..positions import RelativeBias, Rotary
@@ -17,6 +16,7 @@ from ..transformer import Transformer
 from ..weights import Biases, Weights
 from .entries import Entries
 from .family import Reader, declared, tied_or
+from .t5 import stack
 from .vit import classifier, encoder, patches
 
 
@@ -243,20 +243,8 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
     of one channel, through two convolutions. Keys have no bias; every epsilon is the layers' own
     default."""
     variance, dropout = read.variance("init_std"), read.number("dropout")
-    for name in ("encoder_layerdrop", "decoder_layerdrop"):
-        read.without(name, "no layer is dropped")
     if read.flag("apply_spec_augment", False):
         read.leave_out("apply_spec_augment", True, "no stretch of the spectrogram is masked")
-    shared: dict[str, Any] = {
-        "activation": read.activation("activation_function"),
-        "dropout": dropout,
-        "attention_dropout": read.number("attention_dropout"),
-        "activation_dropout": read.number("activation_dropout"),
-        "weights": Weights.normal(variance),
-        "biases": read.biases(_BIASED),
-        "norm_epsilon": 1e-5,
-        "norm_affine": True,
-    }
     tokens = read.count("max_source_positions")
     sound = SoundEmbedding(
         bins=read("num_mel_bins"),
@@ -265,32 +253,14 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
         bias_variance=0.0,
         dropout=dropout,
     )
-    width = read("d_model")
-    encoder = Transformer(
-        read.layers("encoder_layers"),
-        width,
-        read("encoder_attention_heads"),
-        tokens,
-        d_ff=read("encoder_ffn_dim"),
-        embedding=sound,
-        head=Head(norm=True, loss=None),
-        **shared,
-    )
-    text = Embedding(
-        read("vocab_size"), variance, variance, dropout=dropout, padding_id=read.padding()
-    )
-    return Transformer(
-        read.layers("decoder_layers"),
-        width,
-        read("decoder_attention_heads"),
-        read.length("max_target_positions", seq_len),
-        d_ff=read("decoder_ffn_dim"),
-        causal=True,
-        encoder=encoder,
-        embedding=text,
-        head=Head(**tied_or(read, variance), loss="causal"),
-        **shared,
-    )
+    length = read.length("max_target_positions", seq_len)
+    fields: dict[str, Any] = {"norm": "pre", "biases": read.biases(_BIASED)}
+    head = Head(loss=None)
+    encoder = stack(read, "encoder", length=tokens, head=head, embedding=sound, **fields)
+    fields["head"] = Head(**tied_or(read, variance), loss="causal")
+    text = {"position_variance": variance, "dropout": dropout, "padding_id": read.padding()}
+    fields |= {"causal": True, "encoder": encoder, "embedding": text}
+    return stack(read, "decoder", length=length, **fields)
 
 
 def _wav2vec2(read: Entries, seq_len: int | None) -> Transformer:

@@ -105,30 +105,48 @@ ONE_STEP = math.log1p(math.e)
 """Softplus of a bias of 1, which modules without a rule of their own for it start with."""
 
 
-def mamba2_block(read: Entries, width: int | None = None, **changes: Any) -> Mamba2:
-    """Mamba-2 of the entries that begin with "mamba_", steps with biases of 1.
+_PREFIXED = {"heads": "mamba_n_heads", "head": "mamba_d_head", "state": "mamba_d_state"}
+_PREFIXED |= {"groups": "mamba_n_groups", "kernel": "mamba_d_conv", "tap_bias": "mamba_conv_bias"}
+_PREFIXED |= {"expand": "mamba_expand", "epsilon": "rms_norm_eps"}
+
+
+def mamba2_block(
+    read: Entries,
+    width: int | None = None,
+    names: Mapping[str, str] = _PREFIXED,
+    biased: str = "mamba_proj_bias",
+    **changes: Any,
+) -> Mamba2:
+    """Mamba-2 of its entries by what they are called, steps with biases of 1.
 
     Args:
-        width: features of x; None: mamba_expand * hidden_size.
+        width: features of x; None: those of its heads, or "expand" times the stream's.
+        biased: the entry for biases that the block does not have.
     """
-    read.refuse("mamba_proj_bias", False, "biases of a mixer's matrices")
-    heads, variance = read.count("mamba_n_heads"), read.variance()
-    usual = int(read.number("mamba_expand") * read.count("hidden_size"))
-    width = usual if width is None else width
-    given = read("mamba_d_head", None)
+    read.refuse(biased, False, "biases of a mixer's matrices")
+    heads, variance = read.count(names["heads"]), read.variance()
+    if "expand" in names:
+        usual = int(read.number(names["expand"]) * read.count("hidden_size"))
+    else:
+        usual = heads * read.count(names["head"])
+    width, given = usual if width is None else width, read(names["head"], None)
     if width % heads or given not in (None, "auto", width // heads):
-        raise domain_error("mamba_n_heads", heads, f"{width} features over mamba_d_head")
+        allowed = f"{width} features over {names['head']} = {given}"
+        raise domain_error(names["heads"], heads, allowed)
     fields: dict[str, Any] = {
-        "groups": read.count("mamba_n_groups"),
-        "kernel": read.count("mamba_d_conv"),
+        "groups": read.count(names["groups"]),
+        "kernel": read.count(names["kernel"]),
         "tap_variance": variance,
         "tap_distribution": "normal",
-        "tap_bias": read.flag("mamba_conv_bias"),
+        "tap_bias": read.flag(names["tap_bias"]),
         "steps": (ONE_STEP, ONE_STEP),
-        "norm_epsilon": read.number("rms_norm_eps"),
-    } | step_limits(read)
+        "norm_epsilon": read.number(names["epsilon"]),
+    }
+    if "least_step" not in changes:
+        fields |= step_limits(read)
     fields |= changes
-    return Mamba2(heads, width // heads, read.count("mamba_d_state"), variance, variance, **fields)
+    state = read.count(names["state"])
+    return Mamba2(heads, width // heads, state, variance, variance, **fields)
 
 
 def _bamba(read: Entries, seq_len: int | None) -> Transformer:
@@ -139,31 +157,18 @@ def _bamba(read: Entries, seq_len: int | None) -> Transformer:
     return _decoder(read, seq_len, biased=_BOTH, mixer=mixers)
 
 
+_ALONE = {"heads": "num_heads", "head": "head_dim", "state": "state_size", "groups": "n_groups"}
+_ALONE |= {"kernel": "conv_kernel", "tap_bias": "use_conv_bias", "expand": "expand"}
+_ALONE |= {"epsilon": "layer_norm_epsilon"}
+
+
 def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
     """Mixers alone. The output projection is torch's default, `in_proj` of initializer_range; steps
     have random biases, and A is 1, 2, ..."""
-    read.refuse("use_bias", False, "biases of a mixer's matrices")
     read.expect("hidden_act", "silu", "SiLU is assumed behind the convolution")
-    heads, width = read.count("num_heads"), read.count("head_dim")
-    inner = int(read.number("expand") * read.count("hidden_size"))
-    if inner != heads * width:
-        allowed = f"expand * hidden_size = {inner} over head_dim = {width}"
-        raise domain_error("num_heads", heads, allowed)
-    variance = read.variance()
-    block = Mamba2(
-        heads,
-        width,
-        read.count("state_size"),
-        variance,
-        variance,
-        groups=read.count("n_groups"),
-        kernel=read.count("conv_kernel"),
-        tap_bias=read.flag("use_conv_bias"),
-        steps=step_range(read),
-        norm_epsilon=read.number("layer_norm_epsilon"),
-        **step_limits(read),
-    )
-    return _alone(read, seq_len, block, inner)
+    drawn = {"tap_variance": None, "tap_distribution": "uniform", "steps": step_range(read)}
+    block = mamba2_block(read, None, _ALONE, "use_bias", **drawn)
+    return _alone(read, seq_len, block, block.heads * block.d_head)
 
 
 def step_limits(read: Entries) -> dict[str, Any]:
@@ -293,6 +298,19 @@ def _recurrent_gemma(read: Entries, seq_len: int | None) -> Transformer:
     )
 
 
+_LIGHTNING: dict[str, Any] = {"feature_map": "silu", "scale": 1.0, "gate": "sigmoid"}
+_LIGHTNING |= {"norm": "all", "norm_epsilon": 1e-6}
+_FACTORS = {
+    f"{new}_{side}_factor": f"layernorm_{old}_{side}"
+    for side in ("alpha", "beta")
+    for new, old in (
+        *(("full_attn", "full_attention"), ("linear_attn", "linear_attention")),
+        ("mlp", "mlp"),
+    )
+}
+"""Of a sum's addends, and their names in older configs."""
+
+
 def _minimax(read: Entries, seq_len: int | None) -> Transformer:
     """Lightning and full attention by turns, with experts.
 
@@ -301,36 +319,20 @@ def _minimax(read: Entries, seq_len: int | None) -> Transformer:
     """
     kinds = read.several("attn_type_list", 0)  # the authors' names, with factors of both
     older = {"layer_types": [FULL if one else _LINEAR for one in kinds]} if kinds else {}
-    for side in ("alpha", "beta"):
-        for old, new in (("full_attention", "full_attn"), ("linear_attention", "linear_attn")):
-            older[f"{new}_{side}_factor"] = read(f"layernorm_{old}_{side}", None)
-        older[f"mlp_{side}_factor"] = read(f"layernorm_mlp_{side}", None)
+    older |= {new: read(old, None) for new, old in _FACTORS.items()}
     read = read.replaced(**{name: one for name, one in older.items() if one is not None})
     layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
-    width, variance = read.count("hidden_size"), read.variance()
-    d_head = read.count("head_dim", width // heads)
+    d_head = read.count("head_dim", read.count("hidden_size") // heads)
+    linear = LinearAttention(heads, d_head, d_head, gate_variance=read.variance(), **_LIGHTNING)
     usual = [_LINEAR if number % 2 else FULL for number in range(layers)]
-    for_each = _mixed(read, usual, {_LINEAR: True})
     mixers = [
-        linear
-        and LinearAttention(
-            *(heads, d_head, d_head, lightning_decays(heads, number, layers)),
-            feature_map="silu",
-            scale=1.0,
-            norm="all",
-            norm_epsilon=1e-6,
-            gate="sigmoid",
-            gate_variance=variance,
-        )
-        for number, linear in enumerate(for_each)
+        one and one.replace(decays=lightning_decays(heads, number, layers))
+        for number, one in enumerate(_mixed(read, usual, {_LINEAR: linear}))
     ]
     skip, branch = (
-        [
-            [read.number(f"{'linear' if one else 'full'}_attn_{side}_factor", 1.0), mlp]
-            for one in for_each
-        ]
-        for side in ("alpha", "beta")
-        for mlp in (read.number(f"mlp_{side}_factor", 1.0),)
+        [[read.number(f"{'linear' if one else 'full'}_attn_{side}", 1.0), mlp] for one in mixers]
+        for side in ("alpha_factor", "beta_factor")
+        for mlp in (read.number(f"mlp_{side}", 1.0),)
     )
     return _decoder(
         read,

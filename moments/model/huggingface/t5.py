@@ -4,11 +4,9 @@ Post-LN or Pre-LN, whose positions are added to the token rows that both stacks 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 from ...errors import domain_error
-from ..embedding import Embedding
 from ..head import Head
 from ..positions import RelativeBias
 from ..transformer import Transformer
@@ -24,71 +22,39 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
     Attention logits are not divided by sqrt(d_kv); the initialisation of the queries makes up for
     it. Where the output is scaled, logits are those of the token table times 1/sqrt(d_model).
     """
-    gain = read.positive("initializer_factor")
-    factor = read.variance("initializer_factor")
-    d_model, heads, d_head, d_ff = (
-        read.count(name) for name in ("d_model", "num_heads", "d_kv", "d_ff")
-    )
-    dropout = read.number("dropout_rate")
-    epsilon = read.number("layer_norm_epsilon")
-    activation, gated = _feed_forward(read)
-    layers = read.count("num_layers")
-    length = read.length("n_positions", seq_len, table=False, default=512)
-    embedding = Embedding(
-        vocab_size=read("vocab_size"), token_variance=factor, positions="none", dropout=dropout
-    )
-    shared: dict[str, Any] = {
-        "d_model": d_model,
-        "heads": heads,
-        "seq_len": length,
-        "d_ff": d_ff,
+    gain, factor = read.positive("initializer_factor"), read.variance("initializer_factor")
+    d_model, heads, d_head, d_ff = map(read.count, ("d_model", "num_heads", "d_kv", "d_ff"))
+    dropout, (activation, gated) = read.number("dropout_rate"), _feed_forward(read)
+    buckets = "relative_attention_num_buckets", "relative_attention_max_distance"
+    inward, outward = factor / d_model, factor / (heads * d_head)
+    read = read.replaced(num_decoder_layers=read("num_decoder_layers", read.count("num_layers")))
+    fields: dict[str, Any] = {
+        "length": read.length("n_positions", seq_len, table=False, default=512),
+        "variance": factor,
         "d_head": d_head,
-        "norm": "pre",
         "normalization": "rmsnorm",
         "activation": activation,
         "gated": gated,
         "dropout": dropout,
         "activation_dropout": dropout,
         "temperature": 1 / math.sqrt(d_head),
-        "weights": Weights(
-            query=factor / (d_model * d_head),
-            key=factor / d_model,
-            value=factor / d_model,
-            output=factor / (heads * d_head),
-            ffn_in=factor / d_model,
-            ffn_out=factor / d_ff,
-        ),
-        "relative_bias": RelativeBias(
-            factor / d_model,
-            read("relative_attention_num_buckets"),
-            read("relative_attention_max_distance"),
-        ),
-        "norm_epsilon": epsilon,
-        "norm_affine": True,
+        "weights": Weights(inward / d_head, inward, inward, outward, inward, factor / d_ff),
+        "biases": None,
+        "relative_bias": RelativeBias(inward, *map(read, buckets)),
         "norm_gain": gain,
-        "embedding": embedding,
+        "embedding": {"positions": "none", "dropout": dropout},
     }
-    if read.kind in ("mt5", "umt5"):  # tie in any case; the one never scales, the other does
-        scaled = read.kind == "umt5"
-        read("tie_word_embeddings", None)
-    elif read.has("scale_decoder_outputs"):
-        scaled = read.flag("scale_decoder_outputs")
-        read("tie_word_embeddings", None)
-    else:  # T5 1.1 and its successors say so by this entry; it ties in either case
-        scaled = read.flag("tie_word_embeddings", True)
     head = Head(norm=True, norm_gain=gain, dropout=dropout, loss=None)
-    encoder = Transformer(layers=layers, head=head, **shared)
-    return Transformer(
-        layers=read("num_decoder_layers", layers),
-        causal=True,
-        encoder=encoder,
-        head=head.replace(
-            output_scale=d_model**-0.5 if scaled else 1.0,
-            # Inputs are the targets shifted by one, so that every token has its own target.
-            loss="causal",
-        ),
-        **shared,
-    )
+    encoder = declared(read, None, names={"layers": "num_layers"}, head=head, **fields)
+    # T5 1.1 and its successors say so by the second entry, and tie in either case
+    tied = read("tie_word_embeddings", True)
+    scaled = {"mt5": False, "umt5": True}.get(read.kind)
+    if scaled is None:
+        scaled = read.flag("scale_decoder_outputs", tied)
+    # Inputs are the targets shifted by one, so that every token has its own target.
+    head = head.replace(loss="causal", output_scale=d_model**-0.5 if scaled else 1.0)
+    names = {"layers": "num_decoder_layers"}
+    return declared(read, None, names=names, head=head, causal=True, encoder=encoder, **fields)
 
 
 def _feed_forward(read: Entries) -> tuple[str, bool]:
@@ -133,59 +99,6 @@ def stack(
     )
 
 
-def _bart(
-    read: Entries, seq_len: int | None, *, norm: str, fixed: bool, normed: bool
-) -> Transformer:
-    """The decoder, whose `encoder` is the other stack.
-
-    Args:
-        norm: "post", or "pre" with one more norm behind the last layer.
-        fixed: whether positions are sines and cosines instead of a table.
-        normed: whether the embedding is normalised.
-    """
-    read.same_as("num_hidden_layers", "encoder_layers")
-    read("num_hidden_layers", None)
-    for entry, usual in (
-        ("add_final_layer_norm", norm == "pre"),
-        ("normalize_before", norm == "pre"),
-        ("normalize_embedding", normed),
-        ("static_position_embeddings", fixed),
-    ):
-        read.expect(entry, usual, "it is left out")
-    variance, d_model = read.variance("init_std"), read.count("d_model")
-    shared = read.flag("share_encoder_decoder_embeddings", True)
-    vocab_size = read.count("vocab_size")
-    target = read.count("decoder_vocab_size", vocab_size)
-    if shared:
-        read.expect("decoder_vocab_size", vocab_size, "both stacks share one table")
-    embedding: dict[str, Any] = {
-        "positions": "sinusoidal" if fixed else "learned",
-        "position_variance": 0.0 if fixed else variance,
-        "position_base": spread_base(d_model) if read.kind == "m2m_100" else 10000.0,
-        "scale": math.sqrt(d_model) if read.flag("scale_embedding") else 1.0,
-        "norm": normed,
-        "norm_epsilon": _EPSILON if normed else 0.0,
-        "dropout": read.number("dropout"),
-        "padding_id": read.padding(),
-    }
-    fields: dict[str, Any] = {
-        "norm": norm,
-        "length": read.length("max_position_embeddings", seq_len),
-        "embedding": embedding,
-    }
-    encoder = stack(read, "encoder", head=Head(loss=None), **fields)
-    fields["embedding"] = embedding if shared else embedding | {"vocab_size": target}
-    if read.kind == "blenderbot-small":
-        fields["embedding"] = fields["embedding"] | {"position_variance": 0.0}
-        read.notes.append(
-            f"the decoder adds positions of variance {variance:.3g} to tokens that are normalised "
-            "before, not after: they are left out of what enters its layer 1"
-        )
-    # Inputs are the targets shifted by one, so that every token has its own target.
-    head = Head(**tied_or(read, variance), loss="causal")
-    return stack(read, "decoder", head=head, causal=True, encoder=encoder, **fields)
-
-
 # Of every type where its norms are, whether its positions are sines and cosines, and whether its
 # embedding is normalised
 _BUILT = {
@@ -199,8 +112,47 @@ _BUILT = {
     "pegasus": ("pre", True, False),
     "plbart": ("post", False, True),
 }
+
+
+def _bart(read: Entries, seq_len: int | None) -> Transformer:
+    """The decoder, whose `encoder` is the other stack."""
+    norm, fixed, normed = _BUILT[read.kind]
+    read.same_as("num_hidden_layers", "encoder_layers")
+    read("num_hidden_layers", None)
+    usual = {"add_final_layer_norm": norm == "pre", "normalize_before": norm == "pre"}
+    usual |= {"normalize_embedding": normed, "static_position_embeddings": fixed}
+    for entry, value in usual.items():
+        read.expect(entry, value, "it is left out")
+    variance, d_model = read.variance("init_std"), read.count("d_model")
+    target = words = read.count("vocab_size")
+    if read.flag("share_encoder_decoder_embeddings", True):
+        read.expect("decoder_vocab_size", words, "both stacks share one table")
+    else:
+        target = read.count("decoder_vocab_size", words)
+    embedding: dict[str, Any] = {
+        "positions": "sinusoidal" if fixed else "learned",
+        "position_variance": 0.0 if fixed else variance,
+        "position_base": spread_base(d_model) if read.kind == "m2m_100" else 10000.0,
+        "scale": math.sqrt(d_model) if read.flag("scale_embedding") else 1.0,
+        "norm": normed,
+        "norm_epsilon": _EPSILON if normed else 0.0,
+        "dropout": read.number("dropout"),
+        "padding_id": read.padding(),
+    }
+    fields: dict[str, Any] = {"norm": norm}
+    fields["length"] = read.length("max_position_embeddings", seq_len)
+    encoder = stack(read, "encoder", head=Head(loss=None), embedding=embedding, **fields)
+    if read.kind == "blenderbot-small":
+        embedding["position_variance"] = 0.0
+        read.notes.append(
+            f"the decoder adds positions of variance {variance:.3g} to tokens that are normalised "
+            "before, not after: they are left out of what enters its layer 1"
+        )
+    # Inputs are the targets shifted by one, so that every token has its own target.
+    fields["head"] = Head(**tied_or(read, variance), loss="causal")
+    fields["embedding"] = embedding | {"vocab_size": target}
+    return stack(read, "decoder", causal=True, encoder=encoder, **fields)
+
+
 READERS: dict[str, Reader] = {"t5": _t5, "mt5": _t5, "umt5": _t5}
-READERS |= {
-    kind: partial(_bart, norm=norm, fixed=fixed, normed=normed)
-    for kind, (norm, fixed, normed) in _BUILT.items()
-}
+READERS |= dict.fromkeys(_BUILT, _bart)
