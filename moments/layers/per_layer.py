@@ -24,7 +24,7 @@ from ..formulas.normalization import RMSNORM
 from ..model.per_layer import PerLayerEmbedding
 from ..model.transformer import Transformer
 from ..model.values import ROWS
-from .attention.gates import at_pairs
+from .attention.gates import product
 from .elementary import Activation, Linear, faintly
 from .normalization import FiniteNormalization
 
@@ -51,15 +51,11 @@ class GatedRows(Component):
         context = self.context.propagate(run.kept[0], run)
         of, rows = self.declared, run.kept[ROWS]
         read = context.output.kernel.mixed(0.5, rows, 0.5 * of.scale**2 * of.table_variance)
-        kernel = gate.output.second_moment() * read
-        output = Signal(kernel, signal.seq_len, 0.0 * kernel.diagonal, float(of.width))
+        looked_up = Signal(read, signal.seq_len, 0.0 * read.diagonal, float(of.width))
         if signal.fluctuation is not None:
-            # what is read is Gaussian, and the gates are not
-            kurtosis = 3.0 * gate.output.kurtosis
-            drawn = kernel * kernel
-            one = drawn.lift((kurtosis - 1.0) / of.width)[0]
-            drawn = drawn.weighted(one, at_pairs(drawn, one))
-            output = output.replace(kurtosis=kurtosis, fluctuation=Fluctuation(drawn, drawn))
+            drawn = Fluctuation.of_gaussian(read, looked_up.width)
+            looked_up = looked_up.replace(fluctuation=drawn._replace(overlaps=drawn.norms))
+        output = product(looked_up, gate.output)
         passed = gate, context
         return run.passed(Record(self, run.layer, signal, output, passed, (read, rows)))
 

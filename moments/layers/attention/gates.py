@@ -22,7 +22,7 @@ from ...engine.response import (
     per_pair,
     sum_of,
 )
-from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
+from ...engine.state import Array, Fluctuation, Gradient, Signal
 from ...engine.trace import Record, Run
 
 
@@ -44,33 +44,8 @@ class GatedHeads(Component):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         records = self.heads.propagate(signal, run), self.gate.propagate(signal, run)
-        output = self._product(*(record.output for record in records))
+        output = product(*(record.output for record in records), self.each)
         return run.passed(Record(self, run.layer, signal, output, records))
-
-    def _product(self, heads: Signal, gate: Signal) -> Signal:
-        square, diagonal = gate.second_moment(), heads.kernel
-        fluctuation, excess = None, gate.kurtosis - 1.0
-        if heads.fluctuation is not None:
-            # Of independent features: the heads', and E g^4 - E^2 g^2 of the gates, which a head's
-            # features share.
-            both = diagonal * diagonal * square * square
-            more = (2.0 + self.each) / heads.width
-            one, two = both.lift(more)
-            added = both.weighted(excess * one, at_pairs(diagonal, excess) * two)
-            norms, overlaps, _, shared = heads.fluctuation
-            if shared is not None:
-                shared = (shared[0] * square, shared[1] * square)
-            fluctuation = Fluctuation(
-                norms * square * square + added,
-                None if overlaps is None else overlaps * square * square + added,
-                shared=shared,
-            )
-        return heads.replace(
-            kernel=diagonal * square,
-            kurtosis=heads.kurtosis * gate.kurtosis,
-            fluctuation=fluctuation,
-            notes=heads.notes + gate.notes,
-        )
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.returning(record, gradient)
@@ -108,10 +83,27 @@ class GatedHeads(Component):
         return GatedHeads(children[0], children[1], self.each, self.label)
 
 
-def at_pairs(kernel: Kernel, excess: Array) -> Array:
-    """A token's number for every two tokens: the mean of theirs."""
-    first, second = kernel.over_tokens(excess + 0.0 * kernel.diagonal)
-    return 0.5 * (first + second)
+def product(signal: Signal, gate: Signal, each: float = 1.0) -> Signal:
+    """Of features of mean 0 and independent gates, each of which so many of them share."""
+    square, kernel, fluctuation = gate.second_moment(), signal.kernel, None
+    if signal.fluctuation is not None:
+        # Of independent features: the signal's, and E g^4 - E^2 g^2 of the gates.
+        both = kernel * kernel * square * square
+        added = both.weighted(*both.lift((gate.kurtosis - 1.0) * (2.0 + each) / signal.width))
+        norms, overlaps, _, shared = signal.fluctuation
+        if shared is not None:
+            shared = (shared[0] * square, shared[1] * square)
+        fluctuation = Fluctuation(
+            norms * square * square + added,
+            None if overlaps is None else overlaps * square * square + added,
+            shared=shared,
+        )
+    return signal.replace(
+        kernel=kernel * square,
+        kurtosis=signal.kurtosis * gate.kurtosis,
+        fluctuation=fluctuation,
+        notes=signal.notes + gate.notes,
+    )
 
 
 @dataclass(frozen=True)
