@@ -19,6 +19,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ....engine.classes import Matrix
 from ....errors import domain_error
 from . import exact_rows
 from .finite_rows import Calibration, Widths, calibrate, nodes_for
@@ -35,7 +36,7 @@ from .logits import (
 )
 from .row_groups import JointLaws, row_scale, single, turn_of
 from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
-from .rows import FAINT, PathFactors, Paths, RowAttention, of_shift
+from .rows import FAINT, PathFactors, Paths, RowAttention
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -121,7 +122,7 @@ class KernelAttention(RowAttention):
             rotation,
         )
         self._dropped = self.drop_prob / (1.0 - self.drop_prob)
-        self._values = np.diag(self.kernel) + float(value_bias)
+        self._sizes, self._value_bias = np.diagonal(self.kernel), float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         every = np.arange(len(queries))
         self._two_rows, self._alone = (every[:, None], every[None, :]), (every, every)
@@ -209,7 +210,7 @@ class KernelAttention(RowAttention):
             compact[window(one.patterns, one.keys)] = one.weights
             group[one.patterns] = index
         self._pattern, self._group, self._classes = pattern, group, classes
-        self.mean_attention = compact[pattern]
+        self.mean_attention = self.weights = self.counted = compact[pattern]
         return np.asarray(np.sqrt(temperature / pattern_temperature[pattern]))
 
     def _joint_laws(self, norm: Array) -> None:
@@ -317,38 +318,32 @@ class KernelAttention(RowAttention):
     def _split(self, of_pairs: Array) -> Array:
         return of_pairs
 
-    def _attended(self) -> Array:
-        return self.mean_attention @ np.diagonal(self.kernel)
+    def _mean_of(self, name: str) -> Matrix:
+        kernel = getattr(self.logits, name)
+        return np.diagonal(kernel), kernel
 
-    def _unshared(self, name: str) -> Array:
-        weights, kernel = self.mean_attention, getattr(self.logits, name)
-        shared = np.einsum("ij,ij->i", weights @ kernel, weights)
-        return np.asarray(np.maximum(weights @ np.diagonal(kernel) - shared, 0.0))
-
-    def _directed(self, shift: Array) -> Array:
-        rotation, weights, values = self.logits.rotation, self.mean_attention, self.kernel
-        if rotation is None:
-            return shift
-        # a key's part w_ij (C_jj - sum_l w_il C_lj) turns with its position
-        parts = of_shift(weights * (np.diagonal(values) - weights @ values), shift)
-        turned = parts @ np.exp(1j * rotation.key_angles)
-        return np.asarray(turned * np.exp(-1j * rotation.query_angles))
+    def _turned_keys(self) -> NDArray[np.complex128] | None:
+        rotation = self.logits.rotation
+        return None if rotation is None else np.exp(1j * rotation.key_angles)
 
     def _products(self) -> Array:
-        if self.logits.rotation is None:
+        rotation = self.logits.rotation
+        if rotation is None:
             return super()._products()
-        return np.asarray(((self._shift * self.logits.rotation.shares) @ self._shift.conj().T).real)
+        shift = self._shift * np.exp(-1j * rotation.query_angles)
+        return np.asarray(((shift * rotation.shares) @ shift.conj().T).real)
 
     # --- dropped attention ---------------------------------------------------------------------
 
     def _respond_to_noise(self) -> None:
         """Form E[J D J], D = diag(C_jj) of the values."""
-        self._laws.respond_to(self._values)
+        noise = self._sizes + self._value_bias
+        self._laws.respond_to(noise)
         members = np.unique(self._pattern, return_index=True)[1]
         count = self._statistics.count[: len(self._group)]
         trace = exact_rows.jacobian_square(self._squares[members].sum(1), count)
-        trace = trace * (self.mean_attention[members] @ self._values)  # tr J D J, were D uniform
-        bare = self._of_noise(np.eye(len(self._values)))[members]
+        trace = trace * (self.mean_attention[members] @ noise)  # tr J D J, were D uniform
+        bare = self._of_noise(np.eye(len(noise)))[members]
         usable = bare > 1e-300
         scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
         self._noise_scale = scale[self._pattern]

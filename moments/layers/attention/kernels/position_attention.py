@@ -40,7 +40,7 @@ from .joint_laws import (
 from .relative_positions import RotaryMeans
 from .row_groups import single
 from .row_statistics import AttentionRows, attention_rows, log_weights
-from .rows import PathFactors, Paths, RowAttention, of_shift
+from .rows import PathFactors, Paths, RowAttention
 
 # --- pairs of rows --------------------------------------------------------------------------------
 
@@ -377,8 +377,6 @@ class PositionAttention(RowAttention):
     """Moments of one causal softmax attention layer on classes of positions.
 
     Attributes:
-        weights: (P, P) mean attention [row, key] to one token of a class.
-        counted: (P, P) to all tokens of a class that a row attends to.
         entropy, sum_square: (P,) as in `attention.KernelAttention`.
         others: the same rows where two of them are of different documents, of one word, and of both
             where there are such.
@@ -397,7 +395,7 @@ class PositionAttention(RowAttention):
         value_bias: float = 0.0,
     ) -> None:
         """Build the layer's joint law; O(P^4)."""
-        self.logits = logits
+        self.logits, self._sizes = logits, logits.values[0]
         self._kernels: Across | ClassLogits = logits
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         self._dropped, self._value_bias = drop_prob / (1.0 - drop_prob), value_bias
@@ -762,15 +760,9 @@ class PositionAttention(RowAttention):
     def _split(self, of_pairs: Array) -> Matrix:
         return self._pairs.split(of_pairs)
 
-    def _attended(self) -> Array:
-        return np.asarray(self.counted @ self.logits.values[0])
-
-    def _directed(self, shift: Array) -> Array:
-        rotary_means, values = self.logits.rotary_means, self._mean_of("values")
-        if rotary_means is None:
-            return shift
-        parts = self.counted * (values[0] - self._rows_times(values))
-        return np.asarray(np.einsum("pq,pqm->pm", of_shift(parts, shift), rotary_means.keys))
+    def _turned_keys(self) -> NDArray[np.complex128] | None:
+        rotary_means = self.logits.rotary_means
+        return None if rotary_means is None else rotary_means.keys
 
     def _products(self) -> Array:
         rotary_means, pairs = self.logits.rotary_means, self._pairs
@@ -786,7 +778,6 @@ class PositionAttention(RowAttention):
         return squares, self._noise_overlap(logits.keys[0], within)
 
     def _mean_of(self, name: str) -> Matrix:
-        """Means over cells of a kernel of keys or values."""
         (diagonal, pairs), words = getattr(self._kernels, name), self._kernels.words
         if words is None:
             return diagonal, pairs
@@ -794,16 +785,6 @@ class PositionAttention(RowAttention):
         if mixture.coincidence is not None:
             diagonal = diagonal + mixture.coincidence * (alike - diagonal)
         return diagonal, mixture.mean([pairs, same])
-
-    def _rows_times(self, kernel: Matrix) -> Array:
-        """(P, P) [row, key] of W C."""
-        excess = kernel[0] - diagonal_of(kernel[1])
-        return np.asarray(self.counted @ kernel[1] + self.weights * excess)
-
-    def _unshared(self, name: str) -> Array:
-        kernel = self._mean_of(name)
-        shared = (self.counted * self._rows_times(kernel)).sum(1)
-        return np.asarray(np.maximum(self.counted @ kernel[0] - shared, 0.0))
 
     def mean_output(self) -> Matrix:
         """Overlap W C W^T of mean outputs."""

@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ....engine.classes import Matrix, diagonal_of
 from ..softmax.table import THETA_MAX
 from .finite_rows import Calibration, Nodes, Widths
 from .row_statistics import AttentionRows, dropped_by_own, saturation
@@ -111,6 +112,7 @@ class RowAttention:
         overlap_path: what the query path gains per unit of G and of the relative variance of two
             tokens' overlap.
         logit_variance: of every row, of its logits around their common part, theta.
+        weights, counted: (rows, keys) mean attention, to one token and to all of a key.
     """
 
     output: Any
@@ -118,6 +120,8 @@ class RowAttention:
     overlap_path: Any
     logits: Any
     logit_variance: Array
+    weights: Array
+    counted: Array
 
     _rows: AttentionRows  # of every row
     _calibration: Calibration  # likewise
@@ -129,24 +133,40 @@ class RowAttention:
     _bare: Array  # correlation of every two queries
     _correlation: Array  # at which the joint law is read
     _shift: Array
+    _sizes: Array  # (keys,) second moments of values
     _linear: float = 1.0
 
     def _split(self, of_pairs: Array) -> Any:
         """A symmetric number for every pair, in the layout of kernels."""
         raise NotImplementedError
 
-    def _attended(self) -> Array:
-        """(rows,) mean second moment of the values that a row attends to."""
+    def _mean_of(self, name: str) -> Matrix:
+        """Means over cells of the kernel of `keys` or `values`."""
         raise NotImplementedError
+
+    def _turned_keys(self) -> NDArray[np.complex128] | None:
+        """(..., keys, m) e^{i w j} of keys that turn with their positions; None: they do not."""
+        raise NotImplementedError
+
+    def _rows_times(self, kernel: Matrix) -> Array:
+        """(rows, keys) of W C."""
+        excess = kernel[0] - diagonal_of(kernel[1])
+        return np.asarray(self.counted @ kernel[1] + self.weights * excess)
 
     def _unshared(self, name: str) -> Array:
         """(rows,) what the keys or values that a row attends to do not share, at least 0."""
-        raise NotImplementedError
+        kernel = self._mean_of(name)
+        shared = (self.counted * self._rows_times(kernel)).sum(1)
+        return np.asarray(np.maximum(self.counted @ kernel[0] - shared, 0.0))
 
     def _directed(self, shift: Array) -> Array:
         """What a row's direction adds to the tokens that it attends to: (rows,), or (rows, m) of
-        keys that turn with their positions."""
-        raise NotImplementedError
+        keys that turn, each of which has a part w_ij (C_jj - sum_l w_il C_lj)."""
+        turned, kernel = self._turned_keys(), self._mean_of("values")
+        if turned is None:
+            return shift
+        parts = of_shift(self.counted * (kernel[0] - self._rows_times(kernel)), shift)
+        return np.asarray((parts[:, None, :] @ turned)[:, 0])
 
     def _products(self) -> Array:
         """Products of two rows' `_shift`, for every pair."""
@@ -178,7 +198,7 @@ class RowAttention:
         """
         logits, rows, widths, alone = self.logits, self._rows, self._widths, self._alone
         (first, second), calibration = self._two_rows, self._calibration
-        temperature, attended = logits.temperature, self._attended()
+        temperature, attended = logits.temperature, self.counted @ self._sizes
         if itself:
             shift = attended - (mean + excess)[alone]
             if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
