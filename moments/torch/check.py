@@ -189,6 +189,9 @@ class Checking:
     def _described(self) -> Transformer:
         """The module as it is; where its sums are none that a declaration can say, without them."""
         self.notes += broken(self.tensors)
+        if self.reading.model is None:
+            why = "; ".join(self.reading.reasons)
+            self.notes.append(f"its sums are taken as declared: {why}")
         try:
             model = described_as(self.architecture, self.tensors)
         except DomainError as error:
