@@ -41,7 +41,7 @@ from .batches import (
     measured_moments,
 )
 from .checkpoints import opened
-from .dataflow.reading import in_every_layer, random_part
+from .dataflow.reading import random_part
 from .describe import broken, described_as
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
 from .entries import EntryMoments
@@ -191,17 +191,14 @@ class Checking:
             ) from error
 
     def _described(self) -> Transformer:
-        """The module as it is; where its sums are none that a declaration can say, without them."""
+        """The module as it is; where no pass shows its sums, with those that are declared."""
         self.notes += broken(self.tensors)
-        try:
-            model = described_as(self.architecture, self.tensors)
-        except DomainError as error:
-            self.notes.append(f"its sums are taken as declared: {error}")
-            own, entries = self.architecture, self.tensors.entries
-            assert own.weights is not None
-            squares = {(role.layer, role.name): e.square for role, e in entries if not role.stack}
-            values = in_every_layer(MATRICES, own.layers, squares)
-            return own.replace(weights=own.weights.replace(**values))
+        model = self.architecture
+        if self.reading.model is None:
+            why = "; ".join(self.reading.reasons)
+            self.notes.append(f"its sums are taken as declared: {why}")
+            with contextlib.suppress(DomainError):  # numbers that no declaration can have
+                model = described_as(model, self.tensors)
         other = model.encoder
         sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
         if other is None or other.embedding is not None or not isinstance(sound, SoundEmbedding):

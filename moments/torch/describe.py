@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from ..errors import ValidityWarning
@@ -21,7 +20,7 @@ from .architecture import check_sizes, promised_by
 from .assumptions import WeightStatistics, alignment_note, copy_notes, gain_notes, notes
 from .checkpoints import drawn, is_meta, opened
 from .dataflow import read
-from .dataflow.reading import EXACT, biases_of, fewest, gain_fields, in_every_layer, near
+from .dataflow.reading import EXACT, biases_of, in_every_layer
 from .entries import EntryMoments
 from .expectation import OUTSIDE, model_of_stack
 from .roles import (
@@ -29,7 +28,6 @@ from .roles import (
     HookPoint,
     ModuleRoles,
     Role,
-    Sums,
     block_of,
     gain_of,
     layer_pattern,
@@ -215,42 +213,20 @@ Entries = Mapping[tuple[int, str], EntryMoments]
 
 
 def _with_variances(model: Transformer, read: Tensors, stack: str = "") -> Transformer:
-    """One stack's Transformer, with the variances and multipliers of its module."""
-    model = model_of_stack(model, stack)
+    """One stack's Transformer, with its module's variances, and its multipliers where a pass shows
+    them."""
+    model, own = model_of_stack(model, stack), read.reading.model
+    own = own.encoder if own is not None and stack else own
     assert model.weights is not None
     entries = {(r.layer, r.name): e for r, e in read.entries if r.stack == stack}
     squares = {place: moments.square for place, moments in entries.items()}
+    scales = ("skip_scale", "branch_scale", "norm_gain", "layernorm_scaling")
     return model.replace(
         weights=model.weights.replace(**in_every_layer(MATRICES, model.layers, squares)),
         biases=biases_of(model.layers, squares),
-        **_scales(model, entries, stack, read.reading.sums),
+        **({} if own is None else {name: getattr(own, name) for name in scales}),
         **_outside(model, entries, None if stack else read.reading.logit_scale),
     )
-
-
-def _gain(entries: Entries, layer: int, block: str) -> EntryMoments | None:
-    """Of a block's norm, which may be one for both blocks."""
-    names = (f"{block}.norm.gain", "attention.norm.gain")
-    return next((entries[layer, name] for name in names if (layer, name) in entries), None)
-
-
-def _scales(model: Transformer, entries: Entries, stack: str, sums: Sums) -> dict[str, Any]:
-    gains, skip, branch, output = np.ones((4, model.layers, 2))
-    for (row, column), _ in np.ndenumerate(gains):
-        block = ("attention", "ffn")[column]
-        if model.parallel or (row + 1, f"{block}.norm.gain") in entries:
-            gain = _gain(entries, row + 1, block)
-            gains[row, column] = 1.0 if gain is None else math.sqrt(gain.square)
-    for (of, layer, block), one in sums.items():
-        if of != stack or layer > model.layers:
-            continue
-        at = layer - 1, int(block == "ffn")
-        gain = _gain(entries, layer, block)
-        size = 1.0 if gain is None else math.sqrt(gain.square)
-        skip[at], branch[at] = near(one.skip or 1.0), near(one.branch)
-        output[at] = near(one.norm / size) if one.norm is not None and size else 1.0
-    scales = {"skip_scale": fewest(skip), "branch_scale": fewest(branch)}
-    return scales | gain_fields(gains, output)
 
 
 def _outside(model: Transformer, entries: Entries, scale: float | None) -> dict[str, Any]:
