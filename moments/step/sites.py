@@ -79,7 +79,7 @@ class Site:
         """Of the sum of two branches that read one tensor, which receive one gradient."""
         assert self.signal is not None
         assert other.signal is not None
-        total = added(self.signal, other.signal, 1.0, 1.0, source=entering.signal)
+        total = added(self.signal, other.signal, 1.0, 1.0, parallel=True)
         kernel = np.asarray(total.second_moment().off_diagonal, float)
         return dataclasses.replace(other, signal=total, kernel=kernel)
 
