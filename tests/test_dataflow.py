@@ -572,3 +572,48 @@ def test_the_matrix_that_widens_narrower_tables(kind: str) -> None:
     with torch.no_grad():
         module.get_parameter(wide).mul_(2)
     assert wide in str(moments.torch.audit(module, declared))
+
+
+class SinkAttention(nn.Module):
+    """Attention over keys and, as GPT-OSS has it, a logit of every head behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
+        self.sinks = nn.Parameter(0.5 * torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        logits = q @ k.transpose(-1, -2) / 4
+        logits = logits.masked_fill(torch.ones(t, t).triu(1).bool(), -torch.inf)
+        sinks = self.sinks.view(1, 4, 1, 1).expand(b, 4, t, 1)
+        weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, 64))
+
+
+class SinkLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.n1, self.n2 = SinkAttention(), nn.RMSNorm(64), nn.RMSNorm(64)
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.n1(x))
+        return x + self.down(nn.functional.gelu(self.up(self.n2(x))))
+
+
+def test_sinks_behind_the_keys_are_read_drawn_and_audited() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(90, 64), SinkLayer(), SinkLayer(), nn.RMSNorm(64))
+    seen = moments.torch.describe(module)
+    sinks = [layer.attn.sinks for layer in module[1:3]]
+    wanted = [float(one.detach().square().mean()) for one in sinks]
+    assert seen.model.attention_sinks == pytest.approx(wanted, rel=1e-5)
+    assert seen.model.causal
+    plan = moments.solve(seen.model.replace(attention_sink=4.0), "xavier")
+    moments.torch.initialize(module, plan)
+    assert moments.torch.audit(module, plan).passed
+    with torch.no_grad():
+        sinks[1].mul_(3.0)
+    assert not moments.torch.audit(module, plan).passed

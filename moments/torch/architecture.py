@@ -367,6 +367,8 @@ def _resolved(plan: Transformer, model: Transformer, name: str) -> Any:
         return model.dropout
     if name == "norm":
         return model.placements
+    if name == "attention_sink":  # whose entries are drawn where there are any
+        return tuple(one is not None for one in model.attention_sinks)
     return getattr(model, name)
 
 

@@ -148,6 +148,8 @@ def expected_variance(model: Transformer, role: Role) -> float | None:
             return float(getattr(model.layer_weights(role.layer), role.name))
         if role.name.startswith((SHARED, "router")):
             return _of_experts(model, role)
+        if role.name == "attention_sink":
+            return model.attention_sinks[role.layer - 1]
         if kind == "bias":
             biases = {} if model.biases is None else model.biases.layer(role.layer)
             return float(biases.get(matrix, 0.0))

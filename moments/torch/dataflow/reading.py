@@ -607,6 +607,8 @@ class _Reading:
                         roles.linear(s, number, f"{cross}output", linear)
                     roles.norm(s, number, f"{cross}query.norm", unit.attention.qk_norm)
                     roles.norm(s, number, f"{cross}key.norm", unit.attention.key_norm)
+                    if unit.attention.sinks is not None:
+                        roles.whole(s, number, "attention_sink", unit.attention.sinks)
                     if unit.attention.relative is not None and number == 1:
                         roles.whole(s, 0, "relative_bias", unit.attention.relative)
                 if unit.feed is not None:
@@ -762,6 +764,8 @@ class _Reading:
         fields["parallel_norms"] = 2 if apart else 1
         fields |= self._norm_fields(stack) | self._scales(stack)
         fields |= self._positions(attentions, stack)
+        sinks = [None if a.sinks is None else self._table(a.sinks) for a in attentions]
+        fields["attention_sink"] = one_or_all(sinks)
         temperatures = [near(a.temperature) for a in attentions]
         fields["temperature"] = one_or_all(temperatures)
         fields["weights"], fields["biases"] = self._weights(stack)

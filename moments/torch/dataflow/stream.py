@@ -531,8 +531,19 @@ class StreamReader:
                 )
         result.rotary = self._rotary(core, sides["query"], result)
         q, k = 30 * read.draw(core.query), read.draw(core.key)
-        z, base = (graph.run({core.query: s * q, core.key: k}, core.logits)[0] for s in (1, 0))
+
+        def logits(size: float) -> Tensor:
+            (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
+            return z if result.sinks is None else z[..., :-1]
+
         dots = torch.matmul(q.double(), k.double())
+        z, base = logits(1), logits(0)
+        if z.shape[-1] == dots.shape[-1] + 1 and torch.equal(z[..., -1], base[..., -1]):
+            path = graph.path([graph.nodes[core.product].outputs[0]], core.logits)
+            held = [graph.values[v] for v in self.read.leaves(path)]
+            if len(held) == 1 and held[0].tensor.numel() == result.heads:
+                result.sinks = str(held[0].name)
+                z, base = logits(1), logits(0)
         if dots.numel() != z.numel():
             more = "more" if z.numel() > dots.numel() else "fewer"
             result.doubts.append(f"a softmax over {more} entries than queries times keys")
@@ -541,8 +552,7 @@ class StreamReader:
         there = torch.isfinite(base) & (base > HIDDEN)
 
         def moved(size: float) -> Tensor:
-            (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
-            return (z - base)[there]
+            return (logits(size) - base)[there]
 
         slope, result.softcap = multiple_or_cap(dots[there], moved)
         if slope is None:

@@ -103,6 +103,7 @@ class AttentionUnit:
     Attributes:
         multiplier: of q k; None where logits are no multiple of it.
         turned: whether values are turned by their position.
+        sinks: the parameter that holds a logit of every head behind those of the keys.
     """
 
     heads: int
@@ -123,6 +124,7 @@ class AttentionUnit:
     output: list[LinearUnit] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     turned: bool = False
+    sinks: str | None = None
 
     @property
     def temperature(self) -> float:
