@@ -1,4 +1,4 @@
-"""A few of the random correct modules of `benchmarks/random_modules.py`: nothing is wrong in them."""
+"""A few of the correct modules of `benchmarks/random_modules.py`: nothing is wrong in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import moments
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-import random_modules  # noqa: E402
+import random_modules
 
 
 @pytest.mark.parametrize("number", [26, 45, 46])
