@@ -1,4 +1,4 @@
-"""Random correct modules of `benchmarks/random_modules.py`: nothing is wrong in a few of them."""
+"""A few of the correct modules of `benchmarks/random_modules.py`: nothing is wrong in them."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Lowering:
         coherent: parameters of which one entry acts on all features of a place, or that are used as
             numbers: they move norms as well (`scalars`).
         numbers: these, by name, as what depends on them does.
-        owned: variables whose mean and mean square known numbers are made of, with these.
+        owned: variables of whose mean, or mean square, known numbers are made, with it.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Lowering:
         self.whole: dict[str, Tensor] = {}
         self.coherent: set[str] = set()
         self.numbers: dict[str, Tensor] = {}
-        self.owned: dict[int, tuple[Variable, Tensor, Tensor]] = {}
+        self.owned: dict[tuple[int, bool], tuple[Variable, Tensor]] = {}
         for index, value in enumerate(graph.values):
             if value.producer is not None:
                 continue
@@ -687,16 +687,15 @@ class Lowering:
             again(graph, node, tensors, {})
         return tensors[value].reshape(-1)[w.index]
 
-    def own(self, v: Variable) -> tuple[Tensor, Tensor]:
-        """Mean and mean square (sites,) of a variable; where a parameter is used as a number before
-        it, as what known numbers made of them depend on."""
+    def own(self, v: Variable, square: bool = False) -> Tensor:
+        """Mean (sites,) of a variable, or mean square; where a parameter is used as a number before
+        it, as what known numbers made of it depend on."""
+        law = self.laws.square(v) if square else self.laws.mean(v)
         if not self.coherent:
-            return self.laws.mean(v), self.laws.square(v)
-        if v.number not in self.owned:
-            law = self.laws.mean(v), self.laws.square(v)
-            mean, square = (t.detach().clone().requires_grad_(True) for t in law)
-            self.owned[v.number] = v, mean, square
-        return self.owned[v.number][1] * 1.0, self.owned[v.number][2] * 1.0
+            return law
+        if (v.number, square) not in self.owned:
+            self.owned[v.number, square] = v, law.detach().clone().requires_grad_(True)
+        return self.owned[v.number, square][1] * 1.0
 
     def _scaled(self, x: Field, c: Tensor) -> Field:
         terms = [Term(x.variable, c)]
@@ -869,13 +868,12 @@ class Lowering:
             share = number(1.0 / count if name == "mean" else 1.0)
             shape = self._shape(node.outputs[0])
             return [self._pooled(x, axes, share, shape)] if pools else None
-        own = self.own(x.variable)
-        mean = own[0][x.site]
+        mean = self.own(x.variable)[x.site]
         over = mean.mean(axes, keepdim=True)
         positive = isinstance(x.variable, Square)
         if name == "mean" or (name == "sum" and positive):
             return [self._known(node, 0, over * (count if name == "sum" else 1))]
-        second = own[1][x.site]
+        second = self.own(x.variable, square=True)[x.site]
         if name == "sum" and float((mean**2).mean()) * count < 4 * float(second.mean()):
             return None  # noise of the same order as what follows
         if name == "sum":
@@ -941,7 +939,7 @@ class Lowering:
             whole = numbers[x.site].reshape(rows)
             return whole.mean(axes, keepdim=True).expand(rows).reshape(x.site.shape)
 
-        mean, square = map(over, self.own(x.variable))
+        mean, square = over(self.own(x.variable)), over(self.own(x.variable, square=True))
         if not centres:
             return x, (square + epsilon).rsqrt()
         centred = self._added(x, Known(-mean), (1.0, 1.0), x.site.shape)
@@ -965,7 +963,7 @@ class Lowering:
         centred = self._added(x, mean_of, (1.0, -1.0), shape)
         if centred is None:
             return None, torch.ones(())
-        square = self.own(centred.variable)[1][centred.site].mean()
+        square = self.own(centred.variable, square=True)[centred.site].mean()
         return centred, (square + args[7]).rsqrt()
 
     # --- several tensors in one -------------------------------------------------------------------

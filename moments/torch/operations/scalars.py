@@ -57,7 +57,6 @@ class Changes:
         self._direction[entry] = 1.0
         self._direction = self._direction.reshape(number.shape)
         self._made: dict[int, Variable | None] = {}
-        self._owned: dict[int, tuple[Tensor, Tensor] | None] = {}
 
     def of(self, v: Variable) -> Variable | None:
         """The derivative of a variable; None: it does not change."""
@@ -172,31 +171,24 @@ class Changes:
         if moving is None or not moving.requires_grad:
             return None
         lowering = self._lowering
-        owned = {id(t): v for v, *both in lowering.owned.values() for t in both}
-        leaves = [t for _, *both in lowering.owned.values() for t in both]
+        leaves = [leaf for _, leaf in lowering.owned.values()]
         back = torch.zeros_like(moving)
         used = torch.autograd.grad(moving, leaves, back, retain_graph=True, allow_unused=True)
         moved = [(lowering.numbers[self._name], self._direction)]
-        for leaf in (leaf for leaf, got in zip(leaves, used, strict=True) if got is not None):
-            variable, mean, _ = lowering.owned[owned[id(leaf)].number]
-            change = self._own(variable)
+        for (key, (variable, leaf)), got in zip(lowering.owned.items(), used, strict=True):
+            change = None if got is None else self._own(variable, key[1])
             if change is not None:
-                moved.append((leaf, change[0 if leaf is mean else 1]))
+                moved.append((leaf, change))
         made = pushed(moving, moved)
         return None if made is None or not bool(made.any()) else made
 
-    def _own(self, v: Variable) -> tuple[Tensor, Tensor] | None:
-        """Derivatives of a variable's mean and mean square (sites,)."""
-        if v.number not in self._owned:
-            laws = self._lowering.laws
-            change = self.of(v)
-            if change is None:
-                self._owned[v.number] = None
-            else:
-                together = laws.covariance(change, v).diagonal()
-                mean = laws.mean(change)
-                self._owned[v.number] = mean, 2 * (together + mean * laws.mean(v))
-        return self._owned[v.number]
+    def _own(self, v: Variable, square: bool) -> Tensor | None:
+        """The derivative of a variable's mean, or mean square, (sites,)."""
+        change, laws = self.of(v), self._lowering.laws
+        if change is None:
+            return None
+        mean = laws.mean(change)
+        return 2 * (laws.covariance(change, v).diagonal() + mean * laws.mean(v)) if square else mean
 
 
 def squared_gradients(lowering: Lowering, end: Variable, kernel: Tensor) -> dict[str, float]:
