@@ -498,9 +498,8 @@ def own_response(
     counts: Sequence[Array],
     seen: NDArray[np.bool_],
     prior: Array,
-    pull: Array,
-    strength: Array,
-    steady: Array,
+    reference: AttentionRows,
+    logit_scale: float,
 ) -> tuple[list[Matrix], Array]:
     """1 - A of rows with themselves, by the parts of `Mixture`, and of words that are read once.
 
@@ -513,11 +512,16 @@ def own_response(
         counts: (c, n) what sums over keys count, by part.
         seen: (c, n) the keys of every row.
         prior: (c, n) weight of a key's token where logits vanish.
-        pull: (c,) log-odds of P2 per unit of the kernel.
-        strength: (c,) response of the softmax to its own logits; `AttentionRows`.
-        steady: (c,) the first step, and the least: `AttentionRows.step`.
+        reference: (c,) of these rows.
+        logit_scale: per unit of their temperature.
     """
-    mixture, weights, keys, step = sums.mixture, sums.one, counts[0], steady
+    mixture, weights, keys = sums.mixture, sums.one, counts[0]
+    strength, step = reference.strength, reference.step
+    steady = step  # the first step, and the least
+    pull = reference.odds * logit_scale * reference.temperature * reference.variance_kept
+    pull = np.where(
+        reference.keys > 1.0, pull, 0.0
+    )  # one key is all of its row, whatever its logit
     mask = seen.astype(float)
     both = mask[:, :, None] * mask[:, None, :]
     parts = mixture.parts_of([diagonal], relations, diagonal_of)
