@@ -23,7 +23,7 @@ from ....engine.classes import Matrix
 from ....errors import domain_error
 from . import exact_rows
 from .finite_rows import Calibration, Widths, calibrate, nodes_for
-from .joint_laws import ALIKE, Sums, own_response, sharpening
+from .joint_laws import ALIKE, Sums, own_response
 from .logits import (
     Logits,
     Rotation,
@@ -237,8 +237,8 @@ class KernelAttention(RowAttention):
         self._read, self._read_slope = ((scales * x).astype(np.float32) for x in (value, slope))
         self._rows = rows = stats.of(self._pattern)
         self._calibration = Calibration(*(x[self._group[self._pattern]] for x in calibration))
-        sharp = sharpening(rows, *self._two_rows, self._correlation)
-        given = self._calibration, nodes, value, self._two_rows, sharp, self._widths
+        pairs = self._two_rows, rows, self._correlation
+        given = self._calibration, nodes, value, *pairs, self._widths
         self._factors = factors = PathFactors.of(*given, None if rotation is None else self._bare)
         self._key, self._terms = factors.key, None
         if rotation is not None and factors.along is not None:

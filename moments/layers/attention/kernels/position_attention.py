@@ -34,7 +34,6 @@ from .joint_laws import (
     geometric_mean,
     on_diagonal,
     own_response,
-    sharpening,
     times,
 )
 from .relative_positions import RotaryMeans
@@ -625,8 +624,7 @@ class PositionAttention(RowAttention):
             )
         ]
 
-        sharp = sharpening(rows, pairs.long, pairs.short, rho)
-        given = calibration, nodes, basis, (pairs.long, pairs.short), sharp, self._widths
+        given = calibration, nodes, basis, (pairs.long, pairs.short), rows, rho, self._widths
         self._factors = paths = PathFactors.of(*given, None if rotary_means is None else bare)
         still = np.stack([paths.key, paths.cross])
         # of the derivative as keys turn with their rows, and as they turn alone
