@@ -44,7 +44,7 @@ class GatedHeads(Component):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         records = self.heads.propagate(signal, run), self.gate.propagate(signal, run)
-        output = product(*(record.output for record in records), self.each)
+        output = product(records[0].output, records[1].output, self.each)
         return run.passed(Record(self, run.layer, signal, output, records))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:

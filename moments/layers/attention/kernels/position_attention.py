@@ -585,8 +585,7 @@ class PositionAttention(RowAttention):
         nodes = self._nodes
         if nodes is None or lowest.min() < nodes.low:
             self._nodes = nodes = nodes_for(lowest, float(rows.theta.max()))
-            given = rows, logits.scale, nodes, self._widths
-            self._calibration = calibrate(*given, between_nodes=True)
+            self._calibration = calibrate(rows, logits.scale, nodes, self._widths, True)
         # else rows of one word, which are more alike: their correlations lie among these
         calibration, exponent = self._calibration, self._calibration.exponent
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
