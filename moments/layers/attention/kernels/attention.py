@@ -23,7 +23,7 @@ from ....engine.classes import Matrix
 from ....errors import domain_error
 from . import exact_rows
 from .finite_rows import Calibration, Widths, calibrate, nodes_for
-from .joint_laws import ALIKE, Sums, own_response, sharpening
+from .joint_laws import ALIKE, Sums, own_response
 from .logits import (
     Logits,
     Rotation,
@@ -221,16 +221,12 @@ class KernelAttention(RowAttention):
             lowest = np.minimum(lowest * rotation.queries, 0.0)
         self._nodes = nodes = nodes_for(lowest, float(stats.theta.max()))
         leaders = stats.of(np.arange(len(self._group), len(stats.count)))
-        theta, keys, by_mean = leaders.theta, leaders.keys, leaders.unshared_by_mean
-        unshared = leaders.unshared_fraction
-        calibration = calibrate(theta, keys, unshared, by_mean, nodes, self._widths)
-        variance = np.maximum(leaders.logit_variance, exact_rows.THETA_LEAST)
-        gap = np.maximum(variance * leaders.strength**2, 1e-12)
-        sizes = logits.scale * leaders.temperature / gap
-        exponents = calibration.log_odds * sizes[:, None]
+        calibration = calibrate(leaders, logits.scale, nodes, self._widths)
         scale = row_scale(stats, self._group, self._classes, logits.within, nodes)
         self._row_scale, scale = scale, scale[:, self._pattern] * norm
-        self._laws = JointLaws(self._classes, self._pattern, exponents, nodes.slopes, logits)
+        self._laws = JointLaws(
+            self._classes, self._pattern, calibration.exponent, nodes.slopes, logits
+        )
         turned = self._turned(logits.values)
         self._turn: Array | float = 1.0
         if rotation is not None and turned is not None:
@@ -241,8 +237,8 @@ class KernelAttention(RowAttention):
         self._read, self._read_slope = ((scales * x).astype(np.float32) for x in (value, slope))
         self._rows = rows = stats.of(self._pattern)
         self._calibration = Calibration(*(x[self._group[self._pattern]] for x in calibration))
-        sharp = sharpening(rows, *self._two_rows, self._correlation)
-        given = self._calibration, nodes, value, self._two_rows, sharp, self._widths
+        pairs = self._two_rows, rows, self._correlation
+        given = self._calibration, nodes, value, *pairs, self._widths
         self._factors = factors = PathFactors.of(*given, None if rotation is None else self._bare)
         self._key, self._terms = factors.key, None
         if rotation is not None and factors.along is not None:
@@ -387,10 +383,8 @@ def _make_class(
         one, every, ones = weights[-1:], slice(0, len(inside)), np.ones((1, len(inside)))
         aims = ones[..., None]
         sums = Sums.of(ALIKE, (every, every), (one, one), (one, one), (aims, aims))
-        pull = (stats.odds * scale * stats.temperature * stats.variance_kept)[leader]
         given = np.diagonal(inside), [inside[None]], [ones], ones > 0.0, prior[-1:]
-        of_row = (np.array([x]) for x in (pull, stats.strength[leader], stats.step[leader]))
-        ((excess, pairs),), _ = own_response(sums, *given, *of_row)
+        ((excess, pairs),), _ = own_response(sums, *given, stats.of(members[-1:]), scale)
         response = pairs[0] + np.diag(excess[0])
     return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 

@@ -21,6 +21,7 @@ from ..softmax import chi_square_rule
 from ..softmax.norms import CORRECTED_MAX, STIFFNESS_LEAST, key_corrections, pair_spreads
 from ..softmax.table import chebyshev_basis
 from . import exact_rows
+from .row_statistics import AttentionRows
 
 
 class Widths(NamedTuple):
@@ -338,7 +339,8 @@ class Calibration(NamedTuple):
     """One row per class; a column per node where two are stated.
 
     Attributes:
-        log_odds: (classes, r) log[(n-1) C2/(1-C2)], averaged over the widths' fluctuations in C2.
+        exponent: (classes, r) of a class's joint law with itself per unit of the projected kernel,
+            by log[(n-1) C2/(1-C2)], averaged over the widths' fluctuations in C2.
         key: (classes, r) multiplies dF/drho in the key path; rho at infinite width.
         along: (classes, r) the same per unit of the queries' covariance: `key` without what comes
             of fluctuating products; 1 at infinite width.
@@ -351,7 +353,7 @@ class Calibration(NamedTuple):
             and 0 at infinite width.
     """
 
-    log_odds: Array
+    exponent: Array
     key: Array
     along: Array
     query: Array
@@ -365,10 +367,8 @@ class Calibration(NamedTuple):
 
 
 def calibrate(
-    theta: Array,
-    keys: Array,
-    unshared: Array,
-    unshared_keys: Array,
+    reference: AttentionRows,
+    logit_scale: float,
     nodes: Nodes,
     widths: Widths,
     between_nodes: bool = False,
@@ -376,12 +376,12 @@ def calibrate(
     """Exact statistics of every class at every node.
 
     Args:
-        theta, keys: (classes,) reference rows.
-        unshared, own: (classes,) fraction of a key that it does not share with the others, by the
-            variance of the logits and by the mean overlap of the keys.
+        reference: of the classes' own rows.
         between_nodes: whether joint laws are formed at any correlation, of log odds interpolated to
             it; False: at the nodes, and interpolated themselves.
     """
+    theta, keys, unshared = reference.theta, reference.keys, reference.unshared_fraction
+    unshared_keys = reference.unshared_by_mean
     single, column = (keys <= 1.0)[:, None], theta[:, None]
     rho = np.broadcast_to(nodes.rho, (len(theta), len(nodes.rho)))
     result = finite_rows(theta, keys, unshared_keys, rho, widths)
@@ -397,8 +397,10 @@ def calibrate(
     lift = np.where(unshared > 0.0, unshared_keys / np.where(unshared > 0.0, unshared, 1.0), 1.0)
     alone, noise = keys <= 1.0, result.jacobian
     cross = 2.0 / widths.d_model * unshared * result.dropped_cross / (theta * noise)
+    gap = np.maximum(reference.logit_variance, exact_rows.THETA_LEAST) * reference.strength**2
+    sizes = logit_scale * reference.temperature / np.maximum(gap, 1e-12)
     return Calibration(
-        np.where(single, 0.0, odds),
+        np.where(single, 0.0, odds) * sizes[:, None],
         np.where(still, rho, result.key / closure),
         np.where(still, 1.0, result.along / closure),
         np.where(still, 1.0, column * result.query / closure),

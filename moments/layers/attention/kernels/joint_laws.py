@@ -498,9 +498,8 @@ def own_response(
     counts: Sequence[Array],
     seen: NDArray[np.bool_],
     prior: Array,
-    pull: Array,
-    strength: Array,
-    steady: Array,
+    reference: AttentionRows,
+    logit_scale: float,
 ) -> tuple[list[Matrix], Array]:
     """1 - A of rows with themselves, by the parts of `Mixture`, and of words that are read once.
 
@@ -513,11 +512,15 @@ def own_response(
         counts: (c, n) what sums over keys count, by part.
         seen: (c, n) the keys of every row.
         prior: (c, n) weight of a key's token where logits vanish.
-        pull: (c,) log-odds of P2 per unit of the kernel.
-        strength: (c,) response of the softmax to its own logits; `AttentionRows`.
-        steady: (c,) the first step, and the least: `AttentionRows.step`.
+        reference: (c,) of these rows.
+        logit_scale: per unit of their temperature.
     """
-    mixture, weights, keys, step = sums.mixture, sums.one, counts[0], steady
+    mixture, weights, keys = sums.mixture, sums.one, counts[0]
+    strength, step = reference.strength, reference.step
+    steady = step  # the first step, and the least
+    pull = reference.odds * logit_scale * reference.temperature * reference.variance_kept
+    # one key is all of its row, whatever its logit
+    pull = np.where(reference.keys > 1.0, pull, 0.0)
     mask = seen.astype(float)
     both = mask[:, :, None] * mask[:, None, :]
     parts = mixture.parts_of([diagonal], relations, diagonal_of)
@@ -615,20 +618,3 @@ def geometric_mean(first: Array, second: Array) -> Array:
     product = first * second
     size = np.sign(first) * np.sqrt(np.maximum(product, 0.0))
     return np.where(product > 0.0, size, 0.5 * (first + second))
-
-
-def sharpening(
-    stats: AttentionRows, first: Indices, second: Indices, correlation: Array
-) -> Array | float:
-    """Growth of dF/drho beyond the tables, of pairs of rows with these statistics.
-
-    At rho = 1 a hard softmax is sensitive only where two logits nearly tie, E tr J^2 of order
-    theta^{-1/2}; correlations with theta (1 - rho) >> 1 have reached their limit.
-    """
-    if not np.any(stats.logit_variance > stats.theta):
-        return 1.0
-    inside = np.sqrt(stats.theta)
-    beyond = np.sqrt(np.maximum(stats.logit_variance, stats.theta))
-    unlike = 1.0 - correlation
-    inner = 1.0 / (inside[first] * inside[second]) + unlike
-    return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + unlike)))

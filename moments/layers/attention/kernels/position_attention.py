@@ -34,7 +34,6 @@ from .joint_laws import (
     geometric_mean,
     on_diagonal,
     own_response,
-    sharpening,
     times,
 )
 from .relative_positions import RotaryMeans
@@ -480,16 +479,13 @@ class PositionAttention(RowAttention):
         keys, seen = logits.key_counts.keys[of, among], logits.key_counts.visible[of, among]
         weights, diagonal = self.weights[of, among], logits.keys[0][among]
         mixture, counts = logits.mixture(among, among), self._counts(keys)
-        several = rows.keys > 1.0  # one key is all of its row, whatever its logit
-        temperature = logits.scale * logits.queries[0]
-        pull = np.where(several, rows.odds * temperature * rows.variance_kept, 0.0)[of]
         every, aims = slice(0, len(diagonal)), self._by_word[of, among]
         of_classes = keys * weights
         sums = Sums.of(
             mixture, (every, every), (of_classes, of_classes), (weights, weights), (aims, aims)
         )
         given = diagonal, logits.among(of, among), counts, seen, logits.prior[of, among]
-        parts, single = own_response(sums, *given, pull, rows.strength[of], rows.step[of])
+        parts, single = own_response(sums, *given, rows.of(of), logits.scale)
         self._read_once[of, among] = single
         return parts
 
@@ -589,15 +585,9 @@ class PositionAttention(RowAttention):
         nodes = self._nodes
         if nodes is None or lowest.min() < nodes.low:
             self._nodes = nodes = nodes_for(lowest, float(rows.theta.max()))
-            unshared, by_mean = rows.unshared_fraction, rows.unshared_by_mean
-            self._calibration = calibrate(
-                rows.theta, rows.keys, unshared, by_mean, nodes, self._widths, between_nodes=True
-            )
+            self._calibration = calibrate(rows, logits.scale, nodes, self._widths, True)
         # else rows of one word, which are more alike: their correlations lie among these
-        calibration = self._calibration
-        gap = np.maximum(rows.logit_variance, exact_rows.THETA_LEAST) * rows.strength**2
-        exponent = calibration.log_odds / np.maximum(gap, 1e-12)[:, None]
-        exponent = exponent * logits.scale * temperature[:, None]
+        calibration, exponent = self._calibration, self._calibration.exponent
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
         moved, unturned, along_values, turn = self._projections
@@ -633,8 +623,7 @@ class PositionAttention(RowAttention):
             )
         ]
 
-        sharp = sharpening(rows, pairs.long, pairs.short, rho)
-        given = calibration, nodes, basis, (pairs.long, pairs.short), sharp, self._widths
+        given = calibration, nodes, basis, (pairs.long, pairs.short), rows, rho, self._widths
         self._factors = paths = PathFactors.of(*given, None if rotary_means is None else bare)
         still = np.stack([paths.key, paths.cross])
         # of the derivative as keys turn with their rows, and as they turn alone

@@ -213,7 +213,7 @@ class AttentionRows:
     kernel_response: Array
     variance_response: Array
 
-    def of(self, rows: Indices) -> AttentionRows:
+    def of(self, rows: Indices | slice) -> AttentionRows:
         """Of some rows, or of each as often as it is named."""
         return AttentionRows(*(getattr(self, one.name)[rows] for one in fields(self)))
 

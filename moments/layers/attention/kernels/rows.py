@@ -77,7 +77,8 @@ class PathFactors(NamedTuple):
         nodes: Nodes,
         basis: Array,
         pairs: tuple[Indices, Indices],
-        sharp: Array | float,
+        reference: AttentionRows,
+        correlation: Array,
         widths: Widths,
         turned: Array | None,
     ) -> PathFactors:
@@ -85,11 +86,12 @@ class PathFactors(NamedTuple):
         calibration: of every row.
         basis: (r, ...) what multiplies values at the nodes, of every pair.
         pairs: both rows of every pair.
-        sharp: `joint_laws.sharpening`.
+        reference: of every row.
+        correlation: of every pair, at which the joint law is read.
         turned: correlation of the queries, with rotary positions; None without.
         """
         first, second = pairs
-        weights = np.moveaxis(basis, 0, -1)
+        weights, sharp = np.moveaxis(basis, 0, -1), sharpening(reference, *pairs, correlation)
 
         def between(values: Array) -> Array:
             return np.asarray(np.vecdot(weights, 0.5 * (values[first] + values[second])))
@@ -259,6 +261,23 @@ def amplification(
     ]
     kept = np.sqrt(rows.variance_kept)
     return np.asarray(kept[first] * kept[second] * 0.5 * (slopes[0] + slopes[1]))
+
+
+def sharpening(
+    stats: AttentionRows, first: Indices, second: Indices, correlation: Array
+) -> Array | float:
+    """Growth of dF/drho beyond the tables, of pairs of rows with these statistics.
+
+    At rho = 1 a hard softmax is sensitive only where two logits nearly tie, E tr J^2 of order
+    theta^{-1/2}; correlations with theta (1 - rho) >> 1 have reached their limit.
+    """
+    if not np.any(stats.logit_variance > stats.theta):
+        return 1.0
+    inside = np.sqrt(stats.theta)
+    beyond = np.sqrt(np.maximum(stats.logit_variance, stats.theta))
+    unlike = 1.0 - correlation
+    inner = 1.0 / (inside[first] * inside[second]) + unlike
+    return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + unlike)))
 
 
 def toward_keys(moved: Array, looked: Array, size: Array) -> Array:
