@@ -291,6 +291,17 @@ def test_one_draw_is_no_fault_where_the_expected_number_is_in_order() -> None:
     assert "identity layers" in {f.kind for f in moments.check(module).findings}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the library imports
+def test_what_multiplies_a_table_counts() -> None:
+    """x-transformers multiplies its positions by 1/sqrt(d_model) before it adds them."""
+    pytest.importorskip("x_transformers")
+    report = moments.check(foreign_slips.drawn("x-transformers plain", "lecun", 5005))
+    assert report.healthy, str(report)
+    assert not any("not what its weights give" in note for note in report.notes)
+    frame = report.to_frame().set_index("quantity")
+    assert frame.loc["variance entering layer 1"].passed
+
+
 STYLES = ("minGPT", "lecture", "x-transformers", "torchtune", "lit-gpt", "torchtitan", "timm")
 
 

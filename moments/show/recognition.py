@@ -286,7 +286,7 @@ class Place(NamedTuple):
     def fused(self) -> int:
         """Features that queries, keys and values make together."""
         shapes = self.plan.shapes_of(self.layer)
-        return sum(shapes[name][1] for name in INWARD)
+        return sum(shapes[name][1] for name in INWARD if name in shapes)
 
 
 Variance = Callable[[Place], float | None]

@@ -101,7 +101,11 @@ def diagnose(
         left = ("weights", "biases", "embedding", "head", "encoder")
         fields = () if read is None else dataclasses.fields(read)
         pairs = [(f, getattr(read, f.name)) for f in fields if f.init and f.name not in left]
-        typed = [f"{field.name}={value!r}" for field, value in pairs if value != field.default]
+        typed = [
+            f"{field.name}={'moments.' * dataclasses.is_dataclass(value)}{value!r}"
+            for field, value in pairs
+            if value != field.default
+        ]
         words = ", ".join([*typed, "weights=moments.Weights(...)"])
         raise DomainError(
             "nothing in the module says how it is meant to be drawn: pass the plan that it should "
