@@ -170,8 +170,8 @@ def shared_persistence(
         share, count = classes.in_one(share), classes.in_one(classes.count)
         (diagonal, inside), *_ = classes.blocks(single, common)
         excess = diagonal - np.diagonal(inside, axis1=-2, axis2=-1)
-        met = (share[..., None, :] @ inside)[..., 0, :]
-        return classes.repeated(met + share * excess / count)
+        averaged = (share[..., None, :] @ inside)[..., 0, :]
+        return classes.repeated(averaged + share * excess / count)
     leading, count = common.shape[:-2], common.shape[-1]
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     diagonal = np.einsum("...bibj->...bij", blocks)

@@ -246,8 +246,8 @@ class _Ending:
         spread = self.unknown * diagonal[..., :, None] * diagonal[..., None, :]
         noise += 2 / self.width * (total(spread) + self.shared)
         tokens = row_sums(weighted)
-        met = (self.agreement @ tokens[..., :, None])[..., 0]
-        share = over_tokens(tokens * met, self.grad_out)
+        agreeing = (self.agreement @ tokens[..., :, None])[..., 0]
+        share = over_tokens(tokens * agreeing, self.grad_out)
         noise += log_variance_of_mean(self.effect, share / self.batch) * self.batch
         return step._replace(noise=noise)
 

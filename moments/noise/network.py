@@ -386,11 +386,11 @@ class Network:
         result = []
         for group, carried, added, coherent, others in shares:
             sublayer, begins = group.sublayer, np.asarray(starts[: len(carried)])
-            met = np.less_equal.outer(begins, group.places).astype(float)
+            above = np.less_equal.outer(begins, group.places).astype(float)
             axes = (1,) * (carried.ndim - 1 - group.several)
-            met = met.reshape(len(begins), *axes, *((-1,) if group.several else ()))
+            above = above.reshape(len(begins), *axes, *((-1,) if group.several else ()))
             floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
-            result.append((group, floor * others * met))
+            result.append((group, floor * others * above))
         return result
 
     # --- signal --------------------------------------------------------------------------------
