@@ -305,10 +305,6 @@ class Reader(Component):
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """Moments of the output, and the map from its gradient to those at both inputs."""
 
-    @abc.abstractmethod
-    def back_kappa(self, memory_len: int) -> Array:
-        """Width times the relative variance of what queries of a memory send back, squared."""
-
     def response(self, record: Record, around: Around) -> Response:
         # As it meets the tokens that ask: every one alone, of a memory as it is.
         memory, grad_out = record.memory, around.grad_out(record)

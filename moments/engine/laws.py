@@ -147,7 +147,7 @@ def _here() -> _At:
     return at
 
 
-def _held(x: Array, level: float) -> Array:
+def _untraced(x: Array, level: float) -> Array:
     while type(x) is Traced and x.level >= level:
         x = x.value
     return x
@@ -168,14 +168,14 @@ def selves(x: Array) -> tuple[Array, Array]:
         raise DomainError(
             "selves(x) are moments of all tokens with all: declare the block with mixes_tokens=True"
         )
-    return at.layout.selves(_held(x, at.level))
+    return at.layout.selves(_untraced(x, at.level))
 
 
 def variances(x: Array) -> tuple[Array, Array]:
     """Second moments of the first and of the second token of every entry of `x`, which broadcast
     against it; constants to a derivative in `x`."""
     at = _here()
-    return at.layout.variances(_held(x, at.level))
+    return at.layout.variances(_untraced(x, at.level))
 
 
 def normalized(x: Array, epsilon: float = 0.0) -> Array:

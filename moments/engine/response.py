@@ -50,13 +50,10 @@ class SignalAdjoint(NamedTuple):
     Attributes:
         sensitivity: (..., L, L) Gamma, to the signal at the input.
         noise: (...,) variance that randomness inside the part adds to y.
-        common: (...,) the same for sequences that share the weights, over the square of their
-            tokens' correlation; and that of tokens which agree on average in nothing.
     """
 
     sensitivity: Array
     noise: Array = 0.0
-    common: Array = 0.0
 
 
 class Response(Protocol):
@@ -355,11 +352,11 @@ class Sequence:
         return GradientAdjoint(sensitivity, exposures, noise, coherence)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        noise = common = 0.0
+        noise: Array = 0.0
         for part, exposed in zip(self.parts[::-1], exposure[::-1], strict=True):
-            step = part.signal_adjoint(sensitivity, exposed)
-            sensitivity, noise, common = step.sensitivity, noise + step.noise, common + step.common
-        return SignalAdjoint(sensitivity, noise, common)
+            sensitivity, more = part.signal_adjoint(sensitivity, exposed)
+            noise = noise + more
+        return SignalAdjoint(sensitivity, noise)
 
 
 @dataclass(frozen=True)
@@ -571,10 +568,6 @@ def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
         sizes.append(np.asarray(reached.second_moment().mean_diagonal()))
         attends = any(leaf.component.mixes_tokens and leaf.memory is None for leaf in path)
         of_gradient.append(2.0 if attends else of_signal[-1])
-        for leaf in path:
-            reader: Any = leaf.component
-            if leaf.memory is not None:
-                of_gradient[-1] = reader.back_kappa(leaf.memory.seq_len)
         attention_flags.append(float(attends))
     if len(result) == 1:
         return of_signal[0], of_gradient[0], 1.0

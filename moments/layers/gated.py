@@ -193,11 +193,10 @@ class GatedLinear(Leaf):
         # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
         before, after = record.input, record.output
         moved = elasticity(self, before, after, walk.real)
-        gate, factor = (
-            (variance, ratio_or_zero(float(one.mean_off_diagonal(walk.real)), variance))
-            for one in (part.forward(before)[0].kernel for part in self._maps())
-            for variance in (float(one.mean_diagonal(walk.real)),)
-        )
+        maps = [part.forward(before)[0].kernel for part in self._maps()]
+        sizes = [float(one.mean_diagonal(walk.real)) for one in maps]
+        common = [float(one.mean_off_diagonal(walk.real)) for one in maps]
+        gate, factor = zip(sizes, map(ratio_or_zero, common, sizes), strict=True)
         units = concentration(self.activation, *gate, (*factor, self.shift))
         return at.mapped(after.width).activated(moved, (after.width, after.width), units)
 

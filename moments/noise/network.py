@@ -25,7 +25,6 @@ from ..engine.response import (
     Matrix,
     Response,
     Sublayer,
-    count_of,
     diagonal_matrix,
     matrix_of,
     paired,
@@ -406,7 +405,7 @@ class Network:
         overlaps = self._signal_overlaps() if self.batch > 1 else {}
         for group, given, adjoint in downs:
             sublayer = group.sublayer
-            noise = adjoint.noise / self.batch + self._agreement(group) * adjoint.common
+            noise = adjoint.noise / self.batch
             if sublayer.residual and self.batch > 1:
                 carried = total(given * sublayer.kept)
                 added = total(given * sublayer.leaving) - carried
@@ -458,15 +457,6 @@ class Network:
     def _fresh(self, carried: Array, added: Array, kappa: Any) -> Array:
         """What an addition adds to the overlap q, of shares of their sum."""
         return np.asarray((2 * carried + kappa / 2 * added) * added / self.width)
-
-    def _agreement(self, group: Group) -> Array:
-        """Square of the correlation of tokens of other sequences before a part."""
-        if self.batch == 1:
-            return 0.0
-        entering = group.sublayer.entering
-        variance = trace_of(entering) / count_of(entering)
-        square = ratio(group.gathered(self.overlaps), variance) ** 2 + 1 / self.width
-        return (1 - 1 / self.batch) * square
 
     def _across(self, sensitivity: Matrix, group: Group) -> Array:
         """What tokens of other sequences share: the means of the activations, and positions."""

@@ -209,8 +209,8 @@ class Stack:
         return result
 
     def _first(self, real: np.ndarray | None) -> Kernel:
-        told = self.resolved, self.inputs, self.ids, self.documents
-        one = first_kernel(self.model, self.theory, *told)
+        given = self.resolved, self.inputs, self.ids, self.documents
+        one = first_kernel(self.model, self.theory, *given)
         if self.resolved is True and real is not None:
             one = _unseen_filled(one, real)
         length, texts = self.model.seq_len, self.inputs.sequences

@@ -456,17 +456,6 @@ class CrossAttention(Attention, Reader):
     def unplaced(self) -> CrossAttention:
         return dataclasses.replace(self, padding=None, sequences=1)
 
-    def back_kappa(self, memory_len: int) -> Array:
-        """d_model times the relative variance of what queries of a memory send back, squared.
-
-        Behind W_q, 2 over d_model, stand in each head W_k and what the output projection sent, 2
-        over d_head each, and M W_v g, M the kernel over features of the memory's tokens around
-        their mean, all but of rank r = memory_len - 1: 2/r + 2/memory_width.
-        """
-        rank = 1 / max(memory_len - 1, 1) + 1 / self.memory_width
-        by_head = 2 * (2 / self.d_head + rank) / self.heads
-        return 2.0 + self.d_model * by_head
-
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
         """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""
         mask = same_sequence(queries, keys, self.sequences)

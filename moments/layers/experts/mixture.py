@@ -317,10 +317,9 @@ class Mixture(Leaf):
             for s, r in zip(np.ravel(logits), np.ravel(correlation), strict=True)
         ]
         shape = np.shape(logits)
-        spread = np.stack([one for one, _ in drawn]).reshape(*shape, 2, 2)
-        alone = np.stack([one for _, one in drawn]).reshape(shape)
+        spread = np.stack(drawn).reshape(*shape, 2, 2)
         output = matrix_of(record.output.second_moment(), signal.seq_len)
-        return _Routing(inner, output, spread, alone)
+        return _Routing(inner, output, spread)
 
 
 @dataclass(frozen=True)
@@ -332,13 +331,11 @@ class _Routing:
         inner: for gates that all draws share.
         output: kernel there.
         spread: (..., 2, 2) covariance of the two means over draws of the router.
-        alone: (...,) variance of a token's own.
     """
 
     inner: Elementwise
     output: Matrix
     spread: Array
-    alone: Array
 
     def gradient_adjoint(self, sensitivity: Matrix) -> GradientAdjoint:
         result = self.inner.gradient_adjoint(sensitivity)
@@ -351,8 +348,7 @@ class _Routing:
         share[: len(passed_on)] += passed_on
         result = self.inner.signal_adjoint(sensitivity, inner)
         noise = np.einsum("...i,...ij,...j->...", share, self.spread, share)
-        common = share.sum(-1) ** 2 * self.alone
-        return result._replace(noise=result.noise + noise, common=result.common + common)
+        return result._replace(noise=result.noise + noise)
 
 
 def _own_and_pairs(matrix: Matrix) -> Array:
@@ -410,9 +406,9 @@ STARVING = 0.1
 """An expert starves with less than this part of an even share."""
 
 
-def gate_spread(router: Router, s: float, r: float, tokens: int) -> tuple[Array, float]:
+def gate_spread(router: Router, s: float, r: float, tokens: int) -> Array:
     """Covariance over draws of the router of the means over tokens and over pairs of what gates
-    have in common, over its mean; and of a single token's the variance.
+    have in common, over its mean.
 
     Sampled, as `one_draw`, at the nearest of logits' variances a tenth apart in the logarithm and
     of correlations a fiftieth apart.
@@ -422,20 +418,18 @@ def gate_spread(router: Router, s: float, r: float, tokens: int) -> tuple[Array,
 
 
 @functools.lru_cache(maxsize=256)
-def _gate_spread(router: Router, log_s: int, r: int, tokens: int) -> tuple[Array, float]:
+def _gate_spread(router: Router, log_s: int, r: int, tokens: int) -> Array:
     random, count = np.random.default_rng(1), max(tokens, 2)
-    result, alone = [], []
+    result = []
     for _ in range(2 * DRAWS):
         z = _equal_logits(router, float(np.exp(log_s / 10)), r / 50, count, random)
         gates, _ = router.gates(z)
         own = (gates * gates).sum(-1)
         pairs = ((gates.sum(0) ** 2).sum() - own.sum()) / (count * (count - 1))
         result.append((own.mean(), pairs))
-        alone.append(own)
     means = np.mean(result, 0)
     scale = np.where(means > 0, 1 / np.where(means > 0, means, 1.0), 0.0)
-    every = np.concatenate(alone)
-    return np.cov(np.array(result).T) * np.outer(scale, scale), float(every.var() * scale[0] ** 2)
+    return np.cov(np.array(result).T) * np.outer(scale, scale)
 
 
 def _equal_logits(
