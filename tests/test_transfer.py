@@ -92,6 +92,31 @@ def test_a_table_s_rate_over_the_root_of_the_width_is_noted() -> None:
     assert "wte.weight: its rate falls by 1 / sqrt(width)" in report.table()
 
 
+def test_one_optimizer_whose_groups_name_their_kind() -> None:
+    """As nanochat's: muP needs rates of Muon that are one for all widths, and Adam's head as it is;
+    with its 1/sqrt(width) the head's logits move further on wider models."""
+
+    class MuonAdamW(torch.optim.Optimizer):
+        def __init__(self, groups: Any) -> None:
+            super().__init__(groups, {"lr": 1e-3, "eps": 1e-10})
+
+    def made(width: int) -> Any:
+        module, several = styles.recipe("muon")(width)
+        groups = []
+        for kind, one in zip(("muon", "adamw"), several, strict=True):
+            for group in one.param_groups:
+                rate = group["lr"]
+                if any(p is module.lm_head.weight for p in group["params"]):
+                    rate *= (width / styles.BASE) ** -0.5
+                    module.out = 1.0
+                groups.append({"params": group["params"], "lr": rate, "kind": kind})
+        return module, MuonAdamW(groups)
+
+    report = moments.transfer(made, sizes=SIZES)
+    assert report.optimizer == "muon"
+    assert {finding.weight for finding in report.findings} == {"head"}, report.table()
+
+
 def test_a_head_that_starts_at_zero_is_read_as_it_soon_is() -> None:
     def zero(width: int) -> Any:
         module, optimizer = styles.recipe("gated")(width)

@@ -88,9 +88,10 @@ features 4 to 8 % of an eigenvalue, a quarter 20 %."""
 
 DRAWS = 3
 
-STEPS = 16
-"""Of Lanczos' method: eigenvalues come out low by .3 % on average and by 1.2 % at most in eight
-models, a tenth of what they vary by between draws."""
+STEPS, SETTLED = 16, 1e-3
+"""Of Lanczos' method, at most, and what a step moves both ends by, relatively, behind which no more
+are made: eigenvalues come out low by .3 % on average and by 1.2 % at most in eight models, a tenth
+of what they vary by between draws."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -263,6 +264,7 @@ class Hessian:
         """The largest and the least eigenvalue by Lanczos' method, and the largest one's vector."""
         basis = np.zeros((min(STEPS, self.size) + 1, self.size), np.float32)
         new, matrix = self._normal((self.size,)), np.zeros((len(basis), len(basis)))
+        before: Array = np.zeros(2)
         for k in range(1, len(basis)):
             matrix[k, k - 1] = matrix[k - 1, k] = size = np.linalg.norm(new)
             if not size > 0:
@@ -270,6 +272,10 @@ class Hessian:
             basis[k] = new / size
             new = self(basis[k]) - size * basis[k - 1]
             matrix[k, k] = new @ basis[k]
+            ends = np.linalg.eigvalsh(matrix[1 : k + 1, 1 : k + 1])[[0, -1]]
+            if np.all(np.abs(ends - before) <= SETTLED * np.abs(ends)):
+                break
+            before = ends
             new -= np.float32(matrix[k, k]) * basis[k]
         values, vectors = np.linalg.eigh(matrix[1:, 1:])
         return float(values[-1]), float(values[0]), vectors[:, -1].astype(np.float32) @ basis[1:]

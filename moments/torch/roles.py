@@ -295,7 +295,7 @@ def is_gain(norm: nn.Module, weight: Tensor) -> bool:
         weight.zero_()
         try:
             at_zero = type(norm).forward(norm, x) - (0 if bias is None else bias)
-        except (RuntimeError, TypeError):  # no norm of a vector: its weight is taken as it is
+        except (RuntimeError, TypeError, ValueError):  # no norm of a vector: taken as it is
             return True
     return bool(at_zero.square().mean() < 0.5)
 

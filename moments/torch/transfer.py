@@ -371,13 +371,15 @@ def _rates_of(module: nn.Module, given: Any) -> tuple[str, dict[str, float], dic
                 f"one of {', '.join(OPTIMIZERS)}",
             )
         known = [_KINDS[c.__name__] for c in type(one).__mro__ if c.__name__ in _KINDS]
-        if not known:
-            raise domain_error(
-                "optimizer", type(one).__name__, f"one of {', '.join(_KINDS)}, or a name"
-            )
-        kinds.append(known[0])
         for group in one.param_groups:
-            if known[0] in ("adam", "adamw"):
+            # one optimizer of several kinds names that of each group, as nanochat's does
+            own = [group["kind"]] if group.get("kind") in OPTIMIZERS else known
+            if not own:
+                raise domain_error(
+                    "optimizer", type(one).__name__, f"one of {', '.join(_KINDS)}, or a name"
+                )
+            kinds.append(own[0])
+            if own[0] in ("adam", "adamw"):
                 options["eps"] = float(group["eps"])
             for p in group["params"]:
                 if id(p) in named and float(group["lr"]) > 0:
