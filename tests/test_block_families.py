@@ -41,6 +41,9 @@ SMALL: dict[str, dict[str, Any]] = {
     | {"initializer_range": 0.12, "first_k_dense_replace": 1}
     | {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
     "glm4_moe_lite": _LATENT | _EXPERTS | {"initializer_range": 0.12, "num_experts_per_tok": 2},
+    "longcat_flash": _LATENT
+    | {"n_routed_experts": 8, "expert_ffn_hidden_size": 48, "zero_expert_num": 4, "moe_topk": 2}
+    | {"num_layers": 2, "num_hidden_layers": 4, "head_dim": 8, "ffn_hidden_size": 96},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.12}
     | {"sliding_window": 6, "intermediate_size": 96},
     "apertus": {"initializer_range": 0.1, "num_key_value_heads": 2},
@@ -55,8 +58,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "mlp_bias": True},
 }
 KINDS = sorted(LATENT)
-# Softmax over all experts without renormalising takes ten seconds to tabulate
-CASES = [(kind, "") for kind in KINDS if kind != "deepseek_v2"] + [
+# Softmax over all experts without renormalising takes ten seconds to tabulate; two layers in one
+# are compared in test_identity_experts
+CASES = [(kind, "") for kind in KINDS if kind not in ("deepseek_v2", "longcat_flash")] + [
     (kind, "variant") for kind in VARIANTS
 ]
 EACH = pytest.mark.parametrize(
@@ -202,6 +206,11 @@ SECOND = {
     "initializer_range": 0.05,
     "intermediate_size": 80,
     "kv_lora_rank": 20,
+    "expert_ffn_hidden_size": 24,
+    "ffn_hidden_size": 48,
+    "moe_topk": 1,
+    "num_layers": 3,
+    "zero_expert_num": 2,
     "layer_rope_theta": [0.0, 0.0],
     "layer_types": ["full_attention", "full_attention"],
     "logits_scaling": 3.0,
@@ -250,7 +259,8 @@ SPARED = {
     ("minicpm3", "original_max_position_embeddings"),
     *((kind, "original_max_position_embeddings") for kind in ("gpt_oss", "apertus")),
     ("minicpm3", "head_dim"),
-    ("deepseek_v3", "topk_method"),  # the second value here is its own
+    ("longcat_flash", "head_dim"),
+    ("deepseek_v3", "topk_method"),  # the second values here are their own
     *((kind, "head_dim") for kind in ("youtu", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")),
     *((kind, "num_experts") for kind in ("deepseek_v2",)),  # a second name, of which one is given
     *((kind, "num_local_experts") for kind in ("glm4_moe_lite", "deepseek_v3")),

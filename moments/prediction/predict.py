@@ -166,7 +166,8 @@ def predict(
         given = (grad_variance, grad_correlation)
         alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
     result = stack.prediction(batch, outcome, encoder, alone=alone)
-    result = dataclasses.replace(result, asked=asked)
+    again = functools.partial(predict, model, **asked)
+    result = dataclasses.replace(result, asked=asked, again=again)
     for note in result.warnings:
         _warnings.warn(note, ValidityWarning, stacklevel=2)
     return result

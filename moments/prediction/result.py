@@ -77,6 +77,7 @@ class Prediction(Shown):
         alone: of several sequences or documents in one kernel, gives the same of one of
             them and how many such there are as its batch; None: there are none.
         asked: arguments of `predict`, the model aside, as they were given.
+        again: makes the same prediction anew; None: an encoder's, which is part of another.
     """
 
     model: Transformer
@@ -99,25 +100,24 @@ class Prediction(Shown):
     top: Callable[[], Any] | None = field(repr=False, kw_only=True)
     alone: Callable[[], tuple[Prediction, float]] | None = field(repr=False, kw_only=True)
     asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    again: Callable[[], Prediction] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Numbers and what was asked; what both passes saw is made again where it is needed. An
         encoder's own prediction, which nobody asked for, has all of it."""
         names = [f.name for f in dataclasses.fields(self)]
-        left = WALKED if self.asked else ()
+        left = WALKED if self.again is not None else ()
         return {name: getattr(self, name) for name in names if name not in left}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in WALKED or "asked" not in self.__dict__:
+        if name not in WALKED or self.__dict__.get("again") is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        from .predict import predict
-
         with without_warnings():
-            again = predict(self.model, **self.asked)
-        self.__dict__.update({of: getattr(again, of) for of in WALKED})
+            whole = self.__dict__["again"]()
+        self.__dict__.update({of: getattr(whole, of) for of in WALKED})
         return self.__dict__[name]
 
     @property
