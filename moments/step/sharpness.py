@@ -187,8 +187,10 @@ def sharpness(
             stacklevel=3,
         )
     ends, shares = [], dict.fromkeys(squares, 0.0)
+    roots: dict[int, tuple[Array, Array]] = {}
     for draw in range(draws):
-        hessian = Hessian(reading, squares, chosen, features, np.random.default_rng((seed, draw)))
+        rng = np.random.default_rng((seed, draw))
+        hessian = Hessian(reading, squares, chosen, features, rng, roots)
         *both, vector = hessian.extremes()
         ends.append(both)
         for (_, key), part in hessian.split(vector):
@@ -210,6 +212,7 @@ class Hessian:
         optimizer: whose steps.
         features: of the drawn network, at least.
         rng: of the draw.
+        roots: of kernels, which draws share: by the kernel's identity, it and its root.
     """
 
     def __init__(
@@ -219,6 +222,7 @@ class Hessian:
         optimizer: Optimizer,
         features: int,
         rng: np.random.Generator,
+        roots: dict[int, tuple[Array, Array]] | None = None,
     ) -> None:
         model = reading.model
         for name, there in {
@@ -235,7 +239,7 @@ class Hessian:
         heads = math.ceil(features * shared / model.d_model / fewest) * fewest
         self.share: float = min(1.0, heads / shared)
         self.shapes: dict[Space, tuple[int, ...]] = {}
-        self._roots: dict[int, tuple[Array, Array]] = {}
+        self._roots = {} if roots is None else roots
         self._given: dict[Space, Array] = {}
         self._made: dict[Space, Array] = {}
         self._points = iter(reading.points)
