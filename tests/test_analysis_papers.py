@@ -183,6 +183,7 @@ def test_every_case_says_what_it_is(cases: dict[str, PaperCase]) -> None:
         named_cases(["nothing"])
 
 
+@pytest.mark.slow
 def test_angles_before_training(cases: dict[str, PaperCase]) -> None:
     """Pre-LN's fall with depth, Post-LN's rise; LayerNorm Scaling's fall faster, not slower."""
     steps = {

@@ -27,6 +27,7 @@ def model_of(*ffns: Any, **changes: Any) -> moments.Transformer:
     return moments.Transformer(len(ffns), D, 4, LENGTH, d_ff=64, ffn=ffns, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalised", ["all", "chosen"])
 def test_gates_of_several_experts_are_those_of_drawn_logits(normalised: str) -> None:
     """The mean, the second moment and the Jacobian's, by torch's own derivatives."""
@@ -54,6 +55,7 @@ def test_gates_of_several_experts_are_those_of_drawn_logits(normalised: str) -> 
         assert value == pytest.approx(drawn.mean(), abs=5 * drawn.std() / math.sqrt(len(g)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delayed", [True, False])
 def test_layers_are_what_their_twins_compute(delayed: bool) -> None:
     pytest.importorskip("torch")
@@ -112,6 +114,7 @@ def test_what_cannot_be_is_refused() -> None:
         model_of(EXPERTS, None, normalization="layernorm")
 
 
+@pytest.mark.slow
 def test_the_reader_makes_two_layers_of_one() -> None:
     config = {"model_type": "longcat_flash", "num_layers": 2, "hidden_size": 64}
     config |= {"num_attention_heads": 4, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}

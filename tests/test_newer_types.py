@@ -129,6 +129,7 @@ def test_every_entry_that_is_read_changes_the_declaration_or_is_named(kind: str)
         assert second != first or more != said, entry
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lfm2_moe", "mistral4", "exaone_moe"])
 def test_moments_are_those_of_the_module(kind: str) -> None:
     """The stream, its tokens' correlation, the loss and the sum of all squared gradients."""

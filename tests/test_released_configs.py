@@ -279,6 +279,7 @@ STACKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks_against_simulation(name: str) -> None:
     """Every matrix, tables and their factors included; queries and keys of narrow heads to 12 %."""

@@ -49,6 +49,7 @@ def test_blocks_are_solved_or_refused_in_words(kind: str) -> None:
         moments.solve(model, "block_variance", target=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_the_last_variance_is_solved_for(kind: str) -> None:
     model = moments.Transformer(**BASE | UNUSUAL[kind])

@@ -394,6 +394,7 @@ def test_shares_of_words_of_two_texts_are_shares() -> None:
     assert np.max(found) <= 1.0
 
 
+@pytest.mark.slow
 def test_rows_of_two_texts_move_their_own() -> None:
     """What a row adds to the tokens that it attends to is of its own text: spread over what two
     texts share at one place, which may sum to nothing, gradients came out up to 1e9 too large."""

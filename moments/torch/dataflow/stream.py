@@ -12,6 +12,7 @@ from torch import Tensor
 from ...model.positions import alibi_slopes
 from .graph import VIEWS, Graph, Node, reach_of
 from .units import (
+    EXACT,
     AttentionUnit,
     Core,
     Fit,
@@ -224,6 +225,12 @@ class StreamReader:
                     self.doubts.append(
                         f"what stands between sums {place} and {place + 1} of the stream is no norm"
                     )
+                elif abs(link - 1.0) > EXACT:
+                    if all(block.before is not None for block in blocks):
+                        for block in blocks:  # whose norm takes the factor away
+                            block.skip *= link
+                    else:
+                        self.doubts.append(f"the stream is multiplied by {link:.4g} on its way")
             previous = one.value
             chain.blocks += blocks
         norms = self._norms_after(previous)

@@ -36,8 +36,8 @@ from .row_statistics import AttentionRows
 Array = NDArray[np.float64]
 Single = NDArray[np.float32]
 
-# Products of small finite matrices in single precision raise, rarely and not to be repeated, the
-# flag of an invalid value: seen with inputs that were finite and below 1, cause unknown.
+# BLAS works on padded blocks, and what happens to stand in the padding may raise the flag of an
+# invalid value: seen, rarely, of inputs that were finite and below 1 (numpy issues 13173, 24067).
 _finite = np.errstate(invalid="ignore")
 
 
