@@ -405,7 +405,7 @@ def test_scheme_options_are_read_as_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["predict", *OWN, "--option", "a=1"], "--option is of a scheme: add --scheme"),
+        (["predict", *OWN, "--option", "a=1"], "--option sets an option of a scheme: add --scheme"),
         (["predict", *OWN, "--scheme", "xavier", "--option", "per_head"], "must be NAME=VALUE"),
         (["predict", *OWN, "--scheme", "deepnrm"], "did you mean 'deepnorm'?"),
         (["solve", "bert-tiny", "--objective", "final_varience"], "did you mean 'final_variance'"),
