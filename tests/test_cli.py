@@ -584,7 +584,10 @@ def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -
     ("arguments", "said"),
     [
         (("solve", "bert-tiny", "dslm"), "`moments solve --help` has examples"),
-        (("predict", "mine.py:make"), "`moments check` and `moments audit` take your own module, as FILE.py:NAME"),
+        (
+            ("predict", "mine.py:make"),
+            "`moments check` and `moments audit` take your own module, as FILE.py:NAME",
+        ),
         (("schemes", "bert-tiny", "--correlation", "nan"), "correlation = nan"),
         (("report", "bert-tiny", "--scheme", "nope"), "scheme = 'nope'"),
     ],
