@@ -524,8 +524,8 @@ named, their layers and their matrices; "deviation" is the standard deviation of
 means that no model here reaches the limit. The models are described at the end of the page.
 
 Numbers with a derivation (such as 3.5 in `moments/layers/attention/projections.py`) are on the
-other pages. Limits of the logit variance are in [softmax statistics](softmax.md), and the number of nodes
-of position with its measured effect in `moments/engine/classes.py`.
+other pages. Limits of the logit variance are in [softmax statistics](softmax.md), the number of
+nodes of position with its measured effect in `moments/engine/classes.py`.
 
 The page is written by `python benchmarks/constants.py page` from `benchmarks/data/constants.json`;
 do not edit it.
