@@ -330,7 +330,7 @@ def _identity(seen: Seen) -> Found:
         if entering > LARGE * inner and float(np.min(ratio)) * entering / inner > IDENTITY:
             scale, root = float(embedding.scale), math.sqrt(inner)
             mend = f"draw the token table with the matrices' std, {root:.3g}: nn.Embedding draws "
-            mend += "itself with std 1"
+            mend += "it with std 1"
             if tokens <= LARGE * inner:  # its table is drawn as they are
                 mend = (
                     f"lower the factor {scale:.3g} on the embedding, or divide the blocks by less"
@@ -412,7 +412,7 @@ def _tables(seen: Seen) -> Found:
             positions / total,
             POSITIONS,
             f"positions make up {100 * positions / total:.1f} % of the variance that enters layer "
-            f"1 ({positions:.3g}, and tokens {token:.3g}), so that different tokens look alike",
+            f"1 ({positions:.3g}, tokens {token:.3g}): tokens at one position look alike",
             mend,
         )
     epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])
@@ -771,7 +771,8 @@ def _wrong(weights: Sequence[Weight], meant: Transformer, slip: str = "") -> Ite
             groups.setdefault(slip or w.name, []).append((w, wanted))
     for group in groups.values():
         weight, wanted = group[0]
-        more = f"{times(weight.variance, wanted):.3g} times the scheme's variance"
+        ratio = times(weight.variance, wanted)
+        more = f"std {weight.variance**0.5:.3g}, {ratio:.3g} times the scheme's variance"
         yield Finding(
             "warning",
             "wrong variance",

@@ -80,7 +80,7 @@ def report(
     step: Callable[[str], None] | None = None,
     **inputs: Any,
 ) -> Report:
-    """Make a page about one model: declaration, growth, gradients, loss, schemes, laws, citations.
+    """One model as a page: declaration, growth, gradients, loss, schemes, laws, citations.
 
     Args:
         model: the declaration.
