@@ -632,7 +632,7 @@ def test_a_module_of_ones_own_is_audited(tmp_path: Path) -> None:
     for words, said in (
         ([f"{file}:right"], "pass --scheme or --plan"),
         ([f"{file}:number"], "must be an nn.Module"),
-        ([f"{file}:right", "--layers", "3"], "--layers is for a module drawn afresh"),
+        ([f"{file}:right", "--layers", "3"], "--layers is only for a preset"),
         ([str(file)], "mine.py:NAME"),
         (["model.pt"], "a pickle"),
     ):
