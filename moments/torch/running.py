@@ -239,14 +239,21 @@ def made_at_hand(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
 @contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """With or without dropout; afterwards modes and torch's random state are what they were."""
+    """With or without dropout, without a cache of keys and values; afterwards modes, configs and
+    torch's random state are what they were."""
     modes = {part: part.training for part in module.modules()}
+    configs = {id(c): c for part in modes if (c := getattr(part, "config", None)) is not None}
+    cached = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     module.train(training)
+    for config in cached:
+        config.use_cache = False
     try:
         with torch.random.fork_rng(devices=devices), eager():
             yield
     finally:
+        for config in cached:
+            config.use_cache = True
         for part, mode in modes.items():
             part.training = mode
 

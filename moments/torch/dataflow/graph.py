@@ -447,13 +447,17 @@ class _Recorder(TorchDispatchMode):
 
 def _overlaid(old: Tensor, new: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """One view of a memory after another view of it was written."""
-    places = torch.arange(old.untyped_storage().nbytes() // old.element_size())
-    at, over = (
-        places.as_strided(t.size(), t.stride(), t.storage_offset()).flatten() for t in (old, new)
-    )
-    shape, size = old.shape, len(places)
+    layouts = [(t.size(), t.stride(), t.storage_offset()) for t in (old, new)]
+    shape, size = old.shape, old.untyped_storage().nbytes() // old.element_size()
+
+    @functools.cache
+    def places() -> list[Tensor]:
+        """Where in the memory each view lies; only a view that is used again asks for it."""
+        every = torch.arange(size)
+        return [every.as_strided(*layout).flatten() for layout in layouts]
 
     def lay(first: Tensor, second: Tensor) -> Tensor:
+        at, over = places()
         memory = torch.zeros(size, dtype=first.dtype)
         memory[at] = first.reshape(-1)
         memory[over] = second.reshape(-1).to(first.dtype)
