@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..errors import MomentsError, without_warnings
 from ..model.embedding import Embedding
@@ -32,6 +31,7 @@ from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT, Seen, first_off, rules, stream_numbers
 from .alike import differences, lists_of, odd_namesakes
 from .batches import MOST_TOKENS, SEQUENCES, batch_shape, completed, shortened
+from .checkpoints import redrawn
 from .dataflow.graph import CHOICES, VIEWS, Graph
 from .dataflow.reading import random_part, recorded
 from .diagnose import Text, at_length, case_of
@@ -87,21 +87,25 @@ def report_of(
     findings = [*refusal.findings, *differences(module, done.graph, done.ids, done.end)]
     findings += _unlike(rows)
     findings += [*_growth(prediction), *_way(prediction)]
+    weights = [] if wider else drawn_rows(module)
+    findings += _off(weights)
     notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
     unread = [f"{name} ({why})" for name, why in prediction.unread]
     return Report(
         source=type(module).__name__,
-        scheme="no stack of alike layers, of which a scheme could be recognised",
+        scheme="no stack of alike layers, of which a scheme could be recognised"
+        + "; its parameters are compared with what their classes draw" * bool(weights),
         findings=tuple(findings),
         notes=tuple(notes),
         unchecked=(
-            f"what its initialisation is meant to be ({why_not(refusal)})",
+            f"{'a scheme' if weights else 'what its initialisation is meant to be'} "
+            f"({why_not(refusal)})",
             *((drawn,) if prediction.sampled else ()),
             *(("gradients inside experts, which depend on what tokens chose",) if chosen else ()),
             *(f"what stands behind {words}" for words in unread),
         ),
-        rows=tuple(rows),
+        rows=(*rows, *weights),
         read=f"followed operation by operation on {prediction.tokens} tokens of "
         f"{'random input' if batch is None else 'the batch'}",
     )
@@ -457,10 +461,13 @@ FAR = 6.0
 """Standard deviations, beyond band and tolerance, from which a point is a finding, not chance."""
 
 LEAST = 8
-"""Rows and columns from which a parameter counts as a matrix that the config's rule draws."""
+"""Entries below which the mean square of a parameter says little."""
 
 NEAR = 0.05
-"""Relative error of a variance that is granted to a matrix, beside its scatter."""
+"""Relative error of a variance that is granted to a parameter, beside its scatter."""
+
+ALIKE = 0.1
+"""Relative difference of factors up to which parameters are off by one and the same."""
 
 
 def check_promised(
@@ -494,10 +501,11 @@ def check_promised(
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
     more, notes = rules(Seen(prediction, comparison, names, model, dtype))
     left = _left_out(module, model.seq_len)
+    weights = drawn_rows(module)
     findings = [
         *refusal.findings,
         *odd_namesakes(module),
-        *_off(module, promised),
+        *_off(weights),
         *_mismatch(comparison, path, left),
     ]
     kinds = {finding.kind for finding in findings}
@@ -508,10 +516,11 @@ def check_promised(
         findings=tuple(findings),
         notes=(*left, *notes),
         unchecked=(
-            f"which matrix is which, sums and norms within its layers ({why_not(refusal)}): they "
-            "are compared with the config's prediction of what leaves each layer",
+            f"sums and norms within its layers ({why_not(refusal)}): what leaves each layer is "
+            "compared with the config's prediction",
+            *(() if weights else ("the variances of its matrices, which no class draws",)),
         ),
-        rows=tuple(stream_numbers(prediction, comparison)),
+        rows=(*stream_numbers(prediction, comparison), *weights),
         model=model,
         prediction=prediction,
         comparison=comparison,
@@ -552,37 +561,51 @@ def _table(module: nn.Module) -> tuple[str, ...]:
     return tuple(tables[:1])
 
 
-def _declared(promised: Transformer) -> set[float]:
-    """Every variance that the config declares, of whatever matrix."""
-    given = promised.to_dict()
-    parts = [given.get(part) for part in ("weights", "embedding", "head", "mixer", "ffn")]
-    return {float(v) for v in tree_leaves(parts) if type(v) in (int, float) and v > 0}
+# --- by what its class draws ----------------------------------------------------------------------
 
 
-def _off(module: nn.Module, promised: Transformer) -> Iterator[Finding]:
-    """Matrices whose variance is none of those that the config declares."""
-    values = _declared(promised)
-    off: dict[float, list[tuple[str, EntryMoments]]] = {}
-    for path, part in module.named_modules():
-        if not isinstance(part, nn.Linear) or min(part.weight.shape) < LEAST:
+def drawn_rows(module: nn.Module) -> list[Row]:
+    """The mean square of every parameter beside that of a draw by its own class in transformers;
+    none for modules of other libraries."""
+    parameters, rows = dict(module.named_parameters()), []
+    for name, tensor in redrawn(module):
+        if not tensor.numel():
             continue
-        moments = EntryMoments.of(part.weight)
-        ratio = {v: moments.square / v for v in values}
-        granted = NEAR + FAR * moments.spread if moments.square else 0.0
-        if all(abs(r - 1) > granted for r in ratio.values()):
-            nearest = min(values, key=lambda v: abs(math.log(ratio[v])) if ratio[v] else v)
-            off.setdefault(nearest, []).append((f"{path}.weight", moments))
-    for expected, rows in off.items():
-        first = rows[0][1].square
-        why = (
-            f"the variance is {first:.3g}, {first / expected:.3g} times the nearest that the "
-            "config declares of any matrix"
-            if first
-            else "all entries are 0, where the config draws every matrix"
-        )
-        names = gathered_names([name for name, _ in rows])
-        mend = "draw it as the config says, or declare in the config what was meant"
-        yield Finding("error", "wrong variance", names, (), first, expected, why, mend)
+        own, other = EntryMoments.of(parameters[name]), EntryMoments.of(tensor)
+        at = 0, "", name, "variance", other.square, own.square
+        if not own.square and not other.square:
+            rows.append(Row(*at, True))
+        elif not own.square or not other.square:
+            rows.append(Row(*at, False))
+        elif own.count < LEAST:
+            rows.append(Row(*at, None, "few entries"))
+        else:
+            granted = NEAR + FAR * math.hypot(own.spread, other.spread)
+            near = abs(math.log(own.square / other.square)) <= math.log1p(granted)
+            rows.append(Row(*at, near, stderr=other.square * other.spread))
+    return rows
+
+
+def _off(rows: list[Row]) -> Iterator[Finding]:
+    """Parameters of another variance than their class draws, one finding for those that are off by
+    the same factor."""
+    failed = sorted((row for row in rows if row.passed is False), key=lambda row: row.ratio)
+    while failed:
+        first = failed[0]
+        alike = [r for r in failed if abs(r.ratio - first.ratio) <= ALIKE * abs(first.ratio)]
+        alike = alike or [r for r in failed if math.isnan(r.ratio)]
+        failed = [row for row in failed if row not in alike]
+        names = gathered_names([row.parameter for row in rows if row in alike])
+        if not first.measured:
+            why = f"all entries are 0, where its class draws a variance of {first.expected:.3g}"
+        elif not first.expected:
+            why = f"the mean square is {first.measured:.3g}, where its class writes zeros"
+        else:
+            why = f"the variance is {first.ratio:.3g} times what its class draws"
+            why += f" ({first.measured:.3g} for {first.expected:.3g})"
+        mend = "draw it as the class does, or pass the scheme that is meant (scheme=)"
+        measured, expected = first.measured, first.expected
+        yield Finding("error", "wrong variance", names, (), measured, expected, why, mend)
 
 
 def _left_out(module: nn.Module, seq_len: int) -> list[str]:

@@ -561,7 +561,8 @@ class _Reading:
 
     def _placement(self, units: list[BranchUnit], read: Before) -> str:
         result = set()
-        for unit in units:
+        read_whole = [unit for unit in units if unit.attention or unit.feed]
+        for unit in read_whole or units:  # of any other block nobody knows what its norms are
             if self._begins_normed(unit, read) and any(u.before is not None for u in units):
                 # What is normalised already does not change by it.
                 self.doubts.append("the first block reads the embedding's norm, not one of its own")
