@@ -49,7 +49,7 @@ from moments.noise.loss_noise import (
     logit_effect,
     mean_square,
 )
-from moments.noise.network import Network, OneByOne
+from moments.noise.network import Network, SequentialWalk
 from moments.prediction.stack import gaussian
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -722,13 +722,13 @@ def test_sequences_that_share_weights_share_noise() -> None:
     part: Any = Sublayer(
         branch_alone, True, np.ones((1, 1)), 1.0, *kernels, *kernels, 2.0, 2.0, float(width), None
     )
-    walk = OneByOne([part])
+    walk = SequentialWalk([part])
     entering = gaussian(Kernel(carried, 0.0), tokens, width, True)
     overlaps = [np.array(kept / tokens), np.array((kept + branch) / tokens)]
     network = Network(walk, entering, batch, overlaps, (kernels[1], part))
     predicted = part.signal_adjoint(mean_mode(1.0), None).noise / batch
     assert predicted == pytest.approx(own)
-    predicted = float(predicted + network._across(mean_mode(1.0), walk.groups[0]))
+    predicted = float(predicted + network._cross_sequence_noise(mean_mode(1.0), walk.groups[0]))
     # A variance of so many draws is known to .7 %; the shared part is a third of it.
     assert predicted == pytest.approx(variance, rel=0.025)
 

@@ -17,7 +17,7 @@ from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.structure import fields_of, flattened, joined
 from ..engine.trace import Record, Run, Trace
-from .network import AllAtOnce, Group
+from .network import ExchangeableWalk, Group
 
 ENDLESS = 10**9
 """Tokens of a sequence whose averages hold nothing of a single token."""
@@ -76,9 +76,9 @@ class Alike(NamedTuple):
                 result.append((Group(sublayer_of(one, shape), places, True), one))
         return result
 
-    def walk(self, layers: Sequence[Layer]) -> AllAtOnce:
+    def walk(self, layers: Sequence[Layer]) -> ExchangeableWalk:
         """Through all of them."""
-        return AllAtOnce([group for group, _ in self.sublayers(layers)])
+        return ExchangeableWalk([group for group, _ in self.sublayers(layers)])
 
 
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:

@@ -37,7 +37,7 @@ from ..engine.state import Array
 from ..engine.trace import Trace
 from ..errors import listed
 from .alike import Alike, across_sequences, sublayer_of, sublayer_starts
-from .network import Network, OneByOne, SensitivityWalk
+from .network import Network, SensitivityWalk, SequentialWalk
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -123,7 +123,7 @@ def _network(
     across: Sequence[Matrix] | None,
 ) -> Network:
     first, batch = trace.entering, _alone(trace, batch)
-    walk = OneByOne(_by_token(trace)) if first.resolved else Alike.of(trace).walk(layers)
+    walk = SequentialWalk(_by_token(trace)) if first.resolved else Alike.of(trace).walk(layers)
     common = shared(layers, trace, walk, batch) if across is None else _means(across)
     return Network(walk, first, batch, common, end, across)
 
@@ -249,7 +249,7 @@ def _at_points(
         below = np.union1d(near, np.linspace(0, layers - 1, fewer).round())
     targets = np.unique(np.append(below, layers)).astype(int)
     parts = sum(len(group.places) for group in network.walk.groups)
-    size = max(1, CHUNK_ENTRIES // (network.top.size * parts))
+    size = max(1, CHUNK_ENTRIES // (network.last_gradient.size * parts))
     result = [
         variance(targets[first : first + size].tolist()) for first in range(0, len(targets), size)
     ]

@@ -2,7 +2,7 @@
 
 Every layer's cross-attention sends the memory a gradient M_k R_k: R_k the modes of the gradient
 that the layer's part receives, M_k a map that depends on the modes of the memory and of the tokens
-that ask. Their sum over layers is a number y as any other (`network.Inflow`), with noise of the
+that ask. Their sum over layers is a number y as any other (`network.SideOutput`), with noise of the
 matrices in between (`_noise`). The memory's own fluctuations are the response of that gradient to
 the memory. By token, the decoder is followed with moments averaged over tokens.
 
@@ -42,7 +42,7 @@ from ..layers.attention.kernels.exact_rows import AlikeRows
 from ..layers.attention.projections import logit_law
 from .alike import Alike, averaged_tokens, stacked
 from .band import End, Fresh, shared
-from .network import AllAtOnce, Group, Inflow, Network, matrix_times
+from .network import ExchangeableWalk, Group, Network, SideOutput, matvec
 
 STEP = 1e-5
 """Relative step of the one-sided differences, whose error is of this order."""
@@ -129,7 +129,7 @@ class DecoderTop:
             grad_in += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
         whole = np.add.reduce([one.added[:3].sum(-2) for _, one in grad_in])
         size = whole[0] @ modes.average
-        walk = AllAtOnce(groups)
+        walk = ExchangeableWalk(groups)
         overlaps = shared(layers, self.trace, walk, batch)
         network = Network(walk, decoder.entering, batch, overlaps, self._end(batch))
         covariance = _covariance(network, walk, grad_in, size, of_memory)
@@ -220,7 +220,7 @@ def _of_part(record: Record, reading: Record, of_memory: _Memory) -> _Sent:
     returned = np.asarray(scale)[..., None, None] * np.moveaxis(grad_in, 0, -1)
     query_tokens = _first(read.input.kernel)
     noise = _noise(attention, returned[0], grad_out, query_tokens, of_memory, modes)
-    return _Sent(returned[0], matrix_times(returned, grad_out), base, noise)
+    return _Sent(returned[0], matvec(returned, grad_out), base, noise)
 
 
 def _noise(
@@ -239,7 +239,7 @@ def _noise(
     stage = returned * (2 / inner * grad_out**2 / modes.count)[..., None, :]
     noise = stage @ transposed(returned)
     direct = np.stack(
-        [matrix_times(returned, grad_out)[..., 0], returned[..., 1, 1] * grad_out[..., 1]], axis=-1
+        [matvec(returned, grad_out)[..., 0], returned[..., 1, 1] * grad_out[..., 1]], axis=-1
     )
     noise = noise + (2 * direct**2 / width / of_memory.modes.count)[..., None] * np.eye(2)
     tokens = _first(of_memory.memory.second_moment())
@@ -255,7 +255,7 @@ def _noise(
 
 def _covariance(
     network: Network,
-    walk: AllAtOnce,
+    walk: ExchangeableWalk,
     grad_in: Several[tuple[Group, _Sent]],
     size: Array,
     of_memory: _Memory,
@@ -264,19 +264,21 @@ def _covariance(
     network.variance([0])  # how far the gain of different directions agrees, of the decoder's own
     units = np.stack([np.eye(2)[0], np.eye(2)[1], np.ones(2)])  # two modes, and their sum
     units = units.reshape(3, *(1,) * size.ndim, 2)
-    inflow: dict[int, Inflow] = {}
+    side_outputs: dict[int, SideOutput] = {}
     noise: Array = 0.0
     parts = []
     for group, one in grad_in:
         modes = Modes(group.sublayer.grad_in.classes.length)
         weights, over = units[..., None, :], size[..., None, None]
-        to_gradient = modes.sensitivity(matrix_times(transposed(one.returned), weights))
+        to_gradient = modes.sensitivity(matvec(transposed(one.returned), weights))
         share = (weights * one.added[0] / over).sum(-1)
         change = (one.added[3:] - one.added[0]) / (STEP * over)
         by_mode = np.moveaxis((weights * change[:, None]).sum(-1), 0, -1)
         exposure = modes.sensitivity(ratio(by_mode, one.entering))
         for j, place in enumerate(group.places):
-            inflow[place + 1] = Inflow(to_gradient[..., j, :], share[..., j], exposure[..., j, :])
+            side_outputs[place + 1] = SideOutput(
+                to_gradient[..., j, :], share[..., j], exposure[..., j, :]
+            )
             parts.append((place, one.added[0][..., j, :], one.noise[..., j, :, :]))
     carried: Array = 0.0
     for _, added, diagonal in sorted(parts, key=lambda part: -part[0]):
@@ -284,7 +286,7 @@ def _covariance(
         noise = noise + diagonal + cross[..., None] * np.eye(2)
         carried = carried + added
     noise = noise / (of_memory.batch * size[..., None, None] ** 2)
-    result = network.along(walk.of(inflow)).variance([0, 0, 0])
+    result = network.with_walk(walk.with_side_outputs(side_outputs)).variance([0, 0, 0])
     cross = (result[2] - result[0] - result[1]) / 2
     rows = np.stack([result[0], cross], -1), np.stack([cross, result[1]], -1)
     return noise + np.stack(rows, axis=-2)
@@ -317,12 +319,12 @@ class OfModes:
         mean = _means(sensitivity @ self.grad_out, self.modes.seq_len)
         split = np.stack([mean, total(sensitivity * self.grad_out) - mean], axis=-1)
         weights = ratio(split, self._relative(self.grad_out))
-        noise = (weights * matrix_times(self.covariance, weights)).sum(-1)
+        noise = (weights * matvec(self.covariance, weights)).sum(-1)
         return GradientAdjoint(sensitivity, weights, noise, 0.0)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         # of x_j = dm_j/m_j, with the modes m of the tokens averaged over sequences
-        per_mode = matrix_times(transposed(self.response), exposure)
+        per_mode = matvec(transposed(self.response), exposure)
         count = count_of(self.kernel)
         size = trace_of(self.kernel) / count
         per_mode = ratio(per_mode, self._relative(self.kernel) * size[..., None])
