@@ -167,7 +167,7 @@ def shared_persistence(
         classes = signal.kernel.classes
         counted = above.diagonal * classes.count
         share = ratio_or_zero(counted, counted.sum(-1, keepdims=True) + 0.0 * counted) * response
-        share, count = classes.in_one(share), classes.in_one(classes.count)
+        share, count = classes.as_one_document(share), classes.as_one_document(classes.count)
         (diagonal, inside), *_ = classes.blocks(single, common)
         excess = diagonal - np.diagonal(inside, axis1=-2, axis2=-1)
         sums = (share[..., None, :] @ inside)[..., 0, :]

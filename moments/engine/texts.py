@@ -21,9 +21,9 @@ from .classes import (
     Matrix,
     PairSums,
     PositionClasses,
-    as_many,
     diagonal_of,
-    to_total,
+    factor_to_total,
+    scaled_means,
 )
 
 LEAST = 1e-3
@@ -93,8 +93,8 @@ class TextClasses(PositionClasses):
         """Of (..., 2 P), or of the first (..., P) of them."""
         return self.one.mean(np.asarray(values)[..., : self.size])
 
-    def in_one(self, sums: Array) -> Array:
-        return self.one.in_one(sums[..., : self.size])
+    def as_one_document(self, sums: Array) -> Array:
+        return self.one.as_one_document(sums[..., : self.size])
 
     def within(self, off_diagonal: Array) -> Array:
         return np.tile(self.one.within(off_diagonal), (2, 2))
@@ -130,7 +130,7 @@ class TextClasses(PositionClasses):
     def following_pairs(self) -> Array:
         result = self.of_relations(self.one.following_pairs, self.one.following_pairs)
         total = float(self.length - len(self.ends))
-        return np.minimum(result * to_total(result * self.pair_count, total), 1.0)
+        return np.minimum(result * factor_to_total(result * self.pair_count, total), 1.0)
 
     def mean_of_pairs(self, off_diagonal: Array) -> Array:
         return self.one.mean_of_pairs(self._over_words(off_diagonal))
@@ -208,10 +208,10 @@ class TextClasses(PositionClasses):
         diagonal = placed + coincidence * (together - placed)
         return inside.joined((diagonal, others), (diagonal, others + beyond))
 
-    def over_relations(self, off_diagonal: Array) -> Array:
+    def word_mean(self, off_diagonal: Array) -> Array:
         return self._over_words(off_diagonal)
 
-    def with_relations(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
+    def word_product(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
         """By parts: what a token has with itself beyond two words stands by itself. Rows of
         attention give two keys of one word less, multiplied from the left, X = w C w^T, or from
         the right, w^T R w."""
@@ -261,7 +261,7 @@ class TextClasses(PositionClasses):
         """Of the classes' kinds of pairs, those of one word, and their share."""
         assert self.ids is not None
         result = self.one.pair_sums(self.ids, self.ids)
-        return [(one, np.clip(as_many(*one), 0.0, 1.0)) for one in result]
+        return [(one, np.clip(scaled_means(*one), 0.0, 1.0)) for one in result]
 
     def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
         assert self.ids is not None
@@ -277,10 +277,10 @@ class TextClasses(PositionClasses):
             strict=True,
         ):
             others.append(
-                as_many(matching - alike, count - of_word.matching, expected * (1.0 - share))
+                scaled_means(matching - alike, count - of_word.matching, expected * (1.0 - share))
             )
-            same.append(as_many(alike, of_word.matching, expected * share))
-        return self.of_relations(self.one.of_sums(*others), self.one.of_sums(*same))
+            same.append(scaled_means(alike, of_word.matching, expected * share))
+        return self.of_relations(self.one.from_pair_means(*others), self.one.from_pair_means(*same))
 
 
 def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
