@@ -781,7 +781,7 @@ def test_tokens_that_grow_keep_their_overlaps_in_every_draw(name: str) -> None:
     assert output.kernel.off_diagonal == pytest.approx(square)
     received = ClassMatrix(np.ones(1), np.ones((1, 1)), one_class(2))
     moved = Elementwise.of(leaf.forward, signal, Gradient(Kernel(1.0, 1.0), 2), received, False)
-    by_overlap, by_growth = (float(one.off_diagonal[0, 0]) for one in (moved.onward, moved.growth))
+    by_overlap, by_growth = (float(one.off_diagonal[0, 0]) for one in (moved.slope, moved.growth))
     assert by_overlap * found["overlap"] + by_growth == pytest.approx(2 * square, rel=1e-3)
     measured, error = found["by_growth"]
     assert abs(by_growth - measured) < measured - 3 * error
