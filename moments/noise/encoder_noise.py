@@ -41,7 +41,7 @@ from ..engine.trace import Record, Trace
 from ..layers.attention.kernels.exact_rows import AlikeRows
 from ..layers.attention.projections import logit_law
 from .alike import Alike, averaged_tokens, stacked
-from .band import End, Fresh, shared
+from .band import GaussianSource, GradientSource, mean_covariances
 from .network import ExchangeableWalk, Group, Network, SideOutput, matvec
 
 STEP = 1e-5
@@ -94,7 +94,7 @@ class DecoderTop:
 
     declaration: Chain
     trace: Trace
-    top: End | None = None
+    top: GradientSource | None = None
 
     def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
         """The encoder's last gradient, and how it answers to the decoder; `trace` is the
@@ -130,7 +130,7 @@ class DecoderTop:
         whole = np.add.reduce([one.added[:3].sum(-2) for _, one in grad_in])
         size = whole[0] @ modes.average
         walk = ExchangeableWalk(groups)
-        overlaps = shared(layers, self.trace, walk, batch)
+        overlaps = mean_covariances(layers, self.trace, walk, batch)
         network = Network(walk, decoder.entering, batch, overlaps, self._end(batch))
         covariance = _covariance(network, walk, grad_in, size, of_memory)
         response = (whole[1:] - whole[0]) / (STEP * size[..., None])
@@ -140,7 +140,7 @@ class DecoderTop:
         """The decoder's own last gradient, as of tokens alike."""
         first, sequences = self.trace.entering, 1
         if self.top is None:
-            end: tuple[Matrix, Response] = Fresh.of(self.trace)
+            end: tuple[Matrix, Response] = GaussianSource.of(self.trace)
         else:
             if first.resolved is True:
                 sequences = first.kernel.off_diagonal.shape[-1] // first.seq_len
