@@ -91,7 +91,7 @@ def log_variance(
     layers = _layers(declaration)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if top is None:
-            end = GaussianSource.of(trace)
+            end: tuple[Matrix, Response] = GaussianSource.of(trace)
         else:
             end = top.gradient_response(trace, _independent_kernels(trace, batch))
         network = _network(layers, trace, batch, end, across)
