@@ -711,7 +711,6 @@ class KeyCounts:
 
     Attributes:
         window: largest number of keys of a row.
-        starts: (P,) position before the first key of each row.
         ends: (P,) position of the last key of each row.
         size: (P,) number of keys of each row.
         keys: (P, P) counts [p, q] of the keys of row p.
@@ -728,7 +727,6 @@ class KeyCounts:
 
     classes: PositionClasses
     window: int
-    starts: NDArray[np.intp]
     ends: NDArray[np.intp]
     size: Array
     keys: Array
@@ -783,9 +781,7 @@ def _causal_counts(classes: PositionClasses, reach: int) -> KeyCounts:
                     rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
                     sending[p, s] = common + rest
     size = np.minimum(nodes, reach).astype(float)
-    return KeyCounts(
-        classes, reach, starts, nodes, size, keys, shared, split, rows, sending, later, first
-    )
+    return KeyCounts(classes, reach, nodes, size, keys, shared, split, rows, sending, later, first)
 
 
 @functools.lru_cache(maxsize=64)
@@ -793,7 +789,7 @@ def _all_keys(classes: OneClass) -> KeyCounts:
     """Counts of a single class, whose rows attend to every key."""
     size, zero = float(classes.length), np.zeros(1, np.intp)
     pairs, triples = np.full((1, 1), size), np.full((1, 1, 1), size)
-    ends = zero, classes.nodes, np.array([size])
+    ends = classes.nodes, np.array([size])
     counts = pairs, triples, triples, pairs, triples, triples
     return KeyCounts(classes, classes.length, *ends, *counts, zero)
 
@@ -820,9 +816,7 @@ def _bidirectional_counts(classes: BothSides, reach: int) -> KeyCounts:
     cube, zeros = (total, total, total), np.zeros(total, np.intp)
     split, sending = np.broadcast_to(keys, cube), np.broadcast_to(rows[:, None], cube)
     sizes = size(nodes.astype(float))
-    return KeyCounts(
-        classes, reach, starts, ends, sizes, keys, shared, split, rows, sending, later, zeros
-    )
+    return KeyCounts(classes, reach, ends, sizes, keys, shared, split, rows, sending, later, zeros)
 
 
 class _Sums:
