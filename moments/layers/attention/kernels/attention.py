@@ -286,9 +286,9 @@ class KernelAttention(RowAttention):
         """(3, Lk, Lk): sum_ii' G_ii' (F_ii' - w_i w_i'^T) in the value path, and sums of its
         derivative times the factors of the key path and of `Paths.cross`."""
         rotation, laws = self.logits.rotation, self._laws
-        scale, gradient = single(gradient)
-        value = (gradient * self._read)[None]
-        weighted = gradient * np.stack([self._key, self._factors.cross]).astype(np.float32)
+        scale, scaled = single(gradient)
+        value = (scaled * self._read)[None]
+        weighted = scaled * np.stack([self._key, self._factors.cross]).astype(np.float32)
         if self.logits.aligned:
             weights = np.concatenate([value, weighted[:, None] * self._read_slope])
             return scale * laws.spread("overlap", laws.compressed(weights))
@@ -298,7 +298,7 @@ class KernelAttention(RowAttention):
         )
         if self._terms is not None and rotation is not None:
             total[1:] *= rotation.keys
-            terms = laws.compressed(gradient * (self._bare * self._terms).astype(np.float32))
+            terms = laws.compressed(scaled * (self._bare * self._terms).astype(np.float32))
             total[0] += laws.spread("rotated", terms[None])[0]
             unrotated = laws.spread("unrotated", terms[1:, None], rotation.parity)
             total[1] += np.einsum("tij,tij->ij", unrotated, rotation.key_terms)
@@ -363,11 +363,11 @@ class KernelAttention(RowAttention):
 
     def _spread_noise(self, row_weights: Array) -> Array:
         """(2, Lk, Lk): sum_i h_i E[J_i D J_i] in the key path and in `Paths.cross`, for (Lq,) h."""
-        scale, row_weights = single(self._noise_scale * row_weights)
+        scale, scaled = single(self._noise_scale * row_weights)
         factors = self._calibration.noise_key, self._calibration.noise_cross
         weights = np.zeros((2, 1, len(self._group), len(self._group)), dtype=np.float32)
         for total, factor in zip(weights[:, 0], factors, strict=True):
-            np.add.at(total, (self._pattern, self._pattern), row_weights * factor)
+            np.add.at(total, (self._pattern, self._pattern), scaled * factor)
         return scale * self._laws.spread("noise", weights)
 
     def _noise_overlap(self, kernel: Array) -> Array:
