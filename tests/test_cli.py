@@ -266,7 +266,7 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
         (["predict", "missing.json"], "missing.json"),
         (["predict", "--layers", "3"], "add --d-model, --heads, --seq-len"),
         (["solve", "--layers", "3"], "no MODEL given: name a preset or a config.json\n"),
-        (["audit", "gpt2", "--option", "per_head=false"], "give its --scheme too"),
+        (["audit", "gpt2", "--option", "per_head=false"], "add --scheme"),
         (["solve", "bert-tiny", "--option", "per_head"], "must be NAME=VALUE"),
         (["predict", *OWN, "--dropout", "1.5"], "dropout = 1.5"),
         (["predict", *OWN, "--heads", "5"], "heads = 5"),
@@ -405,7 +405,7 @@ def test_scheme_options_are_read_as_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["predict", *OWN, "--option", "a=1"], "--option is of a scheme: add --scheme"),
+        (["predict", *OWN, "--option", "a=1"], "--option sets an option of a scheme: add --scheme"),
         (["predict", *OWN, "--scheme", "xavier", "--option", "per_head"], "must be NAME=VALUE"),
         (["predict", *OWN, "--scheme", "deepnrm"], "did you mean 'deepnorm'?"),
         (["solve", "bert-tiny", "--objective", "final_varience"], "did you mean 'final_variance'"),

@@ -1,4 +1,4 @@
-"""Numbers of one model and of many: `moments predict`, `solve`, `explain`, `first-step` and
+"""Predictions for one model and for many: `moments predict`, `solve`, `explain`, `first-step` and
 `sweep`."""
 
 from __future__ import annotations
@@ -60,25 +60,26 @@ def predict(
     seq_len: SeqLenOption = None,
     d_ff: Annotated[int | None, typer.Option(help="Feed-forward width.")] = None,
     norm: Annotated[
-        str | None, typer.Option(help="pre, post, none, sandwich, output, mix, hybrid or b2t.")
+        str | None,
+        typer.Option(help="Norm placement: pre, post, none, sandwich, output, mix, hybrid or b2t."),
     ] = None,
     activation: Annotated[
-        str | None, typer.Option(help="Such as relu, gelu or swiglu; a wrong name lists all.")
+        str | None, typer.Option(help="Such as relu, gelu or swiglu; an unknown name lists all.")
     ] = None,
-    dropout: Annotated[float | None, typer.Option(help="Probability of dropping.")] = None,
-    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Causal mask.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Dropout probability.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Attention mask.")] = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
     grad_variance: Annotated[
         float | None, typer.Option(help="Gradient variance at the last layer's output.")
     ] = None,
     grad_correlation: Annotated[
-        float | None, typer.Option(help="Gradient correlation of two tokens there.")
+        float | None, typer.Option(help="Gradient correlation of two tokens at that output.")
     ] = None,
     scheme: OneScheme = None,
     option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
-    whole: Annotated[bool, typer.Option("--all", help="Print every layer, not five.")] = False,
+    whole: Annotated[bool, typer.Option("--all", help="Print every layer, not only five.")] = False,
 ) -> Answer:
     """Predict every layer's variance, token correlation and gradient moments.
 
@@ -117,7 +118,7 @@ def predict(
         grad_correlation=grad_correlation,
     )
     if scheme is None and option:
-        raise DomainError("--option is of a scheme: add --scheme")
+        raise DomainError("--option sets an option of a scheme: add --scheme")
     if scheme is not None:
         options = scheme_options(option)
         if described.embedding is None and correlation is not None:
@@ -139,11 +140,11 @@ def predict(
 
 
 def _by_operations(model: str, refusal: Undeclared) -> Answer:
-    """What is said of a config whose module no Transformer describes."""
+    """Predict a config whose module no Transformer describes, operation by operation."""
     from ..model.huggingface.config import read_config
     from ..torch.narrow import predicted
 
-    note(f"{refusal}: its operations are followed instead")
+    note(f"{refusal}: it is predicted operation by operation instead")
     result = predicted(read_config(model))
 
     def figure() -> Any:
@@ -167,25 +168,25 @@ def solve(
         typer.Option(
             "--objective",
             "--scheme",
-            help="A scheme (`moments schemes` lists them), or one of those above; left out: dslm.",
+            help="A scheme (`moments schemes` lists them) or an objective; default: dslm.",
         ),
     ] = None,
-    target: Annotated[float | None, typer.Option(help="The value to reach; left out: 1.")] = None,
+    target: Annotated[float | None, typer.Option(help="The value to reach; default: 1.")] = None,
     free: Annotated[
         list[str] | None,
-        typer.Option(help="What to solve for; may be repeated.", show_default=False),
+        typer.Option(help="A field to solve for; may be repeated.", show_default=False),
     ] = None,
     goal: Annotated[
         list[str] | None,
         typer.Option(
-            help="OBJECTIVE=TARGET, such as final_variance=2; repeated, solved together.",
+            help="OBJECTIVE=TARGET, such as final_variance=2; several are solved together.",
             show_default=False,
         ),
     ] = None,
     bound: Annotated[
         str | None,
         typer.Option(
-            help="For largest_k and largest_depth: GOAL=MOST, such as final_correlation=0.9."
+            help="For largest_k and largest_depth: GOAL=LIMIT, such as final_correlation=0.9."
         ),
     ] = None,
     layers: LayersOption = None,
@@ -193,25 +194,26 @@ def solve(
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
     option: SchemeOption = None,
-    tolerance: Annotated[float, typer.Option(help="Relative error that is allowed.")] = 1e-9,
+    tolerance: Annotated[float, typer.Option(help="Allowed relative error.")] = 1e-9,
 ) -> Answer:
-    """Solve for weight variances and scales; exit 1 where the target is infeasible.
+    """Solve for weight variances and scales; exit status 1 if the target cannot be reached.
 
-    Objectives, each with its --target: block_variance, of every block's output; stream_variance,
-    after every layer; final_variance, after the last; gradient_ratio, the first layer's gradient
-    variance over the last one's (2: within twice); flat_gradient, the same from layer to layer;
-    final_correlation, of tokens, at most; query_value_balance, squared gradient norms of queries
-    over values, and query_value_balance_per_layer. With --bound: largest_k, largest_depth.
+    Objectives and what their --target is: block_variance, the variance of every block's output;
+    stream_variance, the variance after every layer; final_variance, after the last layer;
+    gradient_ratio, the first layer's gradient variance over the last one's (2: within twice);
+    flat_gradient, the same ratio from layer to layer; final_correlation, the largest token
+    correlation; query_value_balance, squared gradient norms of queries over values;
+    query_value_balance_per_layer. With --bound: largest_k, largest_depth.
     """
     from ..scheme import schemes
     from ..scheme.plan import solve as run
 
     options = scheme_options(option)
     if goal and objective is not None:
-        raise DomainError("--goal and --objective both say what to solve for: give one of them")
+        raise DomainError("--goal and --objective both define the target: pass one of them")
     objective = objective or "dslm"
     if options and objective not in [scheme.name for scheme in schemes()]:
-        raise DomainError("--option is a scheme's: name one as --objective")
+        raise DomainError("--option sets an option of a scheme: pass the scheme as --objective")
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
     plan = run(
         described,
@@ -251,7 +253,7 @@ def _named(text: str, option: str) -> tuple[str, float]:
 )
 def explain(
     model: ModelArgument = None,
-    layer: Annotated[int, typer.Option(help="Which layer, from 1.")] = 1,
+    layer: Annotated[int, typer.Option(help="The layer to explain, from 1.")] = 1,
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
     variance: InputVariance = None,
@@ -259,7 +261,7 @@ def explain(
     theory: TheoryOption = TheoryName.refined,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
 ) -> Answer:
-    """One layer law by law: the formulas, the numbers in them, and where each comes from."""
+    """Explain one layer formula by formula, with the numbers in each and its source."""
     from ..prediction.explanation import explain as run
 
     described, inputs = with_input(model, layers, seq_len, variance, correlation)
@@ -284,7 +286,7 @@ def first_step(
     learning_rate: Annotated[
         float | None,
         typer.Option(
-            "--learning-rate", "--lr", help="Left out: the rate whose first step reaches --bound."
+            "--learning-rate", "--lr", help="Default: the rate whose first step reaches --bound."
         ),
     ] = None,
     bound: Annotated[
@@ -297,16 +299,16 @@ def first_step(
     sequences: Annotated[int, typer.Option(help="Sequences of random text (Zipf's law).")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of that text.")] = 0,
     steps: Annotated[
-        int, typer.Option(help="Steps of the optimizer, each on its share of the sequences.")
+        int, typer.Option(help="Number of optimizer steps, each on its share of the sequences.")
     ] = 1,
     by_group: Annotated[
-        bool, typer.Option(help="Without --lr: also the rate of every group of parameters alone.")
+        bool, typer.Option(help="Without --lr: also the rate for every group of parameters alone.")
     ] = False,
 ) -> Answer:
-    """Which learning rates to search, and the first step: loss, the stream's change, every step.
+    """Predict which learning rates to search, and the first step: loss, stream, every matrix.
 
-    Without --lr the rates come first: where to search, where training becomes unstable, and the
-    step size, whose first step reaches --bound.
+    Without --lr the rates are printed first: the range to search, the rate from which training is
+    unstable, and the rate whose first step reaches --bound.
     """
     from ..formulas.checks import POSITIVE, check_number
     from ..prediction.predict import predict
@@ -322,14 +324,14 @@ def first_step(
     check_step(optimizer, 1.0 if learning_rate is None else learning_rate, **options)
     described, known = declared(model, {"layers": layers, "seq_len": seq_len})
     if known:
-        raise DomainError("a plan knows moments of its input and no text: give its model alone")
+        raise DomainError("a plan has moments of its input but no text: pass its model alone")
     described = shortened(described, seq_len)
     pixels = pictures(described, None, None)
     if pixels is not None:
         prediction = predict(described, pixels=pixels, targets=[0] * len(pixels))
     else:
         if not hasattr(described.embedding, "vocab_size"):
-            raise DomainError("a first step reads a text: declare an embedding with a token table")
+            raise DomainError("a first step needs a text: declare an embedding with a token table")
         prediction = predict(described, **zipf_batch(described, sequences, seed))
     rates = None
     if learning_rate is None:
@@ -353,7 +355,7 @@ def first_step(
 # --- grids ----------------------------------------------------------------------------------------
 
 MOST_VALUES = 100_000
-"""Of one progression; more are a slip of the pen."""
+"""Most values of one progression; more are taken for a typing error."""
 
 
 @command(
@@ -373,7 +375,7 @@ def sweep(
         typer.Option(
             "--axis",
             help="NAME=VALUES; may be repeated. VALUES: 12,24,48 or log:LEAST:MOST:COUNT, "
-            "lin:LEAST:MOST:COUNT, range:FIRST:LAST[:STEP].",
+            "lin:LEAST:MOST:COUNT or range:FIRST:LAST[:STEP].",
             show_default=False,
         ),
     ] = None,
@@ -385,35 +387,35 @@ def sweep(
     correlation: InputCorrelation = None,
     theory: TheoryOption = TheoryName.refined,
     quantity: Annotated[
-        str, typer.Option(help="What is drawn; a wrong name lists all.")
+        str, typer.Option(help="Quantity to draw; an unknown name lists all.")
     ] = "grad_variance",
     x: Annotated[
-        str | None, typer.Option(help="Axis along the picture; left out: the first.")
+        str | None, typer.Option(help="Horizontal axis of the picture; default: the first --axis.")
     ] = None,
     y: Annotated[
         str | None,
-        typer.Option(help="Axis up a map; left out: lines where the second is short."),
+        typer.Option(
+            help="Vertical axis of a map; default: the second --axis, or lines if it is short."
+        ),
     ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="Axis with a line or a map for each value.")
-    ] = None,
+    by: Annotated[str | None, typer.Option(help="Axis with one line or map per value.")] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Keep every layer: a row each in --csv and --json.")
+        bool, typer.Option("--profile", help="Keep every layer, one row each in --csv and --json.")
     ] = False,
     path: Annotated[
         Path | None,
         typer.Option(
-            help="Append results to this file as they come; a killed sweep goes on from there.",
+            help="Append results to this file as they arrive; a stopped sweep continues from it.",
             show_default=False,
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
+    jobs: Annotated[int, typer.Option(help="Number of processes.", min=1)] = 1,
 ) -> Answer:
     """Predict a grid of configurations: any field of the model, its schemes, and its input.
 
-    An axis is a field (layers, dropout, norm), a part's field (weights.query, embedding.scale,
-    head.output_scale), scheme and its options (scheme=none,deepnorm), or variance, correlation,
-    grad_variance, grad_correlation, theory.
+    An axis is a field of the model (layers, dropout, norm), a field of a part (weights.query,
+    embedding.scale, head.output_scale), the scheme and its options (scheme=none,deepnorm), or
+    variance, correlation, grad_variance, grad_correlation or theory.
     """
     from ..grids.run import sweep as run
     from ..grids.store import QUANTITIES
@@ -424,10 +426,10 @@ def sweep(
     for text in axis:
         name, values = _axis(text)
         if name in options:
-            raise domain_error("--axis", text, f"once for each name: {name} is given twice")
+            raise domain_error("--axis", text, f"given once per name: {name} is given twice")
         options[name] = values
     sizes = {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": seq_len}
-    if model is None:  # what varies need not be said twice
+    if model is None:  # a size that varies need not be given as an option too
         sizes = {
             name: _whole(name, options[name])[0] if size is None and name in options else size
             for name, size in sizes.items()
@@ -473,7 +475,7 @@ def sweep(
 
 
 def _processes(jobs: int) -> concurrent.futures.Executor:
-    """Fresh ones, which inherit no threads; the same on every system."""
+    """A pool of spawned processes, which inherit no threads, on every system."""
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
@@ -481,7 +483,7 @@ def _processes(jobs: int) -> concurrent.futures.Executor:
 
 
 class _Values(NamedTuple):
-    """Of one --axis: the values in order, and whether a progression's, which nobody spelled out."""
+    """Values of one --axis, and whether they come from a progression (`stepped`)."""
 
     values: list[Any]
     stepped: bool
@@ -497,7 +499,7 @@ def _axis(text: str) -> tuple[str, _Values]:
         return name, _Values(_progression(text, kind, rest.split(":")), True)
     words = values.split(",")
     if not all(word.strip() for word in words):
-        raise domain_error("--axis", text, "values between its commas")
+        raise domain_error("--axis", text, "a list without empty values between commas")
     return name, _Values([spelled(word, f"--axis {brief(text)}") for word in words], False)
 
 
@@ -528,8 +530,7 @@ def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
 
 
 def _whole(name: str, given: _Values) -> list[Any]:
-    """Steps of a progression rounded, each once; what is no number stays. DomainError for a
-    fraction that was spelled out."""
+    """Round the values of a progression, without repeats; DomainError for a fraction in a list."""
     for value in given.values:
         if isinstance(value, float) and value % 1 and not given.stepped:
             raise domain_error(f"--axis {name}", value, "a whole number")

@@ -1,4 +1,4 @@
-"""What is known: `moments schemes`, `formulas` and `validate`."""
+"""Reference: `moments schemes`, `formulas` and `validate`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def schemes(
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
 ) -> Answer:
-    """List the published schemes, or show what each does to a model's growth and gradients."""
+    """List the published schemes, or compare what each does to a model's growth and gradients."""
     from ..scheme import schemes as every
     from ..scheme.registry import scheme as known
     from ..show.scheme_table import compare_schemes
@@ -91,7 +91,7 @@ def schemes(
 
 
 def _no_model() -> Any:
-    raise DomainError("--plot draws what schemes do to a model: name a MODEL")
+    raise DomainError("--plot draws a model under the schemes: pass a MODEL")
 
 
 def _scheme_lines(scheme: Scheme) -> str:
@@ -161,17 +161,19 @@ def _law_entry(law: Any) -> dict[str, Any]:
 def validate(
     subset: Annotated[
         str,
-        typer.Option(help="all, baselines, array, quick, or a pattern such as 'post-causal-*'."),
+        typer.Option(
+            help="Models: all, baselines, array, quick, or a pattern like 'post-causal-*'."
+        ),
     ] = "all",
     theory: Annotated[
         list[TheoryName] | None,
-        typer.Option(help="Which formulas; may be repeated. Left out: all.", show_default=False),
+        typer.Option(help="Formulas to test; may be repeated. Default: all.", show_default=False),
     ] = None,
     max_error: Annotated[
         float | None,
         typer.Option(
-            help="Exit 1 if the refined gradient variance of some run is off by more, as the mean "
-            "|log| beyond two standard errors, or has no value."
+            help="Exit status 1 if the refined gradient variance of any run is off by more (mean "
+            "|log ratio| beyond two standard errors), or has no value."
         ),
     ] = None,
 ) -> Answer:
@@ -187,7 +189,7 @@ def validate(
     if max_error is not None:
         check_number("--max-error", max_error, POSITIVE)
     if max_error is not None and "refined" not in theories:
-        raise DomainError("--max-error judges the refined theory: add --theory refined")
+        raise DomainError("--max-error is about the refined theory: add --theory refined")
     with steps(f"predicting {len(configurations)} models", len(configurations)) as advance:
         frame = errors(theories, configurations, progress=lambda c: advance(1))
 
