@@ -74,7 +74,7 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
     if value.producer is None:
         result.given = True
         return result
-    nodes = graph.makers(start)
+    nodes = graph.ancestor_nodes(start)
     looked = [row for node in nodes if (row := _lookup(stream, node)) is not None]
     linears = [read.linears[node.index] for node in nodes if node.index in read.linears]
     if looked and len(linears) == 1 and _size(stream, linears[0].read) < _size(stream, start):
@@ -83,7 +83,7 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
             result.factor, start = linear, linear.read
             while (view := graph.producer(start)) is not None and view.name in VIEWS:
                 start = view.inputs[0]
-            result.total, linears, nodes = start, [], graph.makers(start)
+            result.total, linears, nodes = start, [], graph.ancestor_nodes(start)
         elif read.up(linear.read) in [made for *_, made in looked] and not linear.biases:
             result.factor = linear
     width = _size(stream, start)
@@ -243,13 +243,13 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
     attentions = [b.attention for other in others for b in other.blocks if b.attention is not None]
     inside |= {m.node for a in attentions for rows in a.projections.values() for m, _ in rows}
     ends = (other.sums[-1].value for other in others if other is not chain)
-    later = [value for value in ends if graph.rests_on(value, last)]
+    later = [value for value in ends if graph.depends_on(value, last)]
     behind = [
         linear
         for linear in read.linears.values()
         if linear.node not in inside
-        and graph.rests_on(linear.read, last)
-        and not any(graph.rests_on(linear.read, value) for value in later)
+        and graph.depends_on(linear.read, last)
+        and not any(graph.depends_on(linear.read, value) for value in later)
     ]
     for one in behind[:-2]:
         result.doubts.append(f"{_list(one.params)}: a matrix behind the last layer")
@@ -258,13 +258,13 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
         crossing = [
             linear.read
             for linear in read.linears.values()
-            if graph.rests_on(linear.read, end) and not read.between(end, linear.read)
+            if graph.depends_on(linear.read, end) and not read.between(end, linear.read)
         ]
         drops = read.dropouts(end, crossing[0]) if crossing else []
         result.dropout = drops[0][1] if drops else 0.0
         return result
     matrix = result.matrix = behind[-1]
-    if len(behind) == 2 and graph.rests_on(matrix.read, behind[0].made):
+    if len(behind) == 2 and graph.depends_on(matrix.read, behind[0].made):
         _transform(stream, result, behind[0], matrix)
     elif len(behind) == 2:
         result.doubts.append(f"{_list(behind[0].params)}: a second matrix behind the last layer")

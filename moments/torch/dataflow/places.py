@@ -113,7 +113,7 @@ class Roles:
             return self._traced(linear)
         (name,) = linear.params
         held = self.graph.leaf(name)
-        turned = [n.name for n in graph.makers(linear.matrix) if n.name not in _SAME]
+        turned = [n.name for n in graph.ancestor_nodes(linear.matrix) if n.name not in _SAME]
         if "convolution" in node.name:
             return None if turned else (name, 0, torch.arange(len(held)), held[0].numel())
         reads_first = node.inputs[-1] == linear.matrix
@@ -214,14 +214,14 @@ def _period(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _followed(graph: Graph, given: dict[int, Tensor], end: int) -> Tensor | None:
     """Places that views carry along; None where entries are changed on the way."""
     values = dict(given)
-    for node in graph.makers(end):
+    for node in graph.ancestor_nodes(end):
         scaled = node.name in ("mul", "div") and len(node.inputs) == 1
         if scaled or node.name in _SAME:
             values[node.outputs[0]] = values[node.inputs[0]]
             continue
         if node.name not in VIEWS and node.name not in ("cat", "stack"):
             return None
-        values |= dict(zip(node.outputs, node.redone(values.get), strict=True))
+        values |= dict(zip(node.outputs, node.rerun(values.get), strict=True))
     return values.get(end)
 
 

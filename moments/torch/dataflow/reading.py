@@ -40,7 +40,7 @@ from ..roles import (
 )
 from ..running import in_mode, kept_buffers, made_at_hand, padding_row, run
 from .around import SINUSOIDAL, After, Before, after, before
-from .graph import SOFTMAX, Graph, reaches, record
+from .graph import SOFTMAX, Graph, attention_spans, record
 from .places import Roles, Sites, place
 from .stream import ORDER, BranchUnit, StreamReader, SumChain
 from .units import RotationUnit, close
@@ -130,7 +130,7 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
         raise
     except Exception as error:  # the module's own operations, on numbers that it never saw
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        if routed := graph.routed():
+        if routed := graph.selecting_submodule():
             said = f"{routed} chooses by its numbers which tokens go where, as experts are chosen"
         raise MomentsError(
             f"what {type(module).__name__} computes depends on its numbers in a way that could not "
@@ -262,7 +262,7 @@ def random_part(module: nn.Module, batch: Any) -> str | None:
     """The submodule that draws random numbers in evaluation mode; None where none does."""
     near, given = _near_copy(module), _near_batch(batch)
     with kept_buffers(near), in_mode(near, False):
-        path = record(near, functools.partial(run, near, given), _tensors(given)).drawn()
+        path = record(near, functools.partial(run, near, given), _tensors(given)).random_submodule()
     return "the module itself" if path == "" else path
 
 
@@ -302,7 +302,7 @@ def _far(module: nn.Module, batch: Any) -> list[int | None]:
     *_, (given, _) = _cuts(batch, rows=1)
     with in_mode(module, False):
         try:
-            return reaches(functools.partial(run, module, _near_batch(given)))
+            return attention_spans(functools.partial(run, module, _near_batch(given)))
         except Exception:  # what ran on a few tokens of two sequences need not on one whole one
             return []
 
@@ -405,7 +405,7 @@ class _Reading:
             ),
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
-        self.squares = _squares(self.tensors, result, self.graph.multiples())
+        self.squares = _squares(self.tensors, result, self.graph.parameter_factors())
         self._share(roles)
         model = self._model(stacks)
 
@@ -437,7 +437,7 @@ class _Reading:
             unlayered=tuple(dict.fromkeys(self.unlayered)),
             ahead=not all(a.causal for a in looking) if alone and looking else None,
             unused=unused,
-            cut=self.graph.cut(),
+            cut=self.graph.detaching_submodules(),
             logit_scale=main.after.scale if main.after.scaled else None,
             sums={
                 (stack.prefix, n, unit.name): self._sum(stack.placements[n - 1], n, unit)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...model.positions import alibi_slopes
-from .graph import VIEWS, Graph, Node, reach_of
+from .graph import VIEWS, Graph, Node, attention_span
 from .units import (
     EXACT,
     AttentionUnit,
@@ -131,7 +131,7 @@ class StreamReader:
 
     def _nearest(self, end: int, root: int, tips: list[int]) -> int:
         """Of what a sum's term passes unchanged but for factors, the last that the others read."""
-        reads = (v for v in self.read.way(end) if all(self.graph.rests_on(t, v) for t in tips))
+        reads = (v for v in self.read.way(end) if all(self.graph.depends_on(t, v) for t in tips))
         return next(reads, root)
 
     def _terms(self, node: Node) -> tuple[dict[int, int], set[int]]:
@@ -166,7 +166,7 @@ class StreamReader:
         for place, one in enumerate(sums):
             for before in reversed(range(place)):
                 value = sums[before].value
-                if self.graph.rests_on(one.stream, value):
+                if self.graph.depends_on(one.stream, value):
                     if not self.read.between(value, one.stream):
                         following[place] = before
                     break
@@ -428,7 +428,7 @@ class StreamReader:
         fed, feeding = set(), set()
         for one in matrices:
             for other in matrices:
-                if one is not other and self.graph.rests_on(one.read, other.made):
+                if one is not other and self.graph.depends_on(one.read, other.made):
                     fed.add(one.node)
                     feeding.add(other.node)
         outs = [m for m in matrices if m.node not in feeding]
@@ -440,7 +440,7 @@ class StreamReader:
         graph, read = self.graph, self.read
         stream = one.stream
         output = read.between(cores[0].mixed, tip)
-        name = "attention" if graph.rests_on(cores[0].key, stream) else "cross"
+        name = "attention" if graph.depends_on(cores[0].key, stream) else "cross"
         raw = output[-1].made if output else tip
         block = BranchUnit(name, one, raw, core=cores[0])
         sides: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
@@ -569,7 +569,7 @@ class StreamReader:
 
     def _source(self, side: list[tuple[LinearUnit, Tensor]], end: int) -> tuple[LinearUnit, Tensor]:
         """Of some matrices the one that makes a value, and its columns."""
-        return next(row for row in side if self.graph.rests_on(end, self._first(row[0])))
+        return next(row for row in side if self.graph.depends_on(end, self._first(row[0])))
 
     def _doubled(self, start: int, end: int) -> tuple[Tensor, Tensor, int | None]:
         """A draw of a value, what is made of it, and what that is multiplied by (2 or 1, else None)
@@ -644,7 +644,7 @@ class StreamReader:
 
     def _made(self, linear: LinearUnit, end: int) -> int:
         """A product's outcome on the way to a value, behind its bias where that lies there."""
-        return linear.made if self.graph.rests_on(end, linear.made) else self._first(linear)
+        return linear.made if self.graph.depends_on(end, linear.made) else self._first(linear)
 
     def _first(self, linear: LinearUnit) -> int:
         """A product's outcome itself."""
@@ -679,7 +679,7 @@ class StreamReader:
         seen = (rows > 0).any(0)
         if length == keys and length > 1:
             result.causal = not bool(torch.triu(seen, 1).any())
-            result.window = reach_of(rows)
+            result.window = attention_span(rows)
         flat = logits.reshape(-1, length, logits.shape[-1])[..., :keys].double()
         flat = torch.where(flat < HIDDEN, torch.full_like(flat, math.nan), flat)
         finite = flat[torch.isfinite(flat)]

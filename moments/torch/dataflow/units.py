@@ -273,7 +273,7 @@ class GraphReader:
             node.args, node.kwargs, node.inputs = (Ref(kept),), {}, (kept,)
             yield from (*first.params, *second.params)
             del linears[first.node], linears[second.node]
-        graph.finish()
+        graph.link()
 
     def _added(self, value: int) -> Node | None:
         """The sum of two of which a value is one, behind views and factors."""
@@ -289,7 +289,7 @@ class GraphReader:
 
     def _computed(self, matrix: int) -> bool:
         """Whether a constant is itself made by a product or looked up."""
-        names = [n.name for n in self.graph.makers(matrix)]
+        names = [n.name for n in self.graph.ancestor_nodes(matrix)]
         return any(n in PRODUCTS or n in ("embedding", "index", "index_select") for n in names)
 
     def _with_bias(self, made: int) -> tuple[int, tuple[int, ...]]:
@@ -358,11 +358,11 @@ class GraphReader:
                 result[value] = columns
             for index in self.graph.values[value].consumers:
                 user = self.graph.nodes[index]
-                if not self.graph.before(end) >> index & 1:
+                if not self.graph.ancestors(end) >> index & 1:
                     continue
                 passed = self._passed(user, value, linear, columns)
                 if passed:
-                    waiting += [(v, c) for v, c in passed if self.graph.rests_on(end, v)]
+                    waiting += [(v, c) for v, c in passed if self.graph.depends_on(end, v)]
                 else:
                     result[value] = columns
         return list(result.items())
@@ -382,7 +382,7 @@ class GraphReader:
         if any(self.live(v) for v in user.inputs[1:]):
             return []
 
-        made = user.redone(lambda a: columns if a == value else self.graph.tensor(a))
+        made = user.rerun(lambda a: columns if a == value else self.graph.tensor(a))
         return list(zip(user.outputs, made, strict=True))
 
     # --- normalisations ----------------------------------------------------------------------
@@ -517,7 +517,7 @@ class GraphReader:
             product = self._logit_product(logits)
             if mixing is None or product is None:
                 continue
-            value = next(v for v in mixing.inputs if not self.graph.rests_on(v, weights))
+            value = next(v for v in mixing.inputs if not self.graph.depends_on(v, weights))
             query, key = product.inputs[-2:]
             of = node.index, logits, weights, query, key, value, mixing.outputs[0], product.index
             over_keys = node.args[1] in (-1, self.graph.tensor(logits).ndim - 1)
