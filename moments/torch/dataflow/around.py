@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .graph import VIEWS, Node
 from .stream import StreamReader, SumChain
-from .units import LinearUnit, Norm, multiple, multiple_or_cap
+from .units import LinearUnit, Norm, proportionality, slope_and_cap
 
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 SINUSOIDAL = 0.5
@@ -67,27 +67,29 @@ class After:
 
 def before(stream: StreamReader, chain: SumChain) -> Before:
     """Reads what makes the tensor that enters layer 1."""
-    graph, read = stream.graph, stream.read
+    graph, reader = stream.graph, stream.reader
     start = chain.start
     result = Before(total=start)
-    value = graph.values[read.up(start)]
+    value = graph.values[reader.source(start)]
     if value.producer is None:
         result.given = True
         return result
     nodes = graph.ancestor_nodes(start)
     looked = [row for node in nodes if (row := _lookup(stream, node)) is not None]
-    linears = [read.linears[node.index] for node in nodes if node.index in read.linears]
-    if looked and len(linears) == 1 and _size(stream, linears[0].read) < _size(stream, start):
+    linears = [reader.linears[node.index] for node in nodes if node.index in reader.linears]
+    if looked and len(linears) == 1 and _size(stream, linears[0].input) < _size(stream, start):
         (linear,) = linears
-        if read.up(linear.made) == read.up(start):
-            result.factor, start = linear, linear.read
+        if reader.source(linear.output) == reader.source(start):
+            result.factor, start = linear, linear.input
             while (view := graph.producer(start)) is not None and view.name in VIEWS:
                 start = view.inputs[0]
             result.total, linears, nodes = start, [], graph.ancestor_nodes(start)
-        elif read.up(linear.read) in [made for *_, made in looked] and not linear.biases:
+        elif reader.source(linear.input) in [made for *_, made in looked] and not linear.biases:
             result.factor = linear
     width = _size(stream, start)
-    looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
+    looked = [
+        row for row in looked if graph.tensor(row[2]).shape[-1] == width or reader.live(row[2])
+    ]
     _norm(stream, result, start, nodes)
     if result.factor is not None and (start == chain.start) == (result.norm is not None):
         result.doubts.append(
@@ -112,20 +114,20 @@ def before(stream: StreamReader, chain: SumChain) -> Before:
     used = {name for name, _, _ in looked}
     for linear in linears:
         node = graph.nodes[linear.node]
-        whole = graph.values[read.up(linear.read)]
+        whole = graph.values[reader.source(linear.input)]
         kernel = graph.tensor(linear.matrix).shape
         if result.patch is None and "convolution" in node.name and whole.name and len(kernel) == 4:
             result.patch, result.patch_size = linear, kernel[-1]
             result.shape = tuple(whole.tensor.shape)
         elif linear is not result.factor:
             result.doubts.append(f"{_list(linear.params)}: a matrix before layer 1")
-        zeros[linear.made] = torch.zeros_like(graph.tensor(linear.made))
+        zeros[linear.output] = torch.zeros_like(graph.tensor(linear.output))
         used |= linear.params
         for bias in linear.biases:
             used |= graph.values[bias].params
     if result.norm is not None:
         used |= {*result.norm.gains, *result.norm.biases}
-    for leaf in read.leaves(nodes):
+    for leaf in reader.parameters_of(nodes):
         name = str(graph.values[leaf].name)
         if name in used:
             continue
@@ -176,7 +178,7 @@ def _lookup(stream: StreamReader, node: Node) -> tuple[str, int, int] | None:
 
 
 def _role_of_lookup(stream: StreamReader, index: int) -> str | None:
-    ids, live = stream.graph.tensor(index), stream.read.live(index)
+    ids, live = stream.graph.tensor(index), stream.reader.live(index)
     if ids.ndim >= 1 and ids.shape[-1] > 1:
         steps = ids.reshape(-1, ids.shape[-1]).diff(dim=-1)
         if not bool(steps.any()):
@@ -190,32 +192,32 @@ def _role_of_lookup(stream: StreamReader, index: int) -> str | None:
 def _factor(stream: StreamReader, start: int, end: int) -> float | None:
     """What a value is multiplied by on its way to another one; None: it is not multiplied."""
     graph = stream.graph
-    row, x = stream.read.row(start)
+    row, x = stream.reader.random_row(start)
     made, base = (graph.run({start: t}, end)[0] for t in (x, 0 * x))
     if made.shape[-1] != len(row):
         return None
     moved = (made - base).double().reshape(-1, len(row))
-    return multiple(row.expand_as(moved), moved)
+    return proportionality(row.expand_as(moved), moved)
 
 
 def _norm(stream: StreamReader, result: Before, start: int, nodes: list[Node]) -> None:
     """The norm of the sum, if there is one, and the dropout behind it."""
-    graph, read = stream.graph, stream.read
+    graph, reader = stream.graph, stream.reader
     size = graph.tensor(start).shape
     sums = (n for n in reversed(nodes) if n.name.rstrip("_") in ("add", "mul", "cat", *_LOOKUPS))
     for value in (node.outputs[0] for node in sums):
         tensor = graph.tensor(value)
-        if value == start or not read.live(value) or tensor.shape != size:
+        if value == start or not reader.live(value) or tensor.shape != size:
             continue
         link = stream.norm(value, start) if tensor.is_floating_point() else None
         if isinstance(link, tuple):
             result.norm, result.total = link[0], value
             break
-    drops = [(node, p) for node in nodes if (p := read.dropout_of(node)) is not None]
+    drops = [(node, p) for node in nodes if (p := reader.dropout_of(node)) is not None]
     if drops:
         node, result.dropout = drops[-1]
         if result.norm is None:
-            result.total = next(v for v in node.inputs if read.live(v))
+            result.total = next(v for v in node.inputs if reader.live(v))
 
 
 def _constant(stream: StreamReader, read: Before, zeros: dict[int, Tensor]) -> None:
@@ -235,7 +237,7 @@ def _constant(stream: StreamReader, read: Before, zeros: dict[int, Tensor]) -> N
 
 def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> After:
     """Reads what is made of the last layer's output."""
-    graph, read = stream.graph, stream.read
+    graph, reader = stream.graph, stream.reader
     end, last = chain.end, chain.sums[-1].value
     result = After()
     sums = [one for other in others for one in other.sums]
@@ -246,32 +248,32 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
     later = [value for value in ends if graph.depends_on(value, last)]
     behind = [
         linear
-        for linear in read.linears.values()
+        for linear in reader.linears.values()
         if linear.node not in inside
-        and graph.depends_on(linear.read, last)
-        and not any(graph.depends_on(linear.read, value) for value in later)
+        and graph.depends_on(linear.input, last)
+        and not any(graph.depends_on(linear.input, value) for value in later)
     ]
     for one in behind[:-2]:
         result.doubts.append(f"{_list(one.params)}: a matrix behind the last layer")
     behind = behind[-2:]
     if not behind:
         crossing = [
-            linear.read
-            for linear in read.linears.values()
-            if graph.depends_on(linear.read, end) and not read.between(end, linear.read)
+            linear.input
+            for linear in reader.linears.values()
+            if graph.depends_on(linear.input, end) and not reader.linears_between(end, linear.input)
         ]
-        drops = read.dropouts(end, crossing[0]) if crossing else []
+        drops = reader.dropouts(end, crossing[0]) if crossing else []
         result.dropout = drops[0][1] if drops else 0.0
         return result
     matrix = result.matrix = behind[-1]
-    if len(behind) == 2 and graph.depends_on(matrix.read, behind[0].made):
+    if len(behind) == 2 and graph.depends_on(matrix.input, behind[0].output):
         _transform(stream, result, behind[0], matrix)
     elif len(behind) == 2:
         result.doubts.append(f"{_list(behind[0].params)}: a second matrix behind the last layer")
     first = result.transform or result.factor or matrix
-    result.scale = _factor(stream, end, first.read) or 1.0
-    result.pool = _pool(stream, end, first.read)
-    drops = read.dropouts(end, first.read)
+    result.scale = _factor(stream, end, first.input) or 1.0
+    result.pool = _pool(stream, end, first.input)
+    drops = reader.dropouts(end, first.input)
     result.dropout = drops[0][1] if drops else 0.0
     _logits(stream, result)
     return result
@@ -279,16 +281,16 @@ def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> Afte
 
 def _transform(stream: StreamReader, result: After, linear: LinearUnit, matrix: LinearUnit) -> None:
     """A hidden layer: its activation, and the norm behind it."""
-    graph, read = stream.graph, stream.read
-    whole = graph.tensor(matrix.read).numel()
-    for node in graph.path([linear.made], matrix.read):
+    graph, reader = stream.graph, stream.reader
+    whole = graph.tensor(matrix.input).numel()
+    for node in graph.path([linear.output], matrix.input):
         value = node.outputs[0]
         if graph.tensor(value).numel() != whole:
             continue
-        name = read.activation(linear.made, value)
+        name = reader.activation(linear.output, value)
         if name is None:
             continue
-        link = stream.norm(value, matrix.read)
+        link = stream.norm(value, matrix.input)
         if isinstance(link, tuple):
             result.norm = link[0]
         if link is not None:
@@ -298,7 +300,7 @@ def _transform(stream: StreamReader, result: After, linear: LinearUnit, matrix: 
     plain = result.activation == "identity" and result.norm is None and not linear.biases
     if result.transform is None:
         result.doubts.append(f"{_list(linear.params)}: a matrix behind the last layer")
-    elif plain and _size(stream, matrix.read) < _size(stream, linear.read):
+    elif plain and _size(stream, matrix.input) < _size(stream, linear.input):
         result.factor, result.transform = linear, None
 
 
@@ -319,9 +321,9 @@ def _pool(stream: StreamReader, end: int, read: int) -> str | None:
 
 def _logits(stream: StreamReader, result: After) -> None:
     """From the matrix to the logits."""
-    graph, read = stream.graph, stream.read
+    graph, reader = stream.graph, stream.reader
     assert result.matrix is not None
-    made = result.matrix.made
+    made = result.matrix.output
     result.labels = graph.tensor(made).shape[-1]
     end, waiting = made, [made]
     while waiting:
@@ -329,7 +331,7 @@ def _logits(stream: StreamReader, result: After) -> None:
         for index in graph.values[value].consumers:
             node = graph.nodes[index]
             name, output = node.name.rstrip("_"), next(iter(node.outputs), made)
-            if name in ("mul", "div", "tanh", "_to_copy") and read.live(output):
+            if name in ("mul", "div", "tanh", "_to_copy") and reader.live(output):
                 if graph.tensor(output).numel() == graph.tensor(made).numel():
                     end = output
                     waiting.append(end)
@@ -338,8 +340,8 @@ def _logits(stream: StreamReader, result: After) -> None:
     result.scaled = True
     if end == made:
         return
-    x = 30 * read.draw(made)
-    slope, result.softcap = multiple_or_cap(
+    x = 30 * reader.random_like(made)
+    slope, result.softcap = slope_and_cap(
         x.double(), lambda size: graph.run({made: size * x}, end)[0].reshape(x.shape)
     )
     if slope is None:

@@ -425,16 +425,16 @@ def _unit(
     if unit.before is not None:
         yield f"{name}.norm", sites.output(unit.before.end)
     if unit.attention is not None and unit.attention.output:
-        yield f"{name}.heads", sites.input(unit.attention.output[-1].read)
+        yield f"{name}.heads", sites.input(unit.attention.output[-1].input)
         yield f"{name}.projection", sites.output(unit.raw)
     if unit.feed is not None:
         rows = [row for rows in unit.feed.into.values() for row in rows]
         if len({linear.node for linear, _ in rows}) == len(unit.feed.into):
             for role, side in (("ffn_in", "ffn.in"), ("gate", "ffn.gate")):
                 for linear, _ in unit.feed.into.get(role, [])[:1]:
-                    yield side, sites.output(linear.made)
+                    yield side, sites.output(linear.output)
         if unit.feed.dropped is None:
-            yield "ffn.activation", sites.input(unit.feed.output.read)
+            yield "ffn.activation", sites.input(unit.feed.output.input)
         else:
             before, behind = unit.feed.dropped
             yield "ffn.activation", sites.output(before)

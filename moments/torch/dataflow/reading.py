@@ -358,8 +358,8 @@ class _Reading:
                 self.unlayered.append(f"layers that share their weights ({', '.join(named)})")
                 chain.sums = chain.sums[:matrices]
             stream.fill(chain)
-        if stream.read.adapters:
-            names = ", ".join(gathered_names(stream.read.adapters))
+        if stream.reader.adapters:
+            names = ", ".join(gathered_names(stream.reader.adapters))
             self.doubts.append(
                 f"adapters that are zero, and add nothing yet, are left out ({names})"
             )
@@ -378,7 +378,7 @@ class _Reading:
             )
             points += placed.points + self._points_around(sites, stack)
             head = None if stack.after.doubts else stack.after.matrix
-            logits = None if head is None else sites.output(head.made)
+            logits = None if head is None else sites.output(head.output)
             branches += placed.blocks
             if not placed.streams:
                 self.doubts.append(
@@ -415,7 +415,7 @@ class _Reading:
                 n for n, units in rows if any(u.name == "attention" and what(u) for u in units)
             )
 
-        if turned := layers_of(lambda u: u.attention is not None and u.attention.turned):
+        if turned := layers_of(lambda u: u.attention is not None and u.attention.rotates_values):
             self.remarks.append(
                 f"rotary positions turn the values of layers {listed(turned)} too, not queries and "
                 "keys alone: what a token reads then depends on where it stands"
@@ -498,7 +498,7 @@ class _Reading:
         What follows is the same again, however often the module goes round.
         """
         result: list[set[str]] = []
-        between = self.stream.read.between
+        between = self.stream.reader.linears_between
         for one in chain.sums:
             names = {n for tip in one.tips for m in between(one.stream, tip) for n in m.params}
             if names and names <= set().union(*result):
@@ -590,7 +590,7 @@ class _Reading:
         """Whether a block without norms reads what the norm of the embedding gives."""
         if read.norm is None or unit.before or unit.behind or unit.after:
             return False
-        return self.stream.read.fit(read.norm.end, unit.sum.stream) == 1.0
+        return self.stream.reader.fit(read.norm.end, unit.sum.stream) == 1.0
 
     # --- roles -------------------------------------------------------------------------------
 
@@ -653,7 +653,7 @@ class _Reading:
             rows.append((0, "embedding.norm", sites.output(result.norm.end)))
         if not result.given:
             widened = result.factor is not None and result.norm is not None
-            end = result.factor.read if result.factor and widened else stack.chain.start
+            end = result.factor.input if result.factor and widened else stack.chain.start
             rows.append((0, "embedding", sites.output(end)))
             if widened:
                 rows.append((0, "embedding.factor", sites.output(stack.chain.start)))
@@ -663,7 +663,7 @@ class _Reading:
             rows.append((last, "head.transform", sites.output(stack.after.norm.start)))
             rows.append((last, "head.norm", sites.output(stack.after.norm.end)))
         if stack.after.matrix is not None and stack.after.pool not in ("first", "mean"):
-            rows.append((last, "logits", sites.output(stack.after.matrix.made)))
+            rows.append((last, "logits", sites.output(stack.after.matrix.output)))
         return [
             HookPoint(layer, stack.prefix + site, point.path, point.side)
             for layer, site, point in rows
@@ -963,7 +963,7 @@ class _Reading:
             scale=near(result.scale),
             positions="sinusoidal" if sines else "learned",
             padding_id=padding,
-            factor_dim=None if factor is None else self.graph.tensor(factor.read).shape[-1],
+            factor_dim=None if factor is None else self.graph.tensor(factor.input).shape[-1],
             factor_variance=self.squares.get((stack.prefix, 0, "factor")),
             factor_bias=factor is not None and bool(factor.biases),
             **common,
@@ -976,7 +976,7 @@ class _Reading:
             return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=result.dropout)
         if result.matrix is None or result.doubts:
             return None
-        read = self.graph.tensor(result.matrix.read).shape[-1]
+        read = self.graph.tensor(result.matrix.input).shape[-1]
         narrow = None if read == fields["d_model"] else read
         if narrow not in (None, getattr(fields["embedding"], "factor_dim", None)):
             self.doubts.append(f"the head reads {read} features, not d_model: it is not declared")

@@ -20,10 +20,10 @@ from .units import (
     LinearUnit,
     Norm,
     RotationUnit,
+    activation_name,
     close,
-    multiple,
-    multiple_or_cap,
-    named,
+    proportionality,
+    slope_and_cap,
 )
 
 HIDDEN = -5e3
@@ -102,7 +102,7 @@ class StreamReader:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.read = GraphReader(graph)
+        self.reader = GraphReader(graph)
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.chains = self._chains()
@@ -121,7 +121,7 @@ class StreamReader:
             for stream in terms:
                 others = [t for t in terms if t != stream]
                 tips = tuple(terms[t] for t in others)
-                if tips and all(self.read.between(stream, tip) for tip in others):
+                if tips and all(self.reader.linears_between(stream, tip) for tip in others):
                     inner |= used
                     near = self._nearest(terms[stream], stream, others)
                     one = StreamSum(node.index, node.outputs[0], near, tuple(others), tips)
@@ -131,7 +131,9 @@ class StreamReader:
 
     def _nearest(self, end: int, root: int, tips: list[int]) -> int:
         """Of what a sum's term passes unchanged but for factors, the last that the others read."""
-        reads = (v for v in self.read.way(end) if all(self.graph.depends_on(t, v) for t in tips))
+        reads = (
+            v for v in self.reader.upstream(end) if all(self.graph.depends_on(t, v) for t in tips)
+        )
         return next(reads, root)
 
     def _terms(self, node: Node) -> tuple[dict[int, int], set[int]]:
@@ -139,16 +141,16 @@ class StreamReader:
 
         Terms are roots, behind views, dropouts and factors -> what enters the sum of each.
         """
-        graph, read = self.graph, self.read
+        graph, reader = self.graph, self.reader
         whole = graph.tensor(node.outputs[0]).numel()
         terms: dict[int, int] = {}
         used: set[int] = set()
         for value in node.inputs:
-            if not read.live(value) or graph.tensor(value).numel() != whole:
+            if not reader.live(value) or graph.tensor(value).numel() != whole:
                 continue
-            root = read.up(value)
+            root = reader.source(value)
             made = graph.producer(root)
-            alone = (len(graph.values[v].consumers) == 1 for v in read.way(value))
+            alone = (len(graph.values[v].consumers) == 1 for v in reader.upstream(value))
             if made is not None and made.name.rstrip("_") == "add" and all(alone):
                 more, deeper = self._terms(made)
                 if len(more) > 1:
@@ -167,7 +169,7 @@ class StreamReader:
             for before in reversed(range(place)):
                 value = sums[before].value
                 if self.graph.depends_on(one.stream, value):
-                    if not self.read.between(value, one.stream):
+                    if not self.reader.linears_between(value, one.stream):
                         following[place] = before
                     break
         chains: dict[int, list[int]] = {}
@@ -189,19 +191,19 @@ class StreamReader:
         result = chains[:1]
         for chain in chains[1:]:
             before, value = result[-1].sums[-1].value, chain.start
-            between = self.read.between(before, value)
+            between = self.reader.linears_between(before, value)
             alike = self.graph.tensor(before).shape == self.graph.tensor(value).shape
             made = self.graph.producer(value)
             if made is None or not alike or not 2 <= len(between) <= 4:
                 result.append(chain)
                 continue
-            gap = StreamSum(made.index, value, before, (self.read.up(value),), (value,))
+            gap = StreamSum(made.index, value, before, (self.reader.source(value),), (value,))
             result[-1].sums += [gap, *chain.sums]
         return result
 
     def _cores(self, one: StreamSum, tip: int) -> list[Core]:
         nodes = {node.index for node in self.graph.path([one.stream], tip)}
-        return [core for core in self.read.cores if core.softmax in nodes]
+        return [core for core in self.reader.cores if core.softmax in nodes]
 
     # --- blocks ------------------------------------------------------------------------------
 
@@ -239,7 +241,7 @@ class StreamReader:
         if norms and afters and all(afters) and last.before is None:
             after = norms.pop(0)
             chain.end = self._scaled(after.end)
-            factor = self.read.fit(after.end, chain.end)
+            factor = self.reader.fit(after.end, chain.end)
             last.after, last.after_factor = after, factor if isinstance(factor, float) else 1.0
         else:
             chain.end = previous
@@ -255,20 +257,22 @@ class StreamReader:
             (value,) = users
             end = value if value in given else end
             nodes = (self.graph.nodes[i] for i in self.graph.values[value].consumers)
-            users = [n.outputs[0] for n in nodes if self.read.below(n, scaled=True) == value]
+            users = [
+                n.outputs[0] for n in nodes if self.reader.passed_input(n, scaled=True) == value
+            ]
         return end
 
     def norm(self, start: int, end: int) -> tuple[Norm, float] | float | None:
         """A norm and the factor behind it, a factor alone, or what is neither (None)."""
-        result = self.read.fit(start, end)
+        result = self.reader.fit(start, end)
         if not isinstance(result, Fit):
             return result
         size = self.graph.tensor(start).numel()
         values = [node.outputs[0] for node in self.graph.path([start], end)]
         values = [v for v in values if self.graph.tensor(v).numel() == size]
-        norm = self.read.norm_within(start, [*values, end])
+        norm = self.reader.norm_among(start, [*values, end])
         assert norm is not None
-        rest = self.read.fit(norm.end, end)
+        rest = self.reader.fit(norm.end, end)
         return norm, rest if isinstance(rest, float) else 1.0
 
     def _norms_after(self, value: int) -> list[Norm]:
@@ -279,27 +283,27 @@ class StreamReader:
             current = waiting.pop(0)
             for index in self.graph.values[current].consumers:
                 node = self.graph.nodes[index]
-                if index in self.read.linears or index in seen or node.name in ("_log_softmax",):
+                if index in self.reader.linears or index in seen or node.name in ("_log_softmax",):
                     continue
                 seen.add(index)
                 output = node.outputs[0] if node.outputs else None
-                if output is None or not self.read.live(output):
+                if output is None or not self.reader.live(output):
                     continue
                 waiting.append(output)
                 if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
                     result.append(output)
-        norm, width = self.read.norm_within(value, result), self.graph.tensor(value).shape[-1]
+        norm, width = self.reader.norm_among(value, result), self.graph.tensor(value).shape[-1]
         if norm is None or any(
             self.graph.leaf(name).numel() > width for name in (*norm.gains, *norm.biases)
         ):
             return []  # gains and biases have one entry per feature
         # A norm of a norm is a norm of what went in.
-        fits = [v for v in sorted(result) if isinstance(self.read.fit(value, v), Fit)]
-        between = [v for v in fits[:-1] if isinstance(self.read.fit(v, fits[-1]), Fit)]
-        first = self.read.norm_within(value, between)
+        fits = [v for v in sorted(result) if isinstance(self.reader.fit(value, v), Fit)]
+        between = [v for v in fits[:-1] if isinstance(self.reader.fit(v, fits[-1]), Fit)]
+        first = self.reader.norm_among(value, between)
         if first is None:
             return [norm]
-        second = self.read.norm_within(first.end, [v for v in sorted(result) if v > first.end])
+        second = self.reader.norm_among(first.end, [v for v in sorted(result) if v > first.end])
         return [first, second or norm]
 
     def _block(self, one: StreamSum, tip: int, end: int) -> BranchUnit:
@@ -312,7 +316,7 @@ class StreamReader:
 
     def _before(self, block: BranchUnit, reads: list[int]) -> None:
         """The norm between the stream and what a block's matrices read."""
-        roots = dict.fromkeys(self.read.up(read, scaled=False) for read in reads)
+        roots = dict.fromkeys(self.reader.source(read, scaled=False) for read in reads)
         first, *others = [self.norm(block.sum.stream, root) for root in roots]
         if first is None or None in others:
             self.doubts.append("what stands before a block's matrices is no norm")
@@ -332,10 +336,10 @@ class StreamReader:
         zeros = {v: torch.zeros_like(self.graph.tensor(v)) for v in (one.stream, *tips)}
         (base,) = self.graph.run(zeros, one.value)
         for value, block in [(one.stream, None), *tips.items()]:
-            row, x = self.read.row(value)  # whatever the order of the tokens
+            row, x = self.reader.random_row(value)  # whatever the order of the tokens
             (made,) = self.graph.run(zeros | {value: x}, one.value)
             made = (made - base).double().reshape(-1, len(row))
-            slope = multiple(row.expand_as(made), made)
+            slope = proportionality(row.expand_as(made), made)
             if slope is None:
                 gains = made[0] / row
                 slope = float(gains.square().mean().sqrt())
@@ -350,13 +354,13 @@ class StreamReader:
                 block.branch = slope
         for value, block in tips.items():
             path = self.graph.path([value], one.value)
-            leaves = self.read.leaves(path)
+            leaves = self.reader.parameters_of(path)
             block.scale_params = tuple(str(self.graph.values[v].name) for v in leaves)
-            deep = {p for n in path if (p := self.read.skips_paths(n)) is not None}
+            deep = {p for n in path if (p := self.reader.drop_path_of(n)) is not None}
             self.notes += [f"stochastic depth of probability {p:g} is left out" for p in deep]
-            drops = self.read.dropouts(value, one.value)
+            drops = self.reader.dropouts(value, one.value)
             block.late = bool(drops)
-            drops += self.read.dropouts(block.raw, value) if block.raw != value else []
+            drops += self.reader.dropouts(block.raw, value) if block.raw != value else []
             if drops:
                 block.dropout = drops[-1][1]
                 block.dropped = drops[-1][0].outputs[0]
@@ -364,48 +368,50 @@ class StreamReader:
     # --- feed-forward ------------------------------------------------------------------------
 
     def _feed_block(self, one: StreamSum, tip: int) -> BranchUnit:
-        graph, read = self.graph, self.read
-        matrices = read.between(one.stream, tip)
+        graph, reader = self.graph, self.reader
+        matrices = reader.linears_between(one.stream, tip)
         ins, outs = self._ends(matrices)
         output = outs[-1]
-        block = BranchUnit("ffn", one, output.made)
-        self._before(block, [linear.read for linear in ins])
+        block = BranchUnit("ffn", one, output.output)
+        self._before(block, [linear.input for linear in ins])
         if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
             every = {name for linear in matrices for name in linear.params}
             names = sorted({re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in every})
             words = self._kind_of(one.stream, tip) or f"a feed-forward block of {len(matrices)}"
             self.doubts.append(f"{words} matrices ({', '.join(names)})")
             return block
-        tails = [(linear, *tail) for linear in ins for tail in read.tails(linear, output.read)]
-        starts = {value: read.draw(value) for _, value, _ in tails}
+        tails = [
+            (linear, *tail) for linear in ins for tail in reader.first_uses(linear, output.input)
+        ]
+        starts = {value: reader.random_like(value) for _, value, _ in tails}
         into: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
         activation: str | None = None
         if len(starts) == 1:
-            activation = read.activation(tails[0][1], output.read)
+            activation = reader.activation(tails[0][1], output.input)
             into["ffn_in"] = [(tails[0][0], tails[0][2].unique())]
         else:  # the product of two maps: it is linear in one of them
-            (plain,) = graph.run(starts, output.read)
+            (plain,) = graph.run(starts, output.input)
             for linear, value, columns in tails:
-                (turned,) = graph.run(starts | {value: -2 * starts[value]}, output.read)
+                (turned,) = graph.run(starts | {value: -2 * starts[value]}, output.input)
                 straight = close(turned, -2 * plain, 1e-5)  # a ReLU is linear in positive factors
                 role = "ffn_in" if straight and "ffn_in" not in into else "gate"
                 into.setdefault(role, []).append((linear, columns.unique()))
                 if role == "gate" and len(tails) == 2:
                     ones = {v: torch.ones_like(t) for v, t in starts.items()}
                     x = 2 * starts[value]
-                    activation = named(x, graph.run(ones | {value: x}, output.read)[0])
-        drops = read.dropouts(tails[0][1], output.read)
+                    activation = activation_name(x, graph.run(ones | {value: x}, output.input)[0])
+        drops = reader.dropouts(tails[0][1], output.input)
         block.feed = Feed(
             into,
             output,
             activation,
             gated=len(starts) > 1,
-            d_ff=graph.tensor(output.read).shape[-1],
+            d_ff=graph.tensor(output.input).shape[-1],
             dropout=drops[0][1] if drops else 0.0,
         )
         if drops:
             (node, _), *_ = drops
-            entering = next(v for v in node.inputs if read.live(v))
+            entering = next(v for v in node.inputs if reader.live(v))
             block.feed.dropped = entering, node.outputs[0]
         if activation is None:
             self.doubts.append(
@@ -428,7 +434,7 @@ class StreamReader:
         fed, feeding = set(), set()
         for one in matrices:
             for other in matrices:
-                if one is not other and self.graph.depends_on(one.read, other.made):
+                if one is not other and self.graph.depends_on(one.input, other.output):
                     fed.add(one.node)
                     feeding.add(other.node)
         outs = [m for m in matrices if m.node not in feeding]
@@ -437,11 +443,11 @@ class StreamReader:
     # --- attention ---------------------------------------------------------------------------
 
     def _attention_block(self, one: StreamSum, tip: int, cores: list[Core]) -> BranchUnit:
-        graph, read = self.graph, self.read
+        graph, reader = self.graph, self.reader
         stream = one.stream
-        output = read.between(cores[0].mixed, tip)
+        output = reader.linears_between(cores[0].output, tip)
         name = "attention" if graph.depends_on(cores[0].key, stream) else "cross"
-        raw = output[-1].made if output else tip
+        raw = output[-1].output if output else tip
         block = BranchUnit(name, one, raw, core=cores[0])
         sides: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
         reads: list[int] = []
@@ -453,7 +459,7 @@ class StreamReader:
                     continue
                 linear, columns = result
                 if role == "query" or name == "attention":
-                    reads.append(linear.read)
+                    reads.append(linear.input)
                 row = (linear, columns)
                 rows = sides.setdefault(role, [])
                 if not any(m is linear and torch.equal(c, columns) for m, c in rows):
@@ -464,26 +470,26 @@ class StreamReader:
         attention.output = output
         if len(output) != 1:
             self.doubts.append(f"{len(output)} matrices behind an attention's heads")
-        elif not self._passed_whole([core.mixed for core in cores], output[0].read):
+        elif not self._passed_whole([core.output for core in cores], output[0].input):
             attention.doubts.append("something acts between an attention's heads and its output")
         block.attention = attention
         return block
 
     def _passed_whole(self, values: list[int], end: int) -> bool:
         """Whether some values reach another one entry by entry, each once."""
-        given = {value: self.read.draw(value) for value in values}
+        given = {value: self.reader.random_like(value) for value in values}
         (one,) = self.graph.run(given, end)
         entries = torch.cat([t.flatten() for t in given.values()]).double().sort().values
         return close(one.double().flatten().sort().values, entries)
 
     def _projection(self, operand: int, core: Core) -> tuple[LinearUnit, Tensor] | None:
         """The matrix that makes queries, keys or values, and its columns that do."""
-        read = self.read
-        _, near = self._ends(read.nearest(operand))
+        reader = self.reader
+        _, near = self._ends(reader.nearest_linears(operand))
         if len(near) != 1:
             return None
         (linear,) = near
-        columns = [c for _, c in read.tails(linear, operand)]
+        columns = [c for _, c in reader.first_uses(linear, operand)]
         if not columns:
             return None
         return linear, torch.cat([c.flatten() for c in columns]).unique()
@@ -491,14 +497,14 @@ class StreamReader:
     def _attention(
         self, cores: list[Core], sides: dict[str, list[tuple[LinearUnit, Tensor]]], name: str
     ) -> AttentionUnit:
-        graph, read = self.graph, self.read
+        graph, reader = self.graph, self.reader
         core = cores[0]
         d_head = graph.tensor(core.query).shape[-1]
         rows = {role: sum(len(c) for _, c in side) for role, side in sides.items()}
         heads = rows.get("query", d_head) // d_head
         kv_heads = rows.get("key", d_head) // d_head
         result = AttentionUnit(heads, d_head, kv_heads, projections=sides)
-        drops = read.dropouts(core.weights, core.mixed)
+        drops = reader.dropouts(core.weights, core.output)
         result.dropout = drops[0][1] if drops else 0.0
         if "value" in sides:
             linear, _ = self._source(sides["value"], core.value)
@@ -506,7 +512,7 @@ class StreamReader:
             if self._doubled(start, core.value)[2] != 2:
                 result.doubts.append("values that are normalised, or changed otherwise")
             else:
-                result.turned = self._turns(start, core.value)
+                result.rotates_values = self._turns(start, core.value)
         if "query" in sides and "key" in sides:
             self._logits(core, sides, result)
         self._mask(core, result)
@@ -516,7 +522,7 @@ class StreamReader:
         self, core: Core, sides: dict[str, list[tuple[LinearUnit, Tensor]]], result: AttentionUnit
     ) -> None:
         """Norms and rotations of queries and keys, and what multiplies their product."""
-        graph, read = self.graph, self.read
+        graph, reader = self.graph, self.reader
         scale = 1.0
         for role, operand in (("query", core.query), ("key", core.key)):
             linear, columns = self._source(sides[role], operand)
@@ -537,7 +543,7 @@ class StreamReader:
                     f"between a {role}'s matrix and its use stands something unknown"
                 )
         result.rotary = self._rotary(core, sides["query"], result)
-        q, k = 30 * read.draw(core.query), read.draw(core.key)
+        q, k = 30 * reader.random_like(core.query), reader.random_like(core.key)
 
         def logits(size: float) -> Tensor:
             (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
@@ -547,7 +553,7 @@ class StreamReader:
         z, base = logits(1), logits(0)
         if z.shape[-1] == dots.shape[-1] + 1 and torch.equal(z[..., -1], base[..., -1]):
             path = graph.path([graph.nodes[core.product].outputs[0]], core.logits)
-            held = [graph.values[v] for v in self.read.leaves(path)]
+            held = [graph.values[v] for v in self.reader.parameters_of(path)]
             if len(held) == 1 and held[0].tensor.numel() == result.heads:
                 result.sinks = str(held[0].name)
                 z, base = logits(1), logits(0)
@@ -561,7 +567,7 @@ class StreamReader:
         def moved(size: float) -> Tensor:
             return (logits(size) - base)[there]
 
-        slope, result.softcap = multiple_or_cap(dots[there], moved)
+        slope, result.softcap = slope_and_cap(dots[there], moved)
         if slope is None:
             result.doubts.append("logits are not a multiple of queries times keys")
         else:
@@ -574,7 +580,7 @@ class StreamReader:
     def _doubled(self, start: int, end: int) -> tuple[Tensor, Tensor, int | None]:
         """A draw of a value, what is made of it, and what that is multiplied by (2 or 1, else None)
         where the draw is doubled."""
-        x = self.read.draw(start)
+        x = self.reader.random_like(start)
         one, two, zero = (self.graph.run({start: t}, end)[0].double() for t in (x, 2 * x, 0 * x))
         linear = close(two - zero, 2 * (one - zero))
         return x, one, 2 if linear else 1 if close(two, one) else None
@@ -584,7 +590,7 @@ class StreamReader:
 
         Its `scale` is what multiplies the normalised entries on their way to the product.
         """
-        graph, read = self.graph, self.read
+        graph, reader = self.graph, self.reader
         values = [v for node in graph.path([start], operand) for v in node.outputs]
         plain = [start] + [
             v for v in values if all(n.name in VIEWS for n in graph.path([start], v))
@@ -594,10 +600,10 @@ class StreamReader:
             for first in dict.fromkeys(firsts):  # a rotation may come before the norm
                 shape = graph.tensor(first).shape
                 alike = [v for v in values if graph.tensor(v).shape == shape and v > first]
-                norm = read.norm_within(first, alike, width)
+                norm = reader.norm_among(first, alike, width)
                 if norm is None:
                     continue
-                x = read.draw(norm.end)
+                x = reader.random_like(norm.end)
                 (y,) = graph.run({norm.end: x}, operand)
                 ratio = y.double().square().mean() / x.double().square().mean()
                 norm.scale = float(ratio.sqrt()) * norm.gain
@@ -644,7 +650,7 @@ class StreamReader:
 
     def _made(self, linear: LinearUnit, end: int) -> int:
         """A product's outcome on the way to a value, behind its bias where that lies there."""
-        return linear.made if self.graph.depends_on(end, linear.made) else self._first(linear)
+        return linear.output if self.graph.depends_on(end, linear.output) else self._first(linear)
 
     def _first(self, linear: LinearUnit) -> int:
         """A product's outcome itself."""
@@ -656,7 +662,7 @@ class StreamReader:
         `doubled`: and is so many times as large where the start is twice as large.
         """
         graph = self.graph
-        _, x = self.read.row(start)
+        _, x = self.reader.random_row(start)
         if not x.is_floating_point():
             return False
         (y,) = graph.run({start: x}, end)
@@ -685,7 +691,7 @@ class StreamReader:
         finite = flat[torch.isfinite(flat)]
         if finite.numel() and float(finite.abs().max()) > 1e-6:
             path = graph.path([graph.nodes[core.product].outputs[0]], core.logits)
-            if tables := self.read.leaves(path):
+            if tables := self.reader.parameters_of(path):
                 table = graph.values[tables[0]]
                 result.relative, result.buckets = str(table.name), len(table.tensor)
             elif length == keys:
