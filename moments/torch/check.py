@@ -168,7 +168,7 @@ class Checking:
         self.notes: list[str] = []
         self.described = self._described()
         pictures = isinstance(self.architecture.embedding, PatchEmbedding)
-        self.ahead = None if self.random is not None or pictures else self.reading.ahead
+        self.ahead = None if self.random is not None or pictures else self.reading.bidirectional
         mixed = bool(self.reading.unmasked)
         if self.ahead is not None and self.ahead == self.described.causal and not mixed:
             self.described = self.described.replace(causal=not self.ahead)
@@ -270,8 +270,8 @@ class Checking:
         of = self.tensors, target, advice, words, planned, strict, promised, reading
         weights = WeightFindings(*of)
         left = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
-        odd = {f"{name} sum in {layer}" for layer, name in self.reading.odd}  # by themselves
-        moved = {layer for layer, _ in self.reading.misplaced}
+        odd = {f"{name} sum in {layer}" for layer, name in self.reading.unnormed}  # by themselves
+        moved = {layer for layer, _ in self.reading.misplaced_norms}
         failed = [
             row
             for row in audited.rows
@@ -384,7 +384,7 @@ class Checking:
             why = f"{which} is declared and never run: its parameters get no gradient"
             mend, names = "call it in forward, or delete it", gathered_names(named)
             yield Finding("warning", "never used", names, (), 0.0, reason=why, mend=mend)
-        for pattern, paths in grouped(self.reading.cut, gathered_pattern).items():
+        for pattern, paths in grouped(self.reading.detached, gathered_pattern).items():
             which = pattern if len(paths) > 1 else paths[0] or "the module itself"
             why = f"{which} detaches what it computes with: no gradient flows back through that"
             mend = "leave .detach() out, or keep it where the gradient is meant to end"
@@ -587,7 +587,7 @@ class Checking:
         if before and {parted(name)[:2] for name in before} == first:
             why = "a norm of layer 1 normalises the stream itself, besides what its block reads"
             yield _misplaced(gathered_names(before), 1, why)
-        odd = self.reading.odd
+        odd = self.reading.unnormed
         tensors = tensors_of(self.module)
         zero = [
             name
@@ -601,7 +601,7 @@ class Checking:
             mend = "start gains at 1: nn.init.ones_(norm.weight)"
             yield Finding("warning", "norm gain", *of, why, mend)
             return
-        for layer, kind in self.reading.misplaced:
+        for layer, kind in self.reading.misplaced_norms:
             usual = PLACEMENTS.get(self.described.placements[layer - 1], "another form")
             names = self.tensors.names("attention.norm.gain", "ffn.norm.gain", layers=(layer,))
             why = f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}"
