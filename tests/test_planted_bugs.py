@@ -303,13 +303,13 @@ def test_tables_and_head_around_torchs_encoder_are_described() -> None:
 
 def test_reading_is_linear_in_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the questions that are asked of the graph."""
-    count, plain = [0], Graph.rests_on
+    count, plain = [0], Graph.depends_on
 
     def counted(self: Graph, value: int, other: int) -> bool:
         count[0] += 1
         return plain(self, value, other)
 
-    monkeypatch.setattr(Graph, "rests_on", counted)
+    monkeypatch.setattr(Graph, "depends_on", counted)
     asked = []
     for layers in (6, 24):
         count[0] = 0

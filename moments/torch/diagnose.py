@@ -129,7 +129,7 @@ def diagnose(
     advice, features = tuple[str, ...](), list[Feature]()
     if result is not None:
         roles = reading.roles
-        ahead = reading.ahead
+        ahead = reading.bidirectional
         changed = _with_mask(result, ahead)
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"

@@ -32,7 +32,7 @@ from ..show.health import GRADIENT, Seen, first_off, rules, stream_numbers
 from .alike import differences, lists_of, odd_namesakes
 from .batches import MOST_TOKENS, SEQUENCES, batch_shape, completed, shortened
 from .checkpoints import redrawn
-from .dataflow.graph import CHOICES, VIEWS, Graph
+from .dataflow.graph import SELECTIONS, VIEWS, Graph
 from .dataflow.reading import random_part, recorded
 from .diagnose import Text, at_length, case_of
 from .entries import EntryMoments
@@ -53,7 +53,7 @@ are nearly alike, 2.3 and 17 in 5 draws."""
 DEVIATIONS = 4.0
 """Of `OperationRow.scatter`, where few features or tokens that are alike give more than that."""
 
-CHOOSING = CHOICES | {"argmax", "max"}
+CHOOSING = SELECTIONS | {"argmax", "max"}
 """Operations by which tokens choose experts."""
 
 SIGNIFICANT = 1e-12
@@ -362,7 +362,7 @@ def _bias(graph: Graph, value: int) -> int | None:
 def _leaf(graph: Graph, value: int) -> int | None:
     """The parameter that a constant is, or is a view or a copy of."""
     whole = [leaf for leaf in graph.leaves(value) if graph.values[leaf].name]
-    viewed = all(node.name in VIEWS for node in graph.makers(value))
+    viewed = all(node.name in VIEWS for node in graph.ancestor_nodes(value))
     return whole[0] if viewed and len(whole) == 1 else None
 
 

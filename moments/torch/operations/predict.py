@@ -243,7 +243,7 @@ class Lowered:
         """Operations, as bits, whose gradient also passes what could not be followed."""
         bits = 0
         for value in self.lowering.lost:
-            bits |= self.graph.before(value)
+            bits |= self.graph.ancestors(value)
         return bits
 
     @property
@@ -305,7 +305,7 @@ def lowered(
             lowering = Lowering(graph, draws, seed, wider or {}, places)
             return _carried_back(lowering, loss, grad_variance, scalars)
     except RuntimeError as error:  # shapes of another draw
-        if routed := graph.routed():
+        if routed := graph.selecting_submodule():
             raise MomentsError(
                 f"{routed} gathers as many rows for each expert as chose it, which is another "
                 "number in every draw: give every expert all rows, with weight 0 where it was not "
