@@ -151,6 +151,8 @@ def config_of(kind: str, layers: int) -> dict[str, Any]:
     defaults = READERS[kind].defaults
     sized = sized_config(kind, layers, WIDTH, vocab_size=VOCAB, seq_len=LENGTH)
     sized |= {name: value for name, value in CHANGES.items() if name in defaults}
+    if kind == "lfm2_moe":  # whose default says nothing; every third layer attends, as released
+        sized["layer_types"] = ["full_attention" if n % 3 == 2 else "conv" for n in range(layers)]
     return sized | _OWN.get(kind, {})
 
 

@@ -572,15 +572,11 @@ class StreamReader:
 
         def logits(size: float) -> Tensor:
             (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
-            return z if result.sinks is None else z[..., :-1]
+            return z if result.sinks is None else z[..., :-1] - z[..., -1:]
 
         dots = torch.matmul(q.double(), k.double())
+        result.sinks = self._sinks(core, logits(0), dots.shape[-1], result.heads)
         z, base = logits(1), logits(0)
-        if z.shape[-1] == dots.shape[-1] + 1 and torch.equal(z[..., -1], base[..., -1]):
-            parameters = [graph.values[v] for v in self._logit_parameters(core)]
-            if len(parameters) == 1 and parameters[0].tensor.numel() == result.heads:
-                result.sinks = str(parameters[0].name)
-                z, base = logits(1), logits(0)
         if dots.numel() != z.numel():
             more = "more" if z.numel() > dots.numel() else "fewer"
             result.doubts.append(f"a softmax over {more} entries than queries times keys")
@@ -593,6 +589,20 @@ class StreamReader:
             result.doubts.append("logits are not a multiple of queries times keys")
         else:
             result.multiplier = scale * slope
+
+    def _sinks(self, core: Core, base: Tensor, keys: int, heads: int) -> str | None:
+        """The parameter that gives every head one more logit; `base` are logits of zero queries,
+        each row up to a constant, which a softmax does not see."""
+        parameters = [self.graph.values[v] for v in self._logit_parameters(core)]
+        if base.shape[-1] != keys + 1 or len(parameters) != 1:
+            return None
+        (parameter,) = parameters
+        if parameter.tensor.numel() != heads:
+            return None
+        visible = torch.isfinite(base[..., :-1]) & (base[..., :-1] > MASKED)
+        expected = -parameter.tensor.detach().reshape(-1, 1, 1).expand_as(visible)[visible]
+        relative = (base[..., :-1] - base[..., -1:])[visible]
+        return str(parameter.name) if close(relative.double(), expected.double()) else None
 
     def _logit_parameters(self, core: Core) -> list[int]:
         """Parameters that act between the product of queries and keys and the softmax."""
