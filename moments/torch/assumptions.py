@@ -221,7 +221,7 @@ def _copied(module: nn.Module, repeated: Iterable[Copies]) -> list[Tensor]:
     return [block_of(tensors, role) for roles in repeated for role in roles[1:]]
 
 
-def copy_findings(repeated: Iterable[Copies]) -> Iterator[Row]:
+def copy_rows(repeated: Iterable[Copies]) -> Iterator[Row]:
     """A failed check for every tensor that is an earlier layer's."""
     for first, *others in repeated:
         for role in others:

@@ -105,22 +105,21 @@ class ModuleBranch:
 
 
 class BlockSum(NamedTuple):
-    """lambda x + beta f of one block, x the stream and f what the block's own matrix or second norm
-    gives, as one pass computes it.
+    """One block's residual sum lambda x + beta f: x is the stream, f the output of the block's last
+    matrix or second norm.
 
     Attributes:
         placement: of its norms.
         skip, branch: lambda, beta.
-        norm: what multiplies the normalised input behind its norm, root mean square over features;
-            None where it has none.
-        whole: whether the sum is that.
+        norm: factor of the normalised input, root mean square over features; None without a norm.
+        proportional: whether the sum has this form.
     """
 
     placement: str
     skip: float
     branch: float
     norm: float | None
-    whole: bool
+    proportional: bool
 
 
 Sums = Mapping[tuple[str, int, str], BlockSum]
