@@ -37,10 +37,12 @@ from .dataflow.graph import SELECTIONS, VIEWS, Graph
 from .dataflow.reading import random_part, recorded
 from .diagnose import Text, at_length, case_of
 from .entries import EntryMoments
+from .factory import seen_of
 from .measure import Loss, measure
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, OperationRow, lowered, summary
 from .operations.sampling import again
+from .operations.variables import Entries, Field, Fixed, Mix, Product, Sampled, Variable
 from .roles import HookPoint, WeightPart, gathered_names
 
 DRAWS = 24
@@ -87,6 +89,7 @@ def report_of(
     rows = [] if wider else list(_rows(followed, prediction, gradients, experts))
     findings = [*refusal.findings, *differences(module, followed.graph, followed.ids, followed.end)]
     findings += [*_far_from_prediction(rows), *_growth(prediction), *_gradient_size(prediction)]
+    findings += _lost_streams(followed, prediction)
     weights = [] if wider else drawn_rows(module)
     findings += _wrong_variances(weights)
     notes = [*_signal_notes(prediction), *_gradient_notes(followed), *prediction.notes]
@@ -272,6 +275,51 @@ def _growth(prediction: ModulePrediction) -> Iterator[Finding]:
         yield Finding("warning", "variance explodes", names, (), factor, math.nan, why, mend)
 
 
+def _lost_streams(followed: Lowered, prediction: ModulePrediction) -> Iterator[Finding]:
+    """A finding if the layers attend, keep their input's shape and none adds its input to its
+    output."""
+    layers, states = _layers(prediction), followed.lowering.states
+    inputs = {one.path: one.value for one in followed.graph.boundaries if one.side == "input"}
+    for row in layers:
+        x, y = states.get(inputs.get(row.module, -1)), states.get(row.value)
+        if not isinstance(x, Field) or not isinstance(y, Field) or x.site.shape != y.site.shape:
+            return
+        behind, kept, first = _sources(y.variable), _sources(x.variable), x.variable.number
+        if behind is None or kept is None or kept <= behind:
+            return
+        if not any(isinstance(v, Mix) and v.number > first for v in _ancestors(y.variable)):
+            return
+    if len(layers) > 1:
+        names = gathered_names([row.module for row in layers])
+        why = "no layer adds its input to its output: a block replaces the stream, so that all "
+        why += "that a layer passes on has gone through its weights"
+        mend = "add what a block returns: x = x + block(norm(x))"
+        yield Finding("warning", "no residual path", names, reason=why, mend=mend)
+
+
+def _sources(variable: Variable) -> set[int] | None:
+    """Numbers of the parameters, products with weights and averages over tokens of which a variable
+    is a function entry by entry; None if it rests on what was drawn."""
+    result = set()
+    for one in _ancestors(variable, (Product, Mix, Entries, Fixed)):
+        if isinstance(one, Sampled):
+            return None
+        if isinstance(one, Product | Mix | Entries | Fixed):
+            result.add(one.number)
+    return result
+
+
+def _ancestors(variable: Variable, up_to: tuple[type[Variable], ...] = ()) -> Iterator[Variable]:
+    """A variable and what it is made of, not what variables of the types `up_to` are made of."""
+    waiting, seen = [variable], set()
+    while waiting:
+        one = waiting.pop()
+        if one.number not in seen:
+            seen.add(one.number)
+            yield one
+            waiting += () if isinstance(one, up_to) else one.parents
+
+
 def _signal_notes(prediction: ModulePrediction) -> Iterator[str]:
     """Variance and correlation of the first and the last layer."""
     if rows := _layers(prediction):
@@ -405,12 +453,13 @@ class NotRead(MomentsError):
 
 def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
     """The refusal of a module, with faults that its operations show all the same."""
+    result = list(seen_of(module))
     try:
         graph, used = recorded(module, batch)
-        result = [*_forgetting(recurrences(graph))]
+        result += _forgetting(recurrences(graph))
         result += random_outcome(random_part(module, used))
     except Exception:  # a refusal must not fail for what it could add
-        result = []
+        pass
     return NotRead(why, ranked(result))
 
 
