@@ -116,6 +116,7 @@ _ROLES: dict[str, str] = {
     r"\bqkv_proj": "query key value",
     r"in_proj": "mixer_query mixer_key mixer_value mixer_gate mixer_step|"
     "query key value mixer_gate mixer_step|value mixer_gate",
+    r"output_gate": "mixer_gate",
     r"x_proj": "mixer_step_down key query",
     r"dt_proj": "mixer_step",
     r"gate_up_proj": "gate ffn_in",
@@ -185,7 +186,10 @@ def measured(kind: str, layers: int, draws: int) -> dict[str, Any]:
             out.retain_grad()
             stream.append(out)
 
-        for layer in blocks:
+        giving = list(blocks)
+        if kind == "minimax":  # whose stream is what norms leave: the next layer's, and the last
+            giving = [*(layer.input_layernorm for layer in blocks[1:]), module.model.norm]
+        for layer in giving:
             layer.register_forward_hook(kept)
         module.train()
         loss = module(input_ids=ids, labels=ids, use_cache=False).loss
