@@ -92,7 +92,7 @@ def test_blocks_that_start_as_the_identity_are_by_design(style: str) -> None:
             block.zero_()
     report = moments.check(module)
     assert report.healthy, str(report)
-    assert "blocks are the identity at step 0, by design" in str(report)
+    assert "layers are the identity at step 0, by design" in str(report)
 
 
 def test_outward_matrices_of_zeros_break_no_promise_of_a_config() -> None:
@@ -106,7 +106,7 @@ def test_outward_matrices_of_zeros_break_no_promise_of_a_config() -> None:
         torch.nn.init.zeros_(block.mlp.c_proj.weight)
     report = moments.check(module)
     assert report.healthy, str(report)
-    assert "blocks are the identity at step 0, by design" in str(report)
+    assert "layers are the identity at step 0, by design" in str(report)
     assert not moments.check(module, scheme="scaled-init").healthy
 
 

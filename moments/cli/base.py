@@ -157,7 +157,7 @@ QuietOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
-def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
+def check_writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
     """Refuse a path that cannot be written before the computation whose result would be lost."""
     if path is not None:
         option = f"--{parameter.name}"
@@ -176,14 +176,14 @@ def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
 
 CsvOption = Annotated[
     Path | None,
-    typer.Option("--csv", help="Write the rows to this file, as CSV.", callback=writable),
+    typer.Option("--csv", help="Write the rows to this file, as CSV.", callback=check_writable),
 ]
 PlotOption = Annotated[
     Path | None,
     typer.Option(
         "--plot",
         help="Write the picture to this file: .png, .svg or .pdf.",
-        callback=writable,
+        callback=check_writable,
     ),
 ]
 
@@ -196,12 +196,12 @@ class Answer:
     """Result of a command; each form is computed only if it is requested.
 
     Attributes:
-        said: returns the text to print.
+        text: returns what is printed.
         data, frame, figure: return what --json, --csv and --plot write.
         passed: whether the check passed; if not, the exit status is 1.
     """
 
-    said: Callable[[], str]
+    text: Callable[[], str]
     data: Callable[[], Any]
     frame: Callable[[], Any] = dict
     figure: Callable[[], Any] = dict
@@ -221,7 +221,7 @@ class Answer:
             text = isinstance(data, str)
             print(data if text else json.dumps(data, indent=2, allow_nan=False, default=_records))
         else:
-            print(printable(self.said()))
+            print(printable(self.text()))
         if not self.passed:
             raise typer.Exit(1)
 
@@ -293,7 +293,7 @@ def main() -> None:
     except _ParserError as error:
         if not error.format_message():
             sys.exit(2)  # no command: the help has been printed
-        _fail(_with_remedy(error.format_message()))
+        _fail(_with_advice(error.format_message()))
     except typer.Abort:
         _fail("interrupted")
     except MemoryError as error:
@@ -303,7 +303,7 @@ def main() -> None:
             raise
         _fail("out of memory: the module does not fit; use fewer layers")
     except OSError as error:
-        _nowhere()
+        _discard_output()
         if isinstance(error, BrokenPipeError):
             sys.exit(0)  # the reader closed the pipe
         named = "" if error.filename is None else f"read or write {error.filename}"
@@ -311,18 +311,18 @@ def main() -> None:
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        _nowhere()  # rich raises SystemExit for a closed pipe
+        _discard_output()  # rich raises SystemExit for a closed pipe
         sys.exit(0)
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _nowhere() -> None:
+def _discard_output() -> None:
     """Discard what Python flushes to standard output at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _with_remedy(said: str) -> str:
+def _with_advice(said: str) -> str:
     """A parser error; if an option was given as an argument, with how to write it."""
     if not said.startswith("Got unexpected extra argument"):
         return said
@@ -335,20 +335,20 @@ def _with_remedy(said: str) -> str:
 
 def _fail(message: str) -> NoReturn:
     with contextlib.suppress(OSError):
-        err.print(f"[bold red]error:[/] {_line(message)}", soft_wrap=True)
+        err.print(f"[bold red]error:[/] {_one_line(message)}", soft_wrap=True)
     sys.exit(2)
 
 
 def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
-    err.print(f"[yellow]{category.__name__}:[/] {_line(str(message))}", soft_wrap=True)
+    err.print(f"[yellow]{category.__name__}:[/] {_one_line(str(message))}", soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Print a note to standard error."""
-    err.print(f"[yellow]note:[/] {_line(text)}", soft_wrap=True)
+    err.print(f"[yellow]note:[/] {_one_line(text)}", soft_wrap=True)
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     """Join a text to one printable line, cutting very long words and lines in the middle."""
     words = (word if len(word) <= 240 else f"{word[:120]}...{word[-40:]}" for word in text.split())
     line = printable(" ".join(words))
@@ -361,7 +361,7 @@ def printable(text: str) -> str:
 
 
 @contextmanager
-def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
+def progress_steps(title: str, total: float) -> Iterator[Callable[..., None]]:
     """Show progress on standard error: a bar in a terminal, else a line per tenth of the work.
     Yields a function to call with the work of a finished step and the name of the next."""
     from ..prediction.predict import progress_bar
@@ -410,7 +410,7 @@ def _options(
     """Options of `moments` itself."""
 
 
-def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
+def read_model(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
     """The model that MODEL and options declare, and the arguments of `predict` for its input.
 
     MODEL is a preset, a config, a model file, or a plan of `solve`, which contains the input of the
@@ -419,7 +419,7 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     from ..model.presets import preset
     from ..model.transformer import Transformer
 
-    given = given_only(**changes)
+    given = without_none(**changes)
     if name is None:
         required = ("layers", "d_model", "heads", "seq_len")
         missing = [key for key in required if key not in given]
@@ -435,18 +435,18 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     elif os.path.exists(name) or name.endswith((".json", ".toml")):
         model, inputs = _from_file(name, seq_len)
     else:
-        raise no_preset("MODEL", name)
+        raise unknown_model("MODEL", name)
     if "d_model" in given or "heads" in given:
         raise DomainError("--d-model and --heads declare a model without MODEL: leave MODEL out")
     return model.replace(**given) if given else model, inputs
 
 
-def given_only(**options: Any) -> dict[str, Any]:
+def without_none(**options: Any) -> dict[str, Any]:
     """The options that were passed."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -> DomainError:
+def unknown_model(argument: str, name: str, expected: str = "a file nor a preset") -> DomainError:
     """The error for an unknown name: it lists the nearest presets, else all of them."""
     from difflib import get_close_matches
 
@@ -463,7 +463,7 @@ def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -
 def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, Any]]:
     """Read a model file: a Hugging Face config, a stored Transformer or plan, or TOML."""
     if name.endswith(".toml"):
-        found = _by_hand(name)
+        found = _from_toml(name)
         return found if seq_len is None else found.replace(seq_len=seq_len), {}
     from .. import from_huggingface
     from ..model.huggingface.config import read_config
@@ -477,7 +477,7 @@ def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, A
     return model if seq_len is None else model.replace(seq_len=seq_len), inputs
 
 
-def _by_hand(name: str) -> Transformer:
+def _from_toml(name: str) -> Transformer:
     """The model of a TOML file: fields of a Transformer.
 
     `preset` names the model that the fields change; the table [scheme] has the `name` of a scheme
@@ -516,11 +516,11 @@ def scheme_options(given: list[str] | None) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise domain_error("--option", text, "NAME=VALUE, such as per_head=false")
-        found[name] = spelled(value, f"--option {brief(name)}")
+        found[name] = parse_value(value, f"--option {brief(name)}")
     return found
 
 
-def spelled(text: str, argument: str) -> Any:
+def parse_value(text: str, argument: str) -> Any:
     """Parse a JSON value (also "none" for null); any other text is returned unchanged."""
     words = {"true": True, "false": False, "none": None}
     if text.strip().lower() in words:
@@ -540,14 +540,14 @@ def write_plot(figure: Any, path: Path) -> None:
     save(figure, path)
 
 
-def named(model: str | None) -> str | None:
+def title_of(model: str | None) -> str | None:
     """Name of the MODEL argument in pictures: the preset, or the file name without its ending."""
     if model is None or not model.endswith((".json", ".toml")):
         return model
     return Path(model).stem
 
 
-def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:
+def default_pixels(model: Transformer, variance: float | None, correlation: float | None) -> Any:
     """The photograph that a vision model reads if the user describes no input, with a note."""
     from ..model.patches import PatchEmbedding
 
@@ -568,7 +568,7 @@ def pictures(model: Transformer, variance: float | None, correlation: float | No
     return photograph(size)
 
 
-def noise(model: Transformer) -> dict[str, Any]:
+def default_sound(model: Transformer) -> dict[str, Any]:
     """The input of a sound encoder if the user describes none: the moments of noise, in place of a
     spectrogram, after its convolutions; with a note."""
     import numpy as np
@@ -587,7 +587,7 @@ def noise(model: Transformer) -> dict[str, Any]:
     return {"encoder_inputs": {"variance": variance, "correlation": correlation}}
 
 
-def with_input(
+def model_and_inputs(
     model: str | None,
     layers: int | None,
     seq_len: int | None,
@@ -596,10 +596,12 @@ def with_input(
 ) -> tuple[Transformer, dict[str, Any]]:
     """The model that MODEL and options declare, and the arguments of `predict` for its input: those
     of the user, else of a plan; for a vision model without either, a photograph's moments."""
-    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described, known = read_model(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    found = known | noise(described) | given_only(variance=variance, correlation=correlation)
-    pixels = None if known else pictures(described, variance, correlation)
+    found = (
+        known | default_sound(described) | without_none(variance=variance, correlation=correlation)
+    )
+    pixels = None if known else default_pixels(described, variance, correlation)
     if pixels is None:
         return described, found
     from ..prediction.predict import predict

@@ -29,15 +29,15 @@ from .base import (
     PlotOption,
     SchemeOption,
     SeqLenOption,
+    check_writable,
     command,
     complete_scheme,
-    declared,
-    named,
-    no_preset,
+    read_model,
     scheme_options,
     shortened,
     stored_model,
-    writable,
+    title_of,
+    unknown_model,
     write_plot,
 )
 
@@ -97,9 +97,9 @@ def audit(
     if scheme is not None:
         known(scheme)
     # Read the plan first: building a module may take minutes.
-    wanted: Any = scheme if plan is None else _planned(plan)
+    wanted: Any = scheme if plan is None else _read_plan(plan)
     target, batch = _module(module, layers, seed)
-    with running(module):
+    with user_code(module):
         report = run(target, wanted, batch=batch, options=options or None)
     return _answer(report, whole)
 
@@ -107,7 +107,7 @@ def audit(
 def _answer(report: Report, whole: bool, precision: str | None = None) -> Answer:
     lost = None if precision is None else report.breaks_first(precision)
     return Answer(
-        said=lambda: "\n".join(filter(None, (report.text(whole=whole), lost))),
+        text=lambda: "\n".join(filter(None, (report.text(whole=whole), lost))),
         data=lambda: json.loads(report.to_json()) | ({} if lost is None else {"precision": lost}),
         frame=report.to_frame,
         figure=report.plot,
@@ -121,7 +121,7 @@ def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
     from ..torch.checkpoints import load
     from ..torch.huggingface_modules import build_module
 
-    found = _of_user("MODULE", name)
+    found = _user_module("MODULE", name)
     if found is not None:
         if layers is not None:
             raise DomainError("--layers is only for a preset or a config.json: leave it out")
@@ -131,10 +131,10 @@ def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
         return build_module(preset.config(name), seed, layers=layers), None
     if os.path.exists(name):
         return build_module(name, seed, layers=layers), None
-    raise no_preset("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
+    raise unknown_model("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
 
 
-def _planned(plan: Path) -> Transformer:
+def _read_plan(plan: Path) -> Transformer:
     entries = read_object(plan, "--plan", "a plan or model as JSON")
     try:
         return stored_model(entries)[0]
@@ -178,7 +178,9 @@ def check(
     seq_len: SeqLenOption = None,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write the report with pictures to this .html file.", callback=writable),
+        typer.Option(
+            help="Write the report with pictures to this .html file.", callback=check_writable
+        ),
     ] = None,
     measured: Annotated[
         list[str] | None,
@@ -209,7 +211,7 @@ def check(
     if html is not None:
         check_html(html)
     given = measurements(measured or (), "--measured")
-    report = _checked(subject, scheme if plan is None else _planned(plan), seq_len)
+    report = _check_subject(subject, scheme if plan is None else _read_plan(plan), seq_len)
     report = report.with_measured(given) if given else report
     if html is not None:
         with replacing(html) as partial:
@@ -217,16 +219,16 @@ def check(
     return _answer(report, whole, precision)
 
 
-def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
+def _check_subject(subject: str, plan: Any, seq_len: int | None) -> Report:
     import moments
 
-    found = _of_user("SUBJECT", subject)
+    found = _user_module("SUBJECT", subject)
     if found is None:
         known = subject.endswith(".json") or subject in moments.preset.names()
         if not (known or os.path.exists(subject)):
-            raise no_preset("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
+            raise unknown_model("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
         try:
-            model, _ = declared(subject, {"seq_len": seq_len})
+            model, _ = read_model(subject, {"seq_len": seq_len})
         except Undeclared:
             if seq_len is not None or plan is not None:
                 raise
@@ -236,12 +238,12 @@ def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
         return check_declared(shortened(model, seq_len), subject, scheme=plan)
     if seq_len is not None:
         raise DomainError("--seq-len is only for a config or preset: a module reads its own batch")
-    with running(subject):
+    with user_code(subject):
         return moments.check(*found, plan=plan)
 
 
 @contextlib.contextmanager
-def running(subject: str) -> Iterator[None]:
+def user_code(subject: str) -> Iterator[None]:
     """Run a user's module: its prints go to standard error, its exceptions become one line."""
     file, _, name = subject.rpartition(":")
     try:
@@ -268,7 +270,7 @@ def running(subject: str) -> Iterator[None]:
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
-def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
+def _user_module(argument: str, name: str) -> tuple[Any, Any] | None:
     """The module of FILE.py:NAME and its batch, or a checkpoint's path; None for other names.
     DomainError for a pickle, which may run code when it is read, or for FILE.py alone."""
     path, (file, colon, inside) = Path(name), name.rpartition(":")
@@ -279,17 +281,17 @@ def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
             "and pass FILE.py:NAME"
         )
     if colon and file.endswith(".py"):
-        return made(file, inside, argument)
+        return load_user_module(file, inside, argument)
     if path.suffix == ".py":
         raise DomainError(f"{argument} = {brief(name)}: which object of the file? pass {name}:NAME")
     folder = path.is_dir() and any(path.glob("*.safetensors"))
     return (name, None) if folder or path.suffix == ".safetensors" else None
 
 
-def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
+def load_user_module(file: str, name: str, argument: str) -> tuple[Any, Any]:
     """Load FILE.py and return its module `name`, and the batch, if it comes with one."""
     from ..show.health import is_factory
-    from ..torch.factory import made as factory
+    from ..torch.factory import made as call_factory
 
     path = Path(file)
     if not path.is_file():
@@ -306,8 +308,8 @@ def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
             raise DomainError(f"{file} does not define {brief(name)}")
         found = getattr(loaded, name)
         if is_factory(found):
-            thing, own = factory(found)
-            found = thing if own is None else (thing, own)
+            module, batch = call_factory(found)
+            found = module if batch is None else (module, batch)
     module, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     readable = batch is None or isinstance(batch, Mapping | list) or hasattr(batch, "shape")
     if isinstance(module, tuple) or not readable:
@@ -362,7 +364,7 @@ def compare(
     """
     from ..layers.architecture import check_coverage
     from ..prediction.predict import predict as run
-    from ..show.comparison import compare as put_beside
+    from ..show.comparison import compare as compare_results
     from ..show.report import comparison_tables, summary_table
     from ..show.screen import comparison_screen
 
@@ -370,28 +372,28 @@ def compare(
         raise DomainError("no MODEL given: name a preset or a config.json")
     for name, value, least in (("seeds", seeds, 1), ("batch", batch, 1), ("seed", seed, 0)):
         check_count(name, value, least=least)  # before a module is built
-    config = _config_at(model, layers)
-    described, read = _described(config, seq_len, batch, seed)
+    config = _config_entries(model, layers)
+    described, read = _declaration_and_batch(config, seq_len, batch, seed)
     check_coverage(described, "refined")
     from ..torch.huggingface_modules import build_module
     from ..torch.measure import measure
 
     build = functools.partial(build_module, config)
     measurement = measure(build, read, seeds=seeds, seed=seed, progress=True)
-    prediction = run(described, progress=True, **_given(described, read, measurement))
-    comparison = put_beside(prediction, measurement)
+    prediction = run(described, progress=True, **_predict_arguments(described, read, measurement))
+    comparison = compare_results(prediction, measurement)
     summary = comparison.summary()
     if plot is None and picture and not as_json:
         plot = Path(f"{Path(model).stem}-compare.png")
     if plot is not None:
-        write_plot(comparison.plot(named(model)), plot)
+        write_plot(comparison.plot(title_of(model)), plot)
 
-    def said() -> str:
+    def text() -> str:
         drawn = [] if plot is None else [f"picture: {plot}"]
         if whole:
             tables = (summary_table(comparison), *comparison_tables(comparison))
             return "\n\n".join([comparison.verdict(), *tables, *drawn])
-        return "\n".join([comparison_screen(comparison, named(model)), *drawn])
+        return "\n".join([comparison_screen(comparison, title_of(model)), *drawn])
 
     def data() -> dict[str, Any]:
         return {
@@ -407,10 +409,10 @@ def compare(
 
     stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]
     passed = max_error is None or float(stream["mean"].iloc[0]) <= max_error
-    Answer(said=said, data=data, frame=comparison.to_frame, passed=passed).show(as_json, csv)
+    Answer(text=text, data=data, frame=comparison.to_frame, passed=passed).show(as_json, csv)
 
 
-def _config_at(name: str, layers: int | None) -> dict[str, Any]:
+def _config_entries(name: str, layers: int | None) -> dict[str, Any]:
     """Config entries of a preset or file, with another depth if `layers` is given."""
     from ..model.huggingface.config import read_config
     from ..model.huggingface.sizes import at_depth
@@ -423,12 +425,12 @@ def _config_at(name: str, layers: int | None) -> dict[str, Any]:
             "of your own use moments.torch.measure and moments.compare in Python"
         )
     if not known and not os.path.exists(name) and not name.endswith(".json"):
-        raise no_preset("MODEL", name)
+        raise unknown_model("MODEL", name)
     entries = dict(preset.config(name)) if known else read_config(name)
     return entries if layers is None else at_depth(entries, layers)
 
 
-def _described(
+def _declaration_and_batch(
     config: dict[str, Any], seq_len: int | None, batch: int, seed: int
 ) -> tuple[Transformer, dict[str, Any]]:
     """The declaration of a config, and the batch that its module reads."""
@@ -444,7 +446,9 @@ def _described(
     return from_huggingface(config, seq_len=seq_len), data
 
 
-def _given(declared: Transformer, data: dict[str, Any], measurement: Measurement) -> dict[str, Any]:
+def _predict_arguments(
+    declared: Transformer, data: dict[str, Any], measurement: Measurement
+) -> dict[str, Any]:
     """Arguments of `predict` for the input, and for the gradient if no loss is predicted."""
     from ..torch.batches import inputs_of, measured_gradient
 

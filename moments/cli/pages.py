@@ -17,13 +17,13 @@ from .base import (
     ModelArgument,
     SeqLenOption,
     SomeSchemes,
+    check_writable,
     command,
-    declared,
-    named,
+    model_and_inputs,
+    progress_steps,
+    read_model,
     shortened,
-    steps,
-    with_input,
-    writable,
+    title_of,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def report(
     model: ModelArgument = None,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="The .html file to write.", callback=writable),
+        typer.Option("--output", "-o", help="The .html file to write.", callback=check_writable),
     ] = Path("report.html"),
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
@@ -64,12 +64,12 @@ def report(
     check_html(output)
     if scheme and not schemes:
         raise DomainError("--scheme and --no-schemes contradict each other: pass one of them")
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+    described, inputs = model_and_inputs(model, layers, seq_len, variance, correlation)
     names = (scheme or [one.name for one in every()]) if schemes else []
-    with steps("applying schemes", len(names)) as advance:
+    with progress_steps("applying schemes", len(names)) as advance:
         found = make(
             described,
-            name=named(model),
+            name=title_of(model),
             schemes=names,
             step=lambda name: advance(1, name),
             **inputs,
@@ -77,7 +77,7 @@ def report(
     found.save(output)
     verdict = growth(found.prediction)
     return Answer(
-        said=lambda: f"{verdict}\npage: {output}",
+        text=lambda: f"{verdict}\npage: {output}",
         data=lambda: {
             "format": 1,
             "page": str(output),
@@ -118,12 +118,12 @@ def explore(
 
     from ..show.explorer import serve
 
-    cell = explored(model, layers, seq_len)
+    cell = explorer_code(model, layers, seq_len)
     with tempfile.TemporaryDirectory() as folder:
         serve(cell, Path(folder), port, browser)
 
 
-def explored(
+def explorer_code(
     model: str | None = None, layers: int | None = None, seq_len: int | None = None
 ) -> str:
     """Python code that shows the model of the MODEL argument with controls."""
@@ -131,9 +131,9 @@ def explored(
         if layers is not None or seq_len is not None:
             raise DomainError("--layers and --seq-len change a MODEL: pass one")
         return "import moments\nmoments.explore()"
-    described, _ = declared(model, {"layers": layers, "seq_len": seq_len})
+    described, _ = read_model(model, {"layers": layers, "seq_len": seq_len})
     made = _python(model, layers, shortened(described, seq_len))
-    return f"import moments\nmoments.explore({made}, {named(model)!r}, {made!r})"
+    return f"import moments\nmoments.explore({made}, {title_of(model)!r}, {made!r})"
 
 
 def _python(model: str, layers: int | None, described: Transformer) -> str:

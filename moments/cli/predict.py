@@ -27,17 +27,17 @@ from .base import (
     TheoryName,
     TheoryOption,
     command,
-    declared,
+    default_pixels,
+    default_sound,
     err,
-    given_only,
-    named,
-    noise,
+    model_and_inputs,
     note,
-    pictures,
+    parse_value,
+    read_model,
     scheme_options,
     shortened,
-    spelled,
-    with_input,
+    title_of,
+    without_none,
 )
 
 if TYPE_CHECKING:
@@ -103,15 +103,15 @@ def predict(
         "causal": causal,
     }
     try:
-        described, known = declared(model, options)
+        described, known = read_model(model, options)
     except Undeclared as refusal:
         moved = (variance, correlation, grad_variance, grad_correlation, scheme, option)
-        if model is None or given_only(**options) or any(m is not None for m in moved):
+        if model is None or without_none(**options) or any(m is not None for m in moved):
             raise
         return _by_operations(model, refusal)
     if theory == "refined":
         described = shortened(described, seq_len)
-    given = given_only(
+    given = without_none(
         variance=variance,
         correlation=correlation,
         grad_variance=grad_variance,
@@ -126,16 +126,20 @@ def predict(
         described = described.with_scheme(scheme, **options)
     inputs = known | given
     if not known:
-        inputs |= {"pixels": pictures(described, variance, correlation)} | noise(described)
+        inputs |= {"pixels": default_pixels(described, variance, correlation)} | default_sound(
+            described
+        )
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     return Answer(
-        said=lambda: (
-            prediction_table(prediction) if whole else prediction_screen(prediction, named(model))
+        text=lambda: (
+            prediction_table(prediction)
+            if whole
+            else prediction_screen(prediction, title_of(model))
         ),
         data=prediction.to_json,
         frame=prediction.to_frame,
-        figure=lambda: prediction.plot(named(model)),
+        figure=lambda: prediction.plot(title_of(model)),
     )
 
 
@@ -150,7 +154,7 @@ def _by_operations(model: str, refusal: Undeclared) -> Answer:
     def figure() -> Any:
         raise refusal
 
-    return Answer(said=result.table, data=result.to_json, frame=result.to_frame, figure=figure)
+    return Answer(text=result.table, data=result.to_json, frame=result.to_frame, figure=figure)
 
 
 @command(
@@ -214,28 +218,28 @@ def solve(
     objective = objective or "dslm"
     if options and objective not in [scheme.name for scheme in schemes()]:
         raise DomainError("--option sets an option of a scheme: pass the scheme as --objective")
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+    described, inputs = model_and_inputs(model, layers, seq_len, variance, correlation)
     plan = run(
         described,
-        [_named(text, "goal") for text in goal] if goal else objective,
+        [_parse_goal(text, "goal") for text in goal] if goal else objective,
         target=target,
         free=free or None,
-        bound=None if bound is None else _named(bound, "bound"),
+        bound=None if bound is None else _parse_goal(bound, "bound"),
         tolerance=tolerance,
         options=options or None,
         progress=True,
         **inputs,
     )
     return Answer(
-        said=lambda: str(plan),
+        text=lambda: str(plan),
         data=plan.to_json,
         frame=plan.to_frame,
-        figure=lambda: plan.plot(named(model)),
+        figure=lambda: plan.plot(title_of(model)),
         passed=plan.feasible,
     )
 
 
-def _named(text: str, option: str) -> tuple[str, float]:
+def _parse_goal(text: str, option: str) -> tuple[str, float]:
     name, _, number = text.partition("=")
     try:
         return name, float(number)
@@ -264,10 +268,10 @@ def explain(
     """Explain one layer formula by formula, with the numbers in each and its source."""
     from ..prediction.explanation import explain as run
 
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+    described, inputs = model_and_inputs(model, layers, seq_len, variance, correlation)
     explanation = run(described, layer, theory=theory.value, **inputs)
     return Answer(
-        said=lambda: explanation.latex() if latex else str(explanation),
+        text=lambda: explanation.latex() if latex else str(explanation),
         data=explanation.to_frame,
         frame=explanation.to_frame,
     )
@@ -322,11 +326,11 @@ def first_step(
         options["steps"] = steps
     check_number("bound", bound, POSITIVE)
     check_step(optimizer, 1.0 if learning_rate is None else learning_rate, **options)
-    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described, known = read_model(model, {"layers": layers, "seq_len": seq_len})
     if known:
         raise DomainError("a plan has moments of its input but no text: pass its model alone")
     described = shortened(described, seq_len)
-    pixels = pictures(described, None, None)
+    pixels = default_pixels(described, None, None)
     if pixels is not None:
         prediction = predict(described, pixels=pixels, targets=[0] * len(pixels))
     else:
@@ -343,12 +347,12 @@ def first_step(
         step = prediction.after(optimizer, learning_rate, **options)
     known_rates = {} if rates is None else {"rates": rates.to_dict()}
     return Answer(
-        said=lambda: "\n\n".join(
+        text=lambda: "\n\n".join(
             [*([] if rates is None else [rates.table()]), first_step_table(step)]
         ),
         data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
-        figure=lambda: (step if rates is None else rates).plot(named(model)),
+        figure=lambda: (step if rates is None else rates).plot(title_of(model)),
     )
 
 
@@ -424,19 +428,21 @@ def sweep(
         raise DomainError("no --axis given: add one such as --axis layers=12,24,48")
     options: dict[str, _Values] = {}
     for text in axis:
-        name, values = _axis(text)
+        name, values = _parse_axis(text)
         if name in options:
             raise domain_error("--axis", text, f"given once per name: {name} is given twice")
         options[name] = values
     sizes = {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": seq_len}
     if model is None:  # a size that varies need not be given as an option too
         sizes = {
-            name: _whole(name, options[name])[0] if size is None and name in options else size
+            name: _whole_numbers(name, options[name])[0]
+            if size is None and name in options
+            else size
             for name, size in sizes.items()
         }
-    described, known = declared(model, sizes)
+    described, known = read_model(model, sizes)
     axes = {
-        name: _whole(name, given) if _counts(described, name) else given.values
+        name: _whole_numbers(name, given) if _is_count(described, name) else given.values
         for name, given in options.items()
     }
     if quantity not in QUANTITIES:
@@ -444,7 +450,7 @@ def sweep(
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)
-    inputs = known | given_only(variance=variance, correlation=correlation)
+    inputs = known | without_none(variance=variance, correlation=correlation)
     inputs = {name: value for name, value in inputs.items() if name not in axes}
     with _processes(jobs) if jobs > 1 else contextlib.nullcontext() as executor:
         found = run(
@@ -467,10 +473,10 @@ def sweep(
         }
 
     return Answer(
-        said=lambda: str(found),
+        text=lambda: str(found),
         data=data,
         frame=lambda: found.to_frame(by_layer=profile),
-        figure=lambda: found.plot(x, y, quantity, by=by, name=named(model)),
+        figure=lambda: found.plot(x, y, quantity, by=by, name=title_of(model)),
     )
 
 
@@ -489,21 +495,21 @@ class _Values(NamedTuple):
     stepped: bool
 
 
-def _axis(text: str) -> tuple[str, _Values]:
+def _parse_axis(text: str) -> tuple[str, _Values]:
     name, sign, values = text.partition("=")
     if not sign or not name or not values:
         allowed = "NAME=VALUES, such as layers=12,24,48 or weights.query=log:1e-4:1e-1:9"
         raise domain_error("--axis", text, allowed)
     kind, colon, rest = values.partition(":")
     if colon and kind in ("log", "lin", "range"):
-        return name, _Values(_progression(text, kind, rest.split(":")), True)
+        return name, _Values(_parse_progression(text, kind, rest.split(":")), True)
     words = values.split(",")
     if not all(word.strip() for word in words):
         raise domain_error("--axis", text, "a list without empty values between commas")
-    return name, _Values([spelled(word, f"--axis {brief(text)}") for word in words], False)
+    return name, _Values([parse_value(word, f"--axis {brief(text)}") for word in words], False)
 
 
-def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
+def _parse_progression(text: str, kind: str, parts: list[str]) -> list[Any]:
     allowed = {
         "log": "log:LEAST:MOST:COUNT with positive numbers",
         "lin": "lin:LEAST:MOST:COUNT",
@@ -529,7 +535,7 @@ def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
     raise domain_error("--axis", text, allowed)
 
 
-def _whole(name: str, given: _Values) -> list[Any]:
+def _whole_numbers(name: str, given: _Values) -> list[Any]:
     """Round the values of a progression, without repeats; DomainError for a fraction in a list."""
     for value in given.values:
         if isinstance(value, float) and value % 1 and not given.stepped:
@@ -537,7 +543,7 @@ def _whole(name: str, given: _Values) -> list[Any]:
     return list(dict.fromkeys(round(v) if isinstance(v, float) else v for v in given.values))
 
 
-def _counts(model: Transformer, name: str) -> bool:
+def _is_count(model: Transformer, name: str) -> bool:
     holder: Any = model
     for part in name.split("."):
         if not dataclasses.is_dataclass(holder):

@@ -67,13 +67,13 @@ def differences(declared: Transformer, actual: Transformer) -> list[Feature]:
     A matrix or bias counts as different if its variance is off by more than five standard
     deviations of its mean square, in one layer or on average over all.
     """
-    features = list(_stack(declared, actual, ""))
+    features = list(_stack_features(declared, actual, ""))
     if declared.encoder is not None and actual.encoder is not None:
-        features += _stack(declared.encoder, actual.encoder, "encoder ")
+        features += _stack_features(declared.encoder, actual.encoder, "encoder ")
     return features
 
 
-def _stack(declared: Transformer, actual: Transformer, stack: str) -> Iterator[Feature]:
+def _stack_features(declared: Transformer, actual: Transformer, stack: str) -> Iterator[Feature]:
     if declared.layers != actual.layers:
         return
     for kind in (_weights, _biases, _multipliers, _parts, _fields):
@@ -102,8 +102,8 @@ def _weights(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for matrix, shape in declared.matrix_shapes.items():
         if matrix not in MATRICES:
             continue
-        one, other = (_each(w.of(matrix), declared.layers) for w in (first, second))
-        different = _apart(one, other, SAMPLING * math.sqrt(2 / math.prod(shape)))
+        one, other = (_per_layer(w.of(matrix), declared.layers) for w in (first, second))
+        different = _differing_layers(one, other, SAMPLING * math.sqrt(2 / math.prod(shape)))
         if not different:
             continue
 
@@ -117,7 +117,7 @@ def _weights(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
         yield matrix, words, ratio, different, change
 
 
-def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
+def _differing_layers(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
     """Layers (from 1) that differ by more than the noise, or all layers if their average does."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(one == other, 0.0, np.log(other / one))
@@ -132,8 +132,8 @@ def _biases(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for name, (_, entries) in declared.matrix_shapes.items():
         if name.startswith("cross_") or name not in MATRICES:
             continue
-        one, other = (_each(_bias(side, name), side.layers) for side in (declared, actual))
-        different = _apart(one, other, SAMPLING * math.sqrt(2 / entries))
+        one, other = (_per_layer(_bias(side, name), side.layers) for side in (declared, actual))
+        different = _differing_layers(one, other, SAMPLING * math.sqrt(2 / entries))
         if different:
             at = _positions(different)
             has, said = (float(np.mean(side[at])) for side in (other, one))
@@ -159,7 +159,7 @@ def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
 def _multipliers(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for field in _SCALES:
         one, other = (model.by_block(field).astype(float) for model in (declared, actual))
-        off = [_apart(one[:, c], other[:, c], SCALE) for c in (0, 1)]
+        off = [_differing_layers(one[:, c], other[:, c], SCALE) for c in (0, 1)]
         same = np.array_equal(one[:, 0], one[:, 1]) and np.allclose(other[:, 0], other[:, 1])
         if same and off[0]:
             yield _multiplier(field, (0, 1), off[0], one, other)
@@ -258,7 +258,7 @@ def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:
     return case, done
 
 
-def _each(value: Any, layers: int) -> np.ndarray:
+def _per_layer(value: Any, layers: int) -> np.ndarray:
     """Broadcast one number, or N, to (N,)."""
     return np.broadcast_to(np.asarray(value, dtype=float), (layers,)).copy()
 

@@ -68,7 +68,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Likely:
+class Variant:
     """A variant of the declaration that explains the measured numbers: in words, as a model, and
     with its prediction at every measured point."""
 
@@ -82,7 +82,7 @@ class Likely:
         return max(abs(point.deviations) for point in self.points)
 
     def __str__(self) -> str:
-        return f"{self.words}: " + ", ".join(_range(point) for point in self.points)
+        return f"{self.words}: " + ", ".join(_predicted_range(point) for point in self.points)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class Expects(Shown):
         return self.expected
 
     @functools.cached_property
-    def _variants(self) -> tuple[Likely, ...]:
+    def _variants(self) -> tuple[Variant, ...]:
         """Variants with another prediction, the nearest to the measured numbers first."""
         result = []
         with without_warnings():
@@ -128,7 +128,7 @@ class Expects(Shown):
                 except MomentsError:
                     continue  # a variant that the theory does not cover
                 if points is not None:
-                    result.append(Likely(words, model, points))
+                    result.append(Variant(words, model, points))
         return tuple(sorted(result, key=lambda one: one.off))
 
     def _nearest(self) -> list[tuple[str, Transformer]]:
@@ -142,10 +142,10 @@ class Expects(Shown):
             entering = {"variance": start.variance[0], "correlation": start.correlation[0]}
         places = [point.layer for point in self.points]
         wanted = np.log([point.measured / point.predicted for point in self.points])
-        plain = alike(start.model)
+        plain = exchangeable(start.model)
         before, off = _forward(plain, entering), []
         for _, model in every:
-            other = alike(model)
+            other = exchangeable(model)
             try:
                 after = before if other == plain else _forward(other, entering)
                 moved = np.log([after[n] / before[n] for n in places])
@@ -179,10 +179,12 @@ class Expects(Shown):
                 for point, mean, one in zip(self.points, theirs.tolist(), off, strict=True)
             )
         other = predict(model, **asked) if other is None else other
-        return judged(other, [(p.quantity, p.layer, p.measured) for p in self.points], self.draws)
+        return points_of(
+            other, [(p.quantity, p.layer, p.measured) for p in self.points], self.draws
+        )
 
     @property
-    def causes(self) -> tuple[Likely, ...]:
+    def causes(self) -> tuple[Variant, ...]:
         """Variants whose bands contain all measured numbers, the nearest first; none if the numbers
         are expected."""
         if self.expected:
@@ -200,7 +202,7 @@ class Expects(Shown):
         return as_frame(rows, columns=[*Point._fields, "verdict", "causes"])
 
     def __str__(self) -> str:
-        lines = [f"{self.verdict}: {'; '.join(map(_said, self.points))}"]
+        lines = [f"{self.verdict}: {'; '.join(map(_point_text, self.points))}"]
         if self.expected:
             return lines[0]
         causes = self.causes
@@ -226,15 +228,15 @@ def _forward(model: Transformer, asked: Mapping[str, Any]) -> list[float]:
     return [float(stack.layout.moments(point)[1]) for point in stack.trace.stream()]
 
 
-def _range(point: Point) -> str:
+def _predicted_range(point: Point) -> str:
     return f"{point.predicted:.3g} ({point.low:.3g} to {point.high:.3g})"
 
 
-def _said(point: Point) -> str:
+def _point_text(point: Point) -> str:
     times, name = point.measured / point.predicted, NAMES[point.quantity]
     return (
-        f"{name} {point.measured:.4g} at layer {point.layer}, where {_range(point)} is predicted: "
-        f"{times:.3g} times, {point.deviations:+.1f} standard deviations"
+        f"{name} {point.measured:.4g} at layer {point.layer}, where {_predicted_range(point)} is "
+        f"predicted: {times:.3g} times, {point.deviations:+.1f} standard deviations"
     )
 
 
@@ -267,7 +269,7 @@ def expects(
             )
     if not given:
         raise DomainError("no measured numbers: pass them by layer, such as variance={24: 20.0}")
-    return Expects(prediction, judged(prediction, given, draws), draws)
+    return Expects(prediction, points_of(prediction, given, draws), draws)
 
 
 WRITTEN = re.compile(r"(?:(?P<name>\w+)@(?P<layer>\d+)=(?P<value>\S+)|(?P<only>\S+)@(?P<at>\d+))")
@@ -299,7 +301,7 @@ def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, flo
     return result
 
 
-def judged(
+def points_of(
     prediction: Prediction, given: Sequence[tuple[str, int, float]], draws: int
 ) -> tuple[Point, ...]:
     """Points for measured (quantity, layer, value); bands include the error of the theory."""
@@ -322,7 +324,7 @@ def judged(
 # --- variants of a declaration --------------------------------------------------------------------
 
 
-def alike(model: Transformer) -> Transformer:
+def exchangeable(model: Transformer) -> Transformer:
     """The model with exchangeable tokens and without a loss. Recurrent mixers, which take a second
     per layer, become attention if the model has attention too."""
     if any(one is None for one in model.mixers):
@@ -332,7 +334,7 @@ def alike(model: Transformer) -> Transformer:
     if any(one is not None and one.by_token for one in (*model.mixers, *model.ffns)):
         changes = {"head": None}  # its blocks are followed token by token
     if model.encoder is not None:
-        changes["encoder"] = alike(model.encoder).replace(head=model.encoder.head)
+        changes["encoder"] = exchangeable(model.encoder).replace(head=model.encoder.head)
     return model.replace(**changes)
 
 
@@ -344,7 +346,7 @@ def variants(model: Transformer) -> Iterator[tuple[str, Transformer]]:
 
 
 def _all(model: Transformer) -> Iterator[tuple[str, Transformer]]:
-    for words, changes in _slips(model):
+    for words, changes in _common_mistakes(model):
         with suppress(DomainError):  # a mistake that this declaration cannot have
             yield words, model.replace(**changes)
     for one in schemes():
@@ -354,7 +356,7 @@ def _all(model: Transformer) -> Iterator[tuple[str, Transformer]]:
             yield f"scheme {one.name} ({one.title})", one.apply(model, **options)
 
 
-def _slips(model: Transformer) -> Iterator[tuple[str, dict[str, Any]]]:
+def _common_mistakes(model: Transformer) -> Iterator[tuple[str, dict[str, Any]]]:
     """Common mistakes: their words and the fields that they change."""
     weights = model.weights
     assert weights is not None

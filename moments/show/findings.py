@@ -16,7 +16,7 @@ from ..model.transformer import Transformer
 from .html import document, fragment, picture, render
 from .precision import precision
 from .report import in_a_line, number, tabled, wrapped
-from .verdict import NAMES, choices, growths, judge
+from .verdict import NAMES, choices, growth_phrases, judge
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,7 +117,7 @@ class Row:
         return what, self.parameter, *both, band, self.note
 
 
-def streamed(
+def stream_row(
     quantity: str,
     measured: float,
     expected: float,
@@ -228,7 +228,7 @@ class Report:
         by_name = any(isinstance(key, str) for key in measured)
         value = self.prediction.expects(**(measured if by_name else {"variance": measured}))
         rows = [
-            streamed(
+            stream_row(
                 f"{NAMES[point.quantity]} leaving layer {point.layer}, as measured",
                 *(point.measured, point.predicted, (point.low, point.high), point.inside),
             )
@@ -334,7 +334,7 @@ class Report:
             return [self.comparison.verdict()]
         m: Any = p if self.comparison is None else self.comparison.measurement
         against = None if m is p else m
-        parts = growths(p, against, weights=" for these weights", short=short)
+        parts = growth_phrases(p, against, weights=" for these weights", short=short)
         if m.loss is not None and (vocab := choices(p.model)) is not None:
             guessing = "" if short else f" (log({vocab}) = {math.log(vocab):.3f})"
             parts.append(f"loss {m.loss:.3f}{guessing}")

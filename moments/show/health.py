@@ -29,7 +29,7 @@ from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
-from .findings import Finding, Report, Row, streamed
+from .findings import Finding, Report, Row, stream_row
 from .precision import FORMATS, precision
 from .recognition import Weight, in_words, recognise, weights_of
 from .verdict import NAMES, choices, times
@@ -112,16 +112,16 @@ def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Ite
                 row = points[name, n]
                 seen, expected = float(row["measured"]), float(row["predicted"])
                 band = float(row["low"]), float(row["high"])
-                yield streamed(words, seen, expected, band, bool(row["inside"]))
+                yield stream_row(words, seen, expected, band, bool(row["inside"]))
             else:
                 expected, (low, high) = float(getattr(prediction, name)[n]), (math.nan, math.nan)
                 if name == "grad_variance" and prediction.states_draws:
                     low, high = map(float, prediction.grad_variance_band[:, n])
-                yield streamed(words, math.nan, expected, (low, high))
+                yield stream_row(words, math.nan, expected, (low, high))
     measured: Any = None if comparison is None else comparison.measurement
     for where, n in ends:
         seen = math.nan if measured is None else float(measured.correlation[n])
-        yield streamed(f"token correlation {where}", seen, float(prediction.correlation[n]))
+        yield stream_row(f"token correlation {where}", seen, float(prediction.correlation[n]))
     yield from _outputs(prediction, measured)
 
 
@@ -131,13 +131,13 @@ def _outputs(prediction: Prediction, measured: Any) -> Iterator[Row]:
     seen = math.nan if loss is None else float(loss)
     if prediction.loss is not None:
         expected, error = float(prediction.loss), NORMAL_95 * float(prediction.loss_stderr or 0.0)
-        yield streamed("loss", seen, expected, (expected - error, expected + error))
+        yield stream_row("loss", seen, expected, (expected - error, expected + error))
     if vocab is not None:
-        yield streamed(f"loss against log({vocab})", seen, math.log(vocab))
+        yield stream_row(f"loss against log({vocab})", seen, math.log(vocab))
     if prediction.logit_variance is not None:
         logits = None if measured is None else measured.logit_variance
         seen = math.nan if logits is None else float(logits)
-        yield streamed("mean squared logit", seen, float(prediction.logit_variance))
+        yield stream_row("mean squared logit", seen, float(prediction.logit_variance))
 
 
 def first_off(points: pd.DataFrame, given: str) -> tuple[int, float, float, str]:
@@ -179,7 +179,7 @@ class Seen(NamedTuple):
 def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
     """Apply every rule; return findings and notes."""
     every = (
-        *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range),
+        *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _number_format),
         *(_experts, _mixers, _streams, _depth_scale),
     )
     result = [one for rule in every for one in rule(seen)]
@@ -187,10 +187,10 @@ def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
     return findings, [one for one in result if isinstance(one, str)]
 
 
-Found = Iterator[Finding | str]
+RuleOutput = Iterator[Finding | str]
 
 
-def _loss(seen: Seen) -> Found:
+def _loss(seen: Seen) -> RuleOutput:
     model, source = seen.prediction.model, seen.source
     vocab = choices(model)
     if source.loss is None or vocab is None or model.head is None:
@@ -199,7 +199,7 @@ def _loss(seen: Seen) -> Found:
     judged = loss
     if seen.prediction.loss is not None:
         scatter = float(seen.prediction.loss_stderr or 0.0)
-        judged = float(settled(seen, loss, float(seen.prediction.loss), scatter))
+        judged = float(judged_numbers(seen, loss, float(seen.prediction.loss), scatter))
     if judged - uniform <= LOSS:
         return
     logits = source.logit_variance
@@ -223,7 +223,7 @@ def _loss(seen: Seen) -> Found:
     )
 
 
-def settled(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
+def judged_numbers(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
     """The numbers that a rule judges: the expected ones unless this draw contradicts them.
     `deviation` is the std of one draw about the expected number, nan if not known."""
     from scipy.special import ndtri
@@ -234,7 +234,7 @@ def settled(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndar
     return np.asarray(np.where(near, expected, measured))
 
 
-def _collapse(seen: Seen) -> Found:
+def _collapse(seen: Seen) -> RuleOutput:
     correlation = np.asarray(seen.source.correlation)
     alike = np.flatnonzero(correlation > COLLAPSED)
     if alike.size == 0 or seen.prediction.model.seq_len < 2:
@@ -264,7 +264,7 @@ _OUTPUTS = ("post_norm", "dropout", "projection", "out")
 """Sites after which a block's output enters its residual sum, the last one first."""
 
 
-def added(seen: Seen) -> np.ndarray:
+def added_variance(seen: Seen) -> np.ndarray:
     """Variance added by the blocks of every layer, relative to the layer's input, (N,); nan where
     the sites are not known."""
     p, source = seen.prediction, seen.source
@@ -294,14 +294,14 @@ def added(seen: Seen) -> np.ndarray:
             spread += point_log_variance(p, entering) + TOLERANCE**2
             result[:, n - 1] = seen_share / before[0], wanted / before[1], math.sqrt(spread)
     measured, expected, deviation = result
-    return settled(seen, measured, expected, deviation * expected)
+    return judged_numbers(seen, measured, expected, deviation * expected)
 
 
 BY_DESIGN = "layers are the identity at step 0, by design: the output matrices of blocks are zero"
 
 
-def _identity(seen: Seen) -> Found:
-    ratio = added(seen)
+def _identity(seen: Seen) -> RuleOutput:
+    ratio = added_variance(seen)
     if _swallowed(seen):
         return  # reported as the epsilon's effect
     idle = tuple(int(n) + 1 for n in np.flatnonzero(ratio < IDENTITY))
@@ -330,7 +330,7 @@ def _identity(seen: Seen) -> Found:
         if entering > LARGE * inner and float(np.min(ratio)) * entering / inner > IDENTITY:
             scale, root = float(embedding.scale), math.sqrt(inner)
             mend = f"draw the token table with the matrices' std, {root:.3g}: nn.Embedding draws "
-            mend += "itself with std 1"
+            mend += "it with std 1"
             if tokens <= LARGE * inner:  # its table is drawn as they are
                 mend = (
                     f"lower the factor {scale:.3g} on the embedding, or divide the blocks by less"
@@ -362,7 +362,7 @@ def _identity(seen: Seen) -> Found:
     )
 
 
-def _gradient(seen: Seen) -> Found:
+def _gradient(seen: Seen) -> RuleOutput:
     source = seen.source
     first, last = (float(source.variance[n]) * float(source.grad_variance[n]) for n in (0, -1))
     p = seen.prediction
@@ -389,7 +389,7 @@ def _gradient(seen: Seen) -> Found:
     yield Finding("warning", f"gradient {way}", names, (1,), ratio, wanted, why, mend)
 
 
-def _tables(seen: Seen) -> Found:
+def _tables(seen: Seen) -> RuleOutput:
     embedding = seen.prediction.model.embedding
     tokens = getattr(embedding, "token_variance", None)
     if embedding is None or tokens is None:
@@ -412,7 +412,7 @@ def _tables(seen: Seen) -> Found:
             positions / total,
             POSITIONS,
             f"positions make up {100 * positions / total:.1f} % of the variance that enters layer "
-            f"1 ({positions:.3g}, and tokens {token:.3g}), so that different tokens look alike",
+            f"1 ({positions:.3g}, tokens {token:.3g}): tokens at one position look alike",
             mend,
         )
     epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])
@@ -443,7 +443,7 @@ def _swallowed(seen: Seen) -> bool:
     return model.placements[0] == "pre" and model.norm_epsilon > max(first, LARGEST_EPSILON)
 
 
-def _final_norm(seen: Seen) -> Found:
+def _final_norm(seen: Seen) -> RuleOutput:
     model = seen.prediction.model
     if model.head is None or model.head.norm or model.head.loss is None:
         return
@@ -466,7 +466,7 @@ def _final_norm(seen: Seen) -> Found:
     )
 
 
-def _attention(seen: Seen) -> Found:
+def _attention(seen: Seen) -> RuleOutput:
     frame = seen.prediction.attention()
     peaked = frame[frame["distance_to_uniform"] > PEAKED]
     if len(peaked):
@@ -485,7 +485,7 @@ def _attention(seen: Seen) -> Found:
         )
 
 
-def _range(seen: Seen) -> Found:
+def _number_format(seen: Seen) -> RuleOutput:
     """Check the format that the parameters have, and bf16, which has the range of float32."""
     frame = precision(seen.prediction)
     for form in FORMATS:
@@ -527,7 +527,7 @@ def _range(seen: Seen) -> Found:
             )
 
 
-def _experts(seen: Seen) -> Found:
+def _experts(seen: Seen) -> RuleOutput:
     """Check routers by prediction: load depends on the router's draw and tokens' correlation."""
     prediction = seen.prediction
     if not any(isinstance(block, Experts) for block in prediction.model.ffns):
@@ -569,7 +569,7 @@ def _experts(seen: Seen) -> Found:
         )
 
 
-def _streams(seen: Seen) -> Found:
+def _streams(seen: Seen) -> RuleOutput:
     """Check by prediction whether several residual streams differ."""
     if seen.prediction.model.streams is None:
         return
@@ -598,7 +598,7 @@ def _streams(seen: Seen) -> Found:
     )
 
 
-def _mixers(seen: Seen) -> Found:
+def _mixers(seen: Seen) -> RuleOutput:
     """Check by prediction how fast recurrent heads forget, and whether a norm's epsilon is most of
     what it divides by."""
     stack = seen.prediction.trace.stack
@@ -638,7 +638,7 @@ def _mixers(seen: Seen) -> Found:
         )
 
 
-def _depth_scale(seen: Seen) -> Found:
+def _depth_scale(seen: Seen) -> RuleOutput:
     """Note a depth scale made for two residual sums per layer if the stack has others."""
     model = seen.prediction.model
     if model.weights is None or model.encoder is not None:
@@ -678,13 +678,13 @@ def is_factory(subject: Any) -> bool:
 def made_by(subject: Any) -> tuple[Any, Any]:
     """Call a factory; return the module and its batch, or None. Other subjects pass unchanged."""
     if is_factory(subject):
-        seeded = not isinstance(subject, type) and _takes_one(subject)
+        seeded = not isinstance(subject, type) and _takes_seed(subject)
         subject = subject(0) if seeded else subject()
     pair = isinstance(subject, tuple) and len(subject) == 2 and hasattr(subject[0], "forward")
     return subject if pair else (subject, None)
 
 
-def _takes_one(function: Any) -> bool:
+def _takes_seed(function: Any) -> bool:
     """Whether a function requires exactly one argument, a seed."""
     with suppress(TypeError, ValueError):
         parameters = inspect.signature(function).parameters.values()
@@ -743,13 +743,13 @@ def check_declared(
     reading = recognise(weights, model)
     seen = Seen(prediction, None, {}, meant or model)
     findings, said = rules(seen)
-    findings += () if meant is None else _wrong(weights, meant)
+    findings += () if meant is None else _wrong_variances(weights, meant)
     words = reading.title
     if reading.left:
         left = ", ".join(reading.roles_left())
         words = f"{words}, but for {left}" if reading.share >= 0.5 else "of no published scheme"
     if reading.meant is not None:
-        findings = [*_wrong(weights, reading.meant, reading.title), *findings]
+        findings = [*_wrong_variances(weights, reading.meant, reading.title), *findings]
     return Report(
         source=name,
         scheme=words,
@@ -762,7 +762,9 @@ def check_declared(
     )
 
 
-def _wrong(weights: Sequence[Weight], meant: Transformer, slip: str = "") -> Iterator[Finding]:
+def _wrong_variances(
+    weights: Sequence[Weight], meant: Transformer, slip: str = ""
+) -> Iterator[Finding]:
     """Findings for matrices of wrong variance, by name; a single one if a `slip` explains them."""
     groups: dict[str, list[tuple[Weight, float]]] = {}
     for w in weights:
@@ -771,7 +773,8 @@ def _wrong(weights: Sequence[Weight], meant: Transformer, slip: str = "") -> Ite
             groups.setdefault(slip or w.name, []).append((w, wanted))
     for group in groups.values():
         weight, wanted = group[0]
-        more = f"{times(weight.variance, wanted):.3g} times the scheme's variance"
+        ratio = times(weight.variance, wanted)
+        more = f"std {weight.variance**0.5:.3g}, {ratio:.3g} times the scheme's variance"
         yield Finding(
             "warning",
             "wrong variance",

@@ -51,12 +51,12 @@ def odd_layers(
     far = NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * max(values, 1) * len(logs)))
     rules = list(_rules(len(logs)))
     everyone = np.ones(len(logs), dtype=bool)
-    if any(_follows(logs, error, basis, everyone) is not None for basis in rules):
+    if any(_chi_square(logs, error, basis, everyone) is not None for basis in rules):
         return ()
     near = np.abs(logs - np.median(logs)) <= far * np.hypot(error, float(np.median(error)))
     kept = len(logs) - max(1, len(logs) // 4)
-    alike = near.sum() >= kept and _follows(logs, error, rules[0], near) is not None
-    if alike and (off := _off(logs, error, rules[0], near, far)):
+    alike = near.sum() >= kept and _chi_square(logs, error, rules[0], near) is not None
+    if alike and (off := _off_rule(logs, error, rules[0], near, far)):
         # With three layers, the first or last may belong to a rule that is not constant.
         return off if len(logs) > 3 or off == (1,) else ()
     best: tuple[float, tuple[int, ...]] = (np.inf, ())
@@ -66,8 +66,8 @@ def odd_layers(
             rest[place] = False
             if rest.sum() < basis.shape[1] + SPARE:
                 continue
-            worst = _follows(logs, error, basis, rest)
-            if worst is not None and (off := _off(logs, error, basis, rest, far)):
+            worst = _chi_square(logs, error, basis, rest)
+            if worst is not None and (off := _off_rule(logs, error, basis, rest, far)):
                 best = min(best, (worst, off))
     return best[1]
 
@@ -83,7 +83,7 @@ def _rules(layers: int) -> Iterator[np.ndarray]:
     yield np.stack([one, np.log(number), np.log(number) ** 2], axis=1)
 
 
-def _follows(
+def _chi_square(
     logs: np.ndarray, error: np.ndarray, basis: np.ndarray, of: np.ndarray
 ) -> float | None:
     """Chi-square per degree of freedom of a rule fitted to the layers `of`; None if it is unlikely,
@@ -98,7 +98,7 @@ def _follows(
     return total / free if chdtrc(free, total) >= UNLIKELY else None
 
 
-def _off(
+def _off_rule(
     logs: np.ndarray, error: np.ndarray, basis: np.ndarray, of: np.ndarray, far: float
 ) -> tuple[int, ...]:
     """The layers outside `of` if every one of them is off the rule, else none."""

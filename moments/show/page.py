@@ -80,7 +80,7 @@ def report(
     step: Callable[[str], None] | None = None,
     **inputs: Any,
 ) -> Report:
-    """Make a page about one model: declaration, growth, gradients, loss, schemes, laws, citations.
+    """One model as a page: declaration, growth, gradients, loss, schemes, laws, citations.
 
     Args:
         model: the declaration.
@@ -130,7 +130,7 @@ def _values(report: Report) -> dict[str, Any]:
         "verdict": words[:1].upper() + words[1:],
         "warnings": prediction.warnings,
         "declared": rows(model),
-        "gradients_of": _of_what(prediction),
+        "gradients_of": _gradient_reference(prediction),
         "stream_picture": picture(plot_stream(prediction)),
         "stream": _stream_table(prediction),
         "weights": _weights(prediction),
@@ -143,7 +143,7 @@ def _values(report: Report) -> dict[str, Any]:
     }
 
 
-def _of_what(prediction: Prediction) -> str:
+def _gradient_reference(prediction: Prediction) -> str:
     if prediction.loss is None:
         return (
             "relative to a variance of "

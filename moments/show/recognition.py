@@ -117,14 +117,14 @@ def recognise(
     network promises (`by` its config or code), published rules, known slips."""
     best: WeightRule | None = None
     for reading in _readings(weights, model, promised, by):
-        read = _compared(reading, weights)
+        read = _matched(reading, weights)
         best = read if best is None or len(read.explained) > len(best.explained) else best
         if not best.left:
             return best
     assert best is not None
     if best.share < 0.5:
         for reading in _published(without_biases(model), SLOW):
-            read = _compared(reading, weights)
+            read = _matched(reading, weights)
             best = read if len(read.explained) > len(best.explained) else best
     return best
 
@@ -136,12 +136,12 @@ def _readings(
     if promised is not None:
         words = f"the initialisation that its {by} promises ({in_words(promised)})"
         yield WeightRule(words, promised)
-    yield from _ruled(weights, model, base, slips=False)
+    yield from _rule_networks(weights, model, base, slips=False)
     yield from _published(base, [s.name for s in schemes() if s.name not in SLOW])
-    yield from _ruled(weights, model, base, slips=True)
+    yield from _rule_networks(weights, model, base, slips=True)
 
 
-def _ruled(
+def _rule_networks(
     weights: Sequence[Weight], model: Transformer, base: Transformer, *, slips: bool
 ) -> Iterator[WeightRule]:
     """Networks that follow the table's rows."""
@@ -156,24 +156,24 @@ def _ruled(
         if rule.use == "network":
             places = (Place(w.layer, w.name, w.fan_in, w.fan_out, base) for w in weights)
             shares = [rule.variance(place) for place in places]
-            free = _base(weights, [share for share in shares if share])
+            free = _free_variance(weights, [share for share in shares if share])
             if free <= 0:
                 continue
         try:
-            drawn = _drawn(rule, start, fans, free)
+            drawn = _network_of(rule, start, fans, free)
         except DomainError:  # layers that share their weights cannot have one variance each
             continue
         title = rule.words.format(std=f"{math.sqrt(free):.3g}", blocks=blocks(base))
-        meant = None if rule.meant is None else _drawn(rule.meant, start, fans, free)
+        meant = None if rule.meant is None else _network_of(rule.meant, start, fans, free)
         chosen = rule.use in ("whole", "both") and not own
         yield WeightRule(title, drawn, meant, by_depth=rule.by_depth, by_fans=chosen)
 
 
-def _drawn(
+def _network_of(
     rule: Rule, base: Transformer, fans: Mapping[str, tuple[int, int]], free: float
 ) -> Transformer:
     """The network that follows a rule; where a slip says nothing, the intended rule applies."""
-    drawn = base if rule.meant is None else _drawn(rule.meant, base, fans, free)
+    drawn = base if rule.meant is None else _network_of(rule.meant, base, fans, free)
     weights = drawn.weights
     assert weights is not None
     known = [n for n in MATRICES if n in fans or rule.use == "network"]
@@ -197,7 +197,7 @@ def without_biases(model: Transformer) -> Transformer:
     return model.replace(biases=biases)
 
 
-def _compared(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
+def _matched(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
     explained: set[Owner] = set()
     left: set[Owner] = set()
     for weight in weights:
@@ -206,7 +206,7 @@ def _compared(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
     return dataclasses.replace(reading, explained=frozenset(explained), left=frozenset(left))
 
 
-def _base(weights: Sequence[Weight], shares: Sequence[float]) -> float:
+def _free_variance(weights: Sequence[Weight], shares: Sequence[float]) -> float:
     """The free variance with which a rule explains most matrices; 0 if it explains none. The rule
     gives every matrix a share of this variance."""
     groups: dict[str, list[tuple[Weight, float]]] = {}
@@ -399,7 +399,7 @@ def _slip(words: str, *names: str, divisor: Callable[[Place], float] = _blocks) 
     return _free(f"{_GPT} (std {{std}}), {words}", names, divisor, _SCALED)
 
 
-def _instead(wrong: tuple[str, ...], right: tuple[str, ...], *rest: str) -> Rule:
+def _misplaced_scale(wrong: tuple[str, ...], right: tuple[str, ...], *rest: str) -> Rule:
     words = "the depth scale 1/sqrt({blocks}) of GPT-2's init (std {std}) sits on "
     words += f"{joined(wrong)} instead of {joined(right)}"
     return _free(words, (*wrong, *rest), meant=_SCALED)
@@ -492,12 +492,12 @@ RULES = (
         _divided(rule, "output and ffn_out over sqrt(N)", lambda p: float(p.plan.layers))
         for rule in _OF_FANS
     ),
-    _instead(INWARD, ("output",), "ffn_out"),
-    _instead(("ffn_in",), ("ffn_out",), "output"),
-    _instead((*INWARD, "ffn_in"), OUTWARD),
-    _instead((*INWARD, "output"), OUTWARD),
-    _instead(("value",), ("output",), "ffn_out"),
-    _instead(("ffn_in", "ffn_out"), OUTWARD),
+    _misplaced_scale(INWARD, ("output",), "ffn_out"),
+    _misplaced_scale(("ffn_in",), ("ffn_out",), "output"),
+    _misplaced_scale((*INWARD, "ffn_in"), OUTWARD),
+    _misplaced_scale((*INWARD, "output"), OUTWARD),
+    _misplaced_scale(("value",), ("output",), "ffn_out"),
+    _misplaced_scale(("ffn_in", "ffn_out"), OUTWARD),
     _slip("but on output alone: ffn_out lacks it", "output"),
     _slip("but on ffn_out alone: output lacks it", "ffn_out"),
     _slip(

@@ -49,14 +49,14 @@ class StepComparison(Shown):
         both = self.step.to_frame().merge(
             self.measurement.to_frame(), on=["layer", "site"], suffixes=("", "_measured")
         )
-        return _beside(both, ("relative_change", "variance"), ["layer", "site"])
+        return _with_errors(both, ("relative_change", "variance"), ["layer", "site"])
 
     def weights(self) -> pd.DataFrame:
         """One row per common parameter: the same for update_variance, alignment and slope."""
         both = self.step.weights().merge(
             self.measurement.weights(), on=["layer", "weight"], suffixes=("", "_measured")
         )
-        return _beside(both, ("update_variance", "alignment", "slope"), ["layer", "weight"])
+        return _with_errors(both, ("update_variance", "alignment", "slope"), ["layer", "weight"])
 
     def outputs(self) -> pd.DataFrame:
         """The loss after the step, its change and the slope: predicted, measured, stderr, error
@@ -118,7 +118,7 @@ class StepComparison(Shown):
         return f"StepComparison({self.step!r} against {self.measurement!r})"
 
 
-def _beside(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.DataFrame:
+def _with_errors(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.DataFrame:
     result = both[keys].copy()
     for name in names:
         measured, stderr = both[f"{name}_measured"], both[f"{name}_stderr"]

@@ -22,7 +22,7 @@ GIVEN = 1e-9
 NAMES = {"variance": "variance", "grad_variance": "gradient variance"}
 
 
-def growths(
+def growth_phrases(
     prediction: Any,
     measurement: Any = None,
     prefix: str = "",
@@ -62,7 +62,7 @@ def growth(prediction: Prediction) -> str:
     """The growth along the depth of one configuration, in a line."""
     if prediction.variance.ndim > 1:
         return f"{prediction.variance.size // prediction.variance.shape[-1]} configurations"
-    parts = growths(prediction)
+    parts = growth_phrases(prediction)
     if notes := len(prediction.warnings):
         parts.append(f"{notes} validity warning{'s' * (notes > 1)}")
     return "; ".join(parts)
@@ -99,9 +99,9 @@ def judge(comparison: Comparison) -> Judgement:
 def verdict(comparison: Comparison) -> str:
     """Say in a sentence whether the measured growth is expected, and how large it is."""
     judged, beyond, outside, allowed = judgement = judge(comparison)
-    parts = growths(comparison.prediction, comparison.measurement)
+    parts = growth_phrases(comparison.prediction, comparison.measurement)
     if (inner := comparison.encoder) is not None:
-        parts += growths(inner.prediction, inner.measurement, "encoder ")
+        parts += growth_phrases(inner.prediction, inner.measurement, "encoder ")
     if judged.empty:
         why = 'there is one draw, and only theory="refined" predicts the spread between draws'
         return f"it is not known whether the growth is expected: {why}; {'; '.join(parts)}"
