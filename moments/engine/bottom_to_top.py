@@ -142,7 +142,7 @@ class BottomToTop(Component):
 
 
 def crossed(kernel: Kernel, carried: Array) -> Kernel:
-    """Increase of the kernel of x + (something with amplitude a of x), from the cross terms."""
+    """Cross terms in the kernel of x + y, where y contains x with the amplitude `carried`."""
     first, second = kernel.over_tokens(carried)
     return kernel.weighted(2 * carried, first + second)
 
