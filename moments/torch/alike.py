@@ -20,7 +20,7 @@ from ..errors import listed
 from ..show.findings import Finding
 from .dataflow.graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node
 from .entries import EntryMoments
-from .roles import gathered_names, parted
+from .roles import gathered_names, split_at_layer
 from .running import grouped
 from .tensors import odd_tensors
 
@@ -104,7 +104,7 @@ def differences(module: nn.Module, graph: Graph, ids: Tensor | None, end: int) -
 
 def _pattern(name: str) -> tuple[str, int] | None:
     """A parameter's name without its layer's number, and this from 1."""
-    before, number, behind = parted(name)
+    before, number, behind = split_at_layer(name)
     return None if number < 0 else (f"{before}*{behind}", number + 1)
 
 

@@ -55,13 +55,13 @@ from .roles import (
     gathered,
     gathered_names,
     gathered_pattern,
-    parted,
+    split_at_layer,
     tensors_of,
 )
 from .running import (
     aliases,
     as_named,
-    at_hand,
+    batch_on_cpu,
     grouped,
 )
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
@@ -107,7 +107,7 @@ def check_module(
     if broken := tuple(unwritten(module)):
         everything = ("everything else: it cannot be run",)
         return Report(type(module).__name__, "", broken, (), everything, ())
-    batch = at_hand(as_named(module, batch))
+    batch = batch_on_cpu(as_named(module, batch))
     try:
         return Checking(module, batch, scheme, loss).report()
     except NotRead as refusal:
@@ -608,8 +608,8 @@ class Checking:
         """Blocks without the norms that all others have, and norms at other places."""
         named = self.roles.named
         outer = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
-        first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
-        if outer and {parted(name)[:2] for name in outer} == first:
+        first = {split_at_layer(role.parameter)[:2] for role in named("query") if role.layer == 1}
+        if outer and {split_at_layer(name)[:2] for name in outer} == first:
             why = "a norm of layer 1 normalises the stream itself, besides what its block reads"
             yield _misplaced(gathered_names(outer), 1, why)
         unnormed = self.reading.unnormed
