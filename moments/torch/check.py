@@ -29,7 +29,13 @@ from ..show.findings import Finding, Report, Row
 from ..show.health import Seen, first_off, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
-from .alike import BIDIRECTIONAL
+from .alike import (
+    BIDIRECTIONAL,
+    never_used,
+    normalised_over_queries,
+    not_masked,
+    shared_matrix,
+)
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
 from .batches import (
@@ -55,13 +61,13 @@ from .roles import (
     gathered,
     gathered_names,
     gathered_pattern,
-    parted,
+    split_at_layer,
     tensors_of,
 )
 from .running import (
     aliases,
     as_named,
-    at_hand,
+    batch_on_cpu,
     grouped,
 )
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
@@ -107,7 +113,7 @@ def check_module(
     if broken := tuple(unwritten(module)):
         everything = ("everything else: it cannot be run",)
         return Report(type(module).__name__, "", broken, (), everything, ())
-    batch = at_hand(as_named(module, batch))
+    batch = batch_on_cpu(as_named(module, batch))
     try:
         return Checking(module, batch, scheme, loss).report()
     except NotRead as refusal:
@@ -402,10 +408,7 @@ class Checking:
             named = [
                 f"{path}.{name}" for path, part in parts for name, _ in part.named_parameters()
             ]
-            which = pattern if len(paths) > 1 else paths[0]
-            why = f"{which} is declared and never run: its parameters get no gradient"
-            mend, names = "call it in forward, or delete it", gathered_names(named)
-            yield Finding("warning", "never used", names, (), 0.0, reason=why, mend=mend)
+            yield never_used(pattern if len(paths) > 1 else paths[0], named)
         for pattern, paths in grouped(self.reading.detached, gathered_pattern).items():
             which = pattern if len(paths) > 1 else paths[0] or "the module itself"
             why = f"{which} detaches what it computes with: no gradient flows back through that"
@@ -418,10 +421,7 @@ class Checking:
         shared = self.reading.shared
         if shared and self.reading.model is not None and self._shares_one_matrix():
             layers = tuple(sorted({layer for row in shared.values() for layer in row}))
-            why = f"{', '.join(shared)} is used by layers {listed(layers)}, where the others have "
-            why += "matrices of their own: these layers give the same map and move together"
-            names, mend = gathered_names(list(shared)), "build every layer anew"
-            yield Finding("warning", "shared matrix", names, layers, reason=why, mend=mend)
+            yield shared_matrix(", ".join(shared), gathered_names(list(shared)), layers)
         yield from self._tying()
 
     def _tying(self) -> Iterator[Finding]:
@@ -491,8 +491,7 @@ class Checking:
         else:
             return
         names = self.tensors.names("query", "key", layers=layers)[:2]
-        mend = "mask attention: is_causal=True, or -inf above the diagonal before the softmax"
-        yield Finding(severity, "tokens see later ones", names, layers, reason=why, mend=mend)
+        yield not_masked(severity, names, layers, why)
 
     def _may_predict_next_token(self) -> bool:
         """Whether logits are over the input's vocabulary, and nothing says for what task."""
@@ -608,8 +607,8 @@ class Checking:
         """Blocks without the norms that all others have, and norms at other places."""
         named = self.roles.named
         outer = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
-        first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
-        if outer and {parted(name)[:2] for name in outer} == first:
+        first = {split_at_layer(role.parameter)[:2] for role in named("query") if role.layer == 1}
+        if outer and {split_at_layer(name)[:2] for name in outer} == first:
             why = "a norm of layer 1 normalises the stream itself, besides what its block reads"
             yield _misplaced(gathered_names(outer), 1, why)
         unnormed = self.reading.unnormed
@@ -665,10 +664,7 @@ class Checking:
     def _attention(self, weights: WeightFindings, audited: Sequence[Row]) -> Iterator[Finding]:
         if layers := self.reading.over_queries:
             names = self.tensors.names("query", "key", layers=layers)
-            why = "attention weights are normalised over queries, not over keys: rows do not sum "
-            why += "to 1, and a mask does not hide what it should"
-            kind, mend = "softmax over the wrong axis", "softmax(..., dim=-1)"
-            yield Finding("error", kind, names, layers, reason=why, mend=mend)
+            yield normalised_over_queries(names, layers)
         yield from weights.attention(list(self._factors(audited)), self.promised is not None)
 
     def _factors(self, audited: Sequence[Row]) -> Iterator[tuple[str, int, float]]:

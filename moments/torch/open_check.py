@@ -576,7 +576,7 @@ def _listed(module: nn.Module, batch: Any, promised: Transformer) -> str:
         layers[0].path.rpartition(".")[0]
         for layers in lists_of(module, graph)
         if len(layers) == promised.layers
-        and graph.tensor(layers[-1].made).shape[-1] == promised.d_model
+        and graph.tensor(layers[-1].output).shape[-1] == promised.d_model
     ]
     outer = [p for p in lists if not any(p.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:

@@ -38,7 +38,7 @@ from ..roles import (
     gathered_names,
     gathered_pattern,
 )
-from ..running import grouped, in_mode, kept_buffers, made_at_hand, padding_row, run
+from ..running import grouped, in_mode, made_on_cpu, padding_row, restored_buffers, run
 from .around import SINUSOIDAL, EmbeddingUnit, read_embedding, read_head
 from .graph import SOFTMAX, Graph, attention_spans, record
 from .places import Roles, Sites, Stack, place
@@ -102,7 +102,7 @@ class ModuleReading:
     logit_scale: float | None = None
 
 
-@made_at_hand
+@made_on_cpu
 def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> ModuleReading:
     """Read a module from one forward pass.
 
@@ -138,7 +138,7 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
     return dataclasses.replace(result, example=_in_own_precision(example, module))
 
 
-@made_at_hand
+@made_on_cpu
 def example(module: nn.Module) -> Any:
     """Random input that a module runs on; None if there is none."""
     for batch in examples(module):
@@ -214,7 +214,7 @@ def _in_own_precision(batch: Any, module: nn.Module) -> Any:
 # --- recorded passes ------------------------------------------------------------------------------
 
 
-@made_at_hand
+@made_on_cpu
 def recorded(
     module: nn.Module, batch: Any, rows: int = 2, tokens: int = TOKENS
 ) -> tuple[Graph, Any]:
@@ -244,7 +244,7 @@ def _recorded(
     for training, (cut, length) in itertools.product((True, False), cuts):
         used = _batch_on_cpu(cut)
         try:
-            with kept_buffers(module), in_mode(module, training):
+            with restored_buffers(module), in_mode(module, training):
                 graph = record(module, functools.partial(run, module, used), _tensors(used))
             return graph, length, used
         except Exception as error:  # the module's own code may reject the input
@@ -259,11 +259,11 @@ def _recorded(
     raise MomentsError(f"{type(module).__name__} could not be run ({why}): {mend}")
 
 
-@made_at_hand
+@made_on_cpu
 def random_part(module: nn.Module, batch: Any) -> str | None:
     """The submodule that draws random numbers in evaluation mode; None if there is none."""
     copied, used = _on_cpu(module), _batch_on_cpu(batch)
-    with kept_buffers(copied), in_mode(copied, False):
+    with restored_buffers(copied), in_mode(copied, False):
         graph = record(copied, functools.partial(run, copied, used), _tensors(used))
     path = graph.random_submodule()
     return "the module itself" if path == "" else path

@@ -22,7 +22,7 @@ from ...show.report import tabled
 from ..dataflow.graph import Graph
 from ..dataflow.reading import recorded
 from ..roles import gathered_names
-from ..running import built, made_at_hand
+from ..running import built, made_on_cpu
 from .laws import F64, Replicas
 from .lowering import PLACES, Lowering
 from .sampling import SETTLED
@@ -157,7 +157,7 @@ class ModulePrediction:
         return self.table()
 
 
-@made_at_hand
+@made_on_cpu
 def predict(
     module: Any,
     batch: Any = None,
