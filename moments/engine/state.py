@@ -338,6 +338,8 @@ class Gradient:
             divides by that norm.
         persistence: relative growth of what a branch returns, to tokens that it treats alone and
             to those that it mixes, left to its parts to add (`directions.persistence`).
+        alone: of what a branch sends back to a token, the share that comes from what this token
+            receives itself; None: all of it, or nothing where the branch mixes tokens.
     """
 
     kernel: Kernel
@@ -347,6 +349,7 @@ class Gradient:
     norm_response: Array = 0.0
     persistence: tuple[Kernel, Array] | None = None
     apart: Kernel | None = None
+    alone: Array | None = None
 
     @property
     def orthogonal(self) -> bool:
