@@ -384,7 +384,7 @@ class Parallel(Component):
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         signal, output = record.input, record.output
-        children, kernels = [], []
+        children, kernels, alone = [], [], []
         for child in record.children:
             addend = gradient.with_kernel(gradient.kernel)
             if signal.fluctuation is not None:
@@ -395,7 +395,9 @@ class Parallel(Component):
             if signal.fluctuation is not None:
                 kernel = returned(kernel, addend, child.component, signal.width)
             kernels.append(kernel)
-        grad_in = Gradient(sum_of(kernels), gradient.seq_len)
+            alone.append(kernel.diagonal * sent_alone(children[-1].grad_in, child.component))
+        total = sum_of(kernels)
+        grad_in = Gradient(total, gradient.seq_len, alone=ratio_or_zero(sum(alone), total.diagonal))
         return record.completed(gradient, grad_in, tuple(children))
 
     def unshared_overlap(
@@ -504,8 +506,13 @@ class Residual(Component):
         share = ratio_or_zero(gained, output.kernel.diagonal)
         response = (1.0 - share) * gradient.norm_response
         shared = shared_persistence(signal, response, gradient.kernel, self.branch.documents)
-        addend = gradient.at_addend(to_branch, share, (persistence(signal, response), shared))
+        grown = persistence(signal, response)
+        addend = gradient.at_addend(to_branch, share, (grown, shared))
         done = self.branch.backpropagate(child, addend, run)
+        alone = sent_alone(done.grad_in, self.branch)
+        # what other tokens send falls with their norms, and with this one as far as both share them
+        common = ratio_or_zero(shared, grown.diagonal)
+        falls = 1.0 + response * (alone + (1.0 - alone) * common)
         grad_in = entered(returned(done.grad_in.kernel, addend, self.branch, signal.width))
         total = kept + grad_in
         kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
@@ -516,7 +523,7 @@ class Residual(Component):
             # The branch does not change (x.g)^2: its norm's gradient is orthogonal to x.
             radial=kept_share * (share + (1.0 - share) * gradient.radial),
             centred_share=gradient.centred_share * mean_share,
-            norm_response=response + 1.0 - kept_share,
+            norm_response=kept_share * response + (1.0 - kept_share) * falls,
         )
         return record.completed(gradient, merged, (done,))
 
@@ -665,6 +672,13 @@ def returned(kernel: Kernel, addend: Gradient, branch: Component, width: Array) 
     lost, _ = kernel.lift((1 - addend.averaged().radial) / width)
     one, first, second = at_tokens(kernel, 1 + shared - lost)
     return kernel.weighted(one, (first + second) / 2)
+
+
+def sent_alone(grad_in: Gradient, branch: Component) -> Array:
+    """`Gradient.alone` of what a branch sends back."""
+    if grad_in.alone is not None:
+        return grad_in.alone
+    return 0.0 if branch.mixes_tokens else 1.0
 
 
 def _merged(gradient: Gradient, kept: Kernel, grad_in: Kernel, scale_free: bool) -> Gradient:

@@ -335,6 +335,8 @@ class Gradient:
             return: (kernel, value per token) for parts that act on tokens separately and for
             attention (`directions.persistence`, `directions.shared_persistence`).
         apart: as `Signal.apart`.
+        alone: share of what a branch returns to a token that comes from what this token itself
+            receives; None: all of it, or nothing if the branch mixes tokens.
     """
 
     kernel: Kernel
@@ -344,6 +346,7 @@ class Gradient:
     norm_response: Array = 0.0
     persistence: tuple[Kernel, Array] | None = None
     apart: Kernel | None = None
+    alone: Array | None = None
 
     @property
     def orthogonal(self) -> bool:
