@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moments.engine.state import Kernel
 from moments.errors import DomainError
 from moments.layers.attention.kernels import KernelAttention, Rotation
-from moments.layers.attention.kernels.row_groups import turn_of
+from moments.layers.attention.kernels.row_groups import rotation_factor
 from moments.layers.attention.kernels.row_statistics import matched, saturation
 from moments.layers.attention.laws import AlikeLayer
 from moments.layers.attention.response import AttentionResponse
@@ -535,7 +535,7 @@ def test_a_turned_pair_overlaps_as_its_rotated_kernel_does() -> None:
     overlaps = 0.5 * (overlaps + overlaps.transpose(0, 2, 1))
     overlaps[0] += 1.0
     bare = exchangeable(length, 0.3)
-    turn = turn_of(rotation, overlaps, bare, -1.0)
+    turn = rotation_factor(rotation, overlaps, bare, -1.0)
     given = rotation.queries * overlaps[0] + (rotation.query_terms * overlaps[1:]).sum(0)
     given = 0.5 * (given / overlaps[0] + (given / overlaps[0]).T)
     inside = np.abs(given * bare) < 1.0

@@ -49,6 +49,10 @@ SLIPS = {slip.name: slip for slip in planted_bugs.SLIPS}
         ("residual multiplier forgotten", "nanoGPT", "named"),
         ("shared matrix", "einsum", "named"),
         ("huge epsilon", "Llama", "named"),
+        ("no sum around attention", "nanoGPT", "named"),
+        ("no sum around the feed-forward block", "torch", "named"),
+        ("no sum around attention in one layer", "einsum", "named"),
+        ("one block in every place", "nanoGPT", "named"),
         ("frozen layer", "torch", "noted"),
         ("dropout in one layer", "einsum", "noted"),
         ("rotary on values", "Llama", "noted"),
@@ -303,13 +307,13 @@ def test_tables_and_head_around_torchs_encoder_are_described() -> None:
 
 def test_reading_is_linear_in_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the questions that are asked of the graph."""
-    count, plain = [0], Graph.rests_on
+    count, plain = [0], Graph.depends_on
 
     def counted(self: Graph, value: int, other: int) -> bool:
         count[0] += 1
         return plain(self, value, other)
 
-    monkeypatch.setattr(Graph, "rests_on", counted)
+    monkeypatch.setattr(Graph, "depends_on", counted)
     asked = []
     for layers in (6, 24):
         count[0] = 0

@@ -1,4 +1,4 @@
-"""From a declared Transformer to the composition of components that a theory propagates through."""
+"""The components of a declared Transformer, through which a theory propagates moments."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ def declare(
     sequences: int = 1,
     memory_padding: Padding | None = None,
 ) -> Chain:
-    """The stack of layers as components that hold the laws of `theory`.
+    """The stack of layers as components with the laws of `theory`.
 
     Args:
-        padding: for every sequence, the document of each token, 0 where it pads; None: one of all.
-        sequences: how many sequences share one kernel, one after the other.
-        memory_padding: as `padding`, of what cross-attention reads.
+        padding: for every sequence, the number of each token's document, 0 for padding; None: one
+            document without padding.
+        sequences: number of sequences concatenated in one kernel.
+        memory_padding: `padding` of the encoder's sequences.
 
     Raises:
         DomainError: the theory does not cover a feature of the model.
@@ -78,17 +79,17 @@ def declare(
 
 
 def declare_layer(model: Transformer, theory: Theory, number: int) -> Layer:
-    """One layer of `declare`, for a walk that does not hold them all."""
+    """One layer of `declare`."""
     return _Stack(model, theory).layer(number)
 
 
 def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) -> Chain:
-    """What follows the sum of the embedding tables.
+    """The components after the sum of the embedding tables.
 
     Raises:
-        DomainError: the papers' theories know no matrix there.
+        DomainError: the papers' theories do not cover factorised embeddings.
     """
-    narrow = getattr(embedding, "factor_dim", None)  # patches have none
+    narrow = getattr(embedding, "factor_dim", None)  # no field of patch embeddings
     if narrow is not None and theory != "refined":
         raise DomainError(f'theory {theory!r} does not cover factor_dim; use theory="refined"')
     parts: list[Component] = []
@@ -109,7 +110,7 @@ def declare_embedding(embedding: Embedding, model: Transformer, theory: Theory) 
 
 
 def declare_output(model: Transformer, theory: Theory) -> Chain:
-    """What turns an encoder's last layer into what a decoder reads."""
+    """The components between an encoder's last layer and a decoder's cross-attention."""
     normed, gain = model.placements[-1] not in ("post", "b2t", "none"), 1.0
     if model.head is not None:
         normed, gain = model.head.norm, model.head.norm_gain
@@ -121,7 +122,7 @@ def declare_output(model: Transformer, theory: Theory) -> Chain:
 
 
 class _Stack:
-    """Puts blocks, norms and scales together as the model's placement says."""
+    """Composes blocks, norms and scales by the model's placement of norms."""
 
     def __init__(
         self,
@@ -132,13 +133,13 @@ class _Stack:
         memory_padding: Padding | None = None,
     ) -> None:
         self.model, self.theory = model, theory
-        self.places = padding, sequences, memory_padding
+        self.layout = padding, sequences, memory_padding
         names = ("skip_scale", "branch_scale", "norm_gain")
         self.skip, self.branch, self.gain = (model.by_block(name).tolist() for name in names)
         self.factor = model.norm_scales.tolist()
 
     def numbers(self) -> Iterator[tuple[Any, ...]]:
-        """For every layer, all that distinguishes its declaration from another's."""
+        """For every layer, a key of everything that distinguishes it from other layers."""
         model = self.model
         layers = range(1, model.layers + 1)
         columns = (
@@ -155,16 +156,19 @@ class _Stack:
             model.placements,
             model.mixers,
             model.ffns,
-            # what a layer holds of the input depends on all before
+            # the amplitude of the input in a layer depends on all layers before it
             range(model.layers) if model.adds_again else (0,) * model.layers,
-            [n if self._apart(n) or self._apart(n - 1) else 0 for n in layers],
+            [
+                n if self._shortcut_experts(n) or self._shortcut_experts(n - 1) else 0
+                for n in layers
+            ],
         )
         return zip(*columns, strict=True)
 
     def layer(self, number: int) -> Layer:
         """Layer `number`, counted from 1."""
         model = self.model
-        blocks = Blocks(model, self.theory, number, *self.places)
+        blocks = Blocks(model, self.theory, number, *self.layout)
         named = {"attention": blocks.attention(), "ffn": blocks.ffn()}
         if model.encoder is not None:
             named = {"attention": named["attention"], "cross": blocks.cross(), "ffn": named["ffn"]}
@@ -182,11 +186,12 @@ class _Stack:
         return Layer(body, number)
 
     def _with_shortcut(self, body: Component, number: int) -> Component:
-        """A layer around experts whose output is added at its end or at that of the next."""
-        before, own = (self._apart(one) for one in (number - 1, number))
+        """Add the shortcut of experts whose output joins the stream at the end of their layer or of
+        the next one."""
+        before, own = (self._shortcut_experts(n) for n in (number - 1, number))
         if own is not None:
             parts = list(body.in_order())
-            place = next(n for n, one in enumerate(parts) if one.label == "ffn.sum")
+            place = next(n for n, part in enumerate(parts) if part.label == "ffn.sum")
             body = Chain((*parts[:place], Fork(number), *parts[place:]))
             if not own.delayed:
                 body = Chain((*body.components, Join(number)))
@@ -194,8 +199,8 @@ class _Stack:
             body = Chain((*body.in_order(), Join(number - 1)))
         return body
 
-    def _apart(self, number: int) -> Experts | None:
-        """The experts of a layer that the stream is to meet apart from a branch."""
+    def _shortcut_experts(self, number: int) -> Experts | None:
+        """Experts of a layer that read the stream outside a residual branch."""
         block = self.model.ffns[number - 1] if 1 <= number <= self.model.layers else None
         return block if isinstance(block, Experts) and block.apart else None
 
@@ -219,9 +224,9 @@ class _Stack:
             branch = Chain((branch, LayerScale(f"{name}.layer_scale", amplitude)))
         if (streams := self.model.streams) is not None:
             module, epsilon = _loaded("streams"), self.model.norm_epsilon
-            of = module.coefficients(streams, self.model.d_model)
+            coefficients = module.coefficients(streams, self.model.d_model)
             result: Residual = module.Connection(
-                branch, skip, amplitude, f"{name}.sum", name, of, epsilon
+                branch, skip, amplitude, f"{name}.sum", name, coefficients, epsilon
             )
             return result
         return Residual(branch, skip, amplitude, f"{name}.sum")
@@ -234,7 +239,7 @@ class _Stack:
         label = f"{name}.norm"
         model = self.model
         if model.streams is not None and model.norm_epsilon:
-            # the norm's input is followed in the mean stream's size
+            # moments of the norm's input are in units of the mean stream
             size = _loaded("streams").coefficients(model.streams, model.d_model).size
             model = dataclasses.replace(model, norm_epsilon=model.norm_epsilon / size)
         result = norm(model, self.theory, label, self._gain(name, number))
@@ -253,12 +258,11 @@ class _Stack:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layer is put together from.
+    """The blocks of a layer, and its norms and residual sums by the model's declaration.
 
     Attributes:
         number: of the layer, from 1.
-        blocks: "attention", "cross" (of a decoder) and "ffn", each with its dropout, none with a
-            norm.
+        blocks: "attention", "cross" (in a decoder) and "ffn", with dropout and without norms.
     """
 
     stack: _Stack
@@ -270,11 +274,11 @@ class Parts:
         return self.stack.model
 
     def norm(self, block: str) -> tuple[Component, ...]:
-        """The norm at "BLOCK.norm", and LayerNorm Scaling's factor."""
+        """The norm "BLOCK.norm" with the factor of LayerNorm Scaling."""
         return self.stack._norm(block, self.number)
 
     def output_norm(self, block: str) -> Component:
-        """A norm at "BLOCK.post_norm", with the block's gain."""
+        """The norm "BLOCK.post_norm", with the block's gain."""
         stack = self.stack
         gain = stack._gain(block, self.number)
         return norm(stack.model, stack.theory, f"{block}.post_norm", gain)
@@ -284,16 +288,16 @@ class Parts:
         return self.stack._residual(block, branch, self.number)
 
     def sum(self, block: str, branch: Component) -> tuple[Component, ...]:
-        """The same, and what LayerNorm Scaling puts behind it."""
+        """`residual`, followed by the factor of LayerNorm Scaling after sums."""
         return self.residual(block, branch), *self.stack._sum_scale(block, self.number)
 
 
 Kind = Callable[[Parts], Component]
-"""Puts a layer together."""
+"""Composes a layer from its parts."""
 
 
 def _each(layer: Parts, parts: Callable[[str, Chain], Iterable[Component]]) -> Component:
-    """Of every block, by its name, the parts that follow one another."""
+    """Chain of the components that `parts` makes of every block and its name."""
     return Chain(tuple(part for block in layer.blocks.items() for part in parts(*block)))
 
 
@@ -313,7 +317,7 @@ def post(layer: Parts) -> Component:
 
 
 def sandwich(layer: Parts) -> Component:
-    """Norms before every block and at its output."""
+    """Norms before every block and on its output."""
 
     def normed(name: str, block: Chain) -> Chain:
         return Chain(layer.norm(name)) >> block >> layer.output_norm(name)
@@ -322,13 +326,12 @@ def sandwich(layer: Parts) -> Component:
 
 
 def output(layer: Parts) -> Component:
-    """Norms at every block's output, and none before it."""
+    """Norms on every block's output alone."""
     return _each(layer, lambda name, block: layer.sum(name, block >> layer.output_norm(name)))
 
 
 def hybrid(layer: Parts) -> Component:
-    """Queries, keys and values normalised inside attention (`Blocks.attention`), and the stream
-    before the feed-forward block."""
+    """Norms of queries, keys and values (in `Blocks.attention`) and before feed-forward blocks."""
 
     def parts(name: str, block: Chain) -> tuple[Component, ...]:
         before = () if name == "attention" else layer.norm(name)
@@ -351,7 +354,7 @@ def parallel(layer: Parts) -> Component:
     model, blocks = layer.model, layer.blocks
     scales = layer.stack.branch[layer.number - 1]
     if scales[0] != scales[1]:
-        # The sum has the feed-forward block's scale.
+        # The shared sum has the scale of the feed-forward block.
         ratio = scale(layer.stack.theory, "attention.scale", (scales[0] / scales[1]) ** 2)
         blocks = blocks | {"attention": Chain((*blocks["attention"].children, ratio))}
     norms = {name: () if model.norm == "none" else layer.norm(name) for name in blocks}
@@ -373,14 +376,14 @@ KINDS: dict[str, Kind] = {
     "b2t": bottom_to_top,
     "parallel": parallel,
 }
-"""By what `Transformer.norm` calls them; `parallel` by its flag. Register another by name."""
+"""By the names of `Transformer.norm`; "parallel" by its flag. Register another one by name."""
 
 
 # --- blocks ---------------------------------------------------------------------------------------
 
 
 class Normalization(Lawful):
-    """A normalisation whose laws are the papers': width and learned parameters leave no trace."""
+    """A normalisation by the papers' laws, without width and learned parameters."""
 
     normalises = True
     rescales = True
@@ -406,7 +409,7 @@ def norm(model: Transformer, theory: Theory, label: str, gain: float = 1.0) -> C
 
 @dataclass(frozen=True)
 class Blocks:
-    """Makes the blocks of one layer, of that `number` from 1; fields else as of `declare`."""
+    """Makes the blocks of layer `number`, counted from 1; other fields as in `declare`."""
 
     model: Transformer
     theory: Theory
@@ -420,7 +423,7 @@ class Blocks:
         return {} if self.model.biases is None else self.model.biases.layer(self.number)
 
     def _projections(self) -> dict[str, Any]:
-        """What self-attention and cross-attention have in common but their matrices."""
+        """Arguments common to self-attention and cross-attention."""
         model, biases = self.model, self._biases
         names = ("query", "key", "value")
         return {
@@ -435,18 +438,18 @@ class Blocks:
         }
 
     def _linear(self, label: str, weight: str, fan_in: int, fan_out: int) -> Linear:
-        like = weight.removeprefix(SHARED).removeprefix(MIXER)
-        variance = getattr(self.model.layer_weights(self.number), like)
+        field = weight.removeprefix(SHARED).removeprefix(MIXER)
+        variance = getattr(self.model.layer_weights(self.number), field)
         parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
         biases = self._biases
-        name = like.removeprefix("cross_")
+        name = field.removeprefix("cross_")
         if name not in biases:
             return Linear(LINEAR, self.theory, label, parameters, fan_out, weight)
         parameters["bias_variance"] = biases[name]
         return Linear(LINEAR, self.theory, label, parameters, fan_out, weight, has_bias=True)
 
     def attention(self) -> Chain:
-        """Self-attention, its output projection and dropout, or what stands in its place."""
+        """Self-attention with output projection and dropout, or the block that replaces it."""
         model, weights = self.model, self.model.layer_weights(self.number)
         block = model.mixers[self.number - 1]
         if block is not None:
@@ -464,7 +467,7 @@ class Blocks:
                 "seq_len": model.seq_len,
                 "drop_prob": model.dropout,
                 "attention_drop_prob": model.attention_dropout,
-                # Queries enter through the logits alone, which the temperature divides.
+                # The temperature divides the logits, through which alone queries enter.
                 "query": weights.query / temperature**2,
                 "key": weights.key,
                 "value": weights.value,
@@ -499,13 +502,14 @@ class Blocks:
         mixing, keeps = model.value_sources[self.number - 1], self.number == 1 and model.reads_first
         if mixing is not None or keeps:
             own = Values() if mixing is None else mixing
-            mixed = _loaded("attention.values").MixedValues
-            given = own, self.number == 1, keeps, int(model.kv_heads or model.heads)
-            return self._projected("attention", "output", self._gated(mixed(heads, *given)))
+            kv_heads = int(model.kv_heads or model.heads)
+            module = _loaded("attention.values")
+            mixed = module.MixedValues(heads, own, self.number == 1, keeps, kv_heads)
+            return self._projected("attention", "output", self._gated(mixed))
         return self._projected("attention", "output", self._gated(heads))
 
     def _gated(self, heads: Component) -> Component:
-        """The heads times their gates, where there are any."""
+        """The heads times their gates, if any."""
         model = self.model
         if model.attention_gate is None:
             return heads
@@ -516,11 +520,11 @@ class Blocks:
                 Activation(activation_laws("sigmoid"), self.theory, "attention.gates"),
             )
         )
-        each = 1.0 if model.attention_gate == "elementwise" else float(model.d_head or 0)
-        return Product(heads, gate, each)
+        per_gate = 1.0 if model.attention_gate == "elementwise" else float(model.d_head or 0)
+        return Product(heads, gate, per_gate)
 
     def cross(self) -> Chain:
-        """Attention to the encoder's output, its projection and dropout."""
+        """Attention to the encoder's output, with projection and dropout."""
         model, weights = self.model, self.model.layer_weights(self.number)
         encoder = model.encoder
         assert encoder is not None
@@ -547,7 +551,7 @@ class Blocks:
         return Chain((heads, projection, dropout(self.theory, f"{name}.dropout", model.dropout)))
 
     def ffn(self) -> Chain:
-        """The feed-forward block, or what stands in its place, and its dropout."""
+        """The feed-forward block, or the block that replaces it, with dropout."""
         model, theory = self.model, self.theory
         block = model.ffns[self.number - 1]
         if block is not None:
@@ -568,7 +572,7 @@ class Blocks:
         return Chain((*self.dense(d_ff), last))
 
     def dense(self, d_ff: int) -> tuple[Component, ...]:
-        """A feed-forward block of that width."""
+        """A feed-forward block of width `d_ff`."""
         model, parts = self.model, self._hidden(d_ff)
         if model.activation_dropout:
             site = "ffn.activation_dropout"
@@ -583,11 +587,11 @@ class Blocks:
         shift: float = 0.0,
         clamp: float | None = None,
     ) -> tuple[Component, ...]:
-        """From the stream to hidden features.
+        """Components from the stream to the hidden features.
 
         Args:
             prefix: of the matrices' names.
-            label: of the sites' names; empty: there are none.
+            label: prefix of the sites' names; empty: no names.
             shift, clamp: of a gated unit (`GatedLinear`).
         """
         model, theory = self.model, self.theory
@@ -595,10 +599,13 @@ class Blocks:
         if model.gated:
             weights, biases = model.layer_weights(self.number), self._biases
             laws, widths = activation_laws(model.activation), (d_model, d_ff)
-            given = weights.gate, weights.ffn_in, biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
-            has_bias = "ffn_in" in biases
-            return (GatedLinear(site, laws, *widths, *given, has_bias, prefix, shift, clamp),)
-        # The papers' GeLU is the erf form; they state no other.
+            variances = weights.gate, weights.ffn_in
+            shifts = biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
+            biased = "ffn_in" in biases
+            return (
+                GatedLinear(site, laws, *widths, *variances, *shifts, biased, prefix, shift, clamp),
+            )
+        # the papers' GeLU is the erf form
         published = (theory, model.activation) == ("published", "gelu_tanh")
         laws = activation_laws("gelu" if published else model.activation)
         entering = f"{label}in" if label else ""
@@ -609,11 +616,11 @@ class Blocks:
 
 
 BlockParts = Callable[[Blocks, Any], Iterable[Component]]
-"""Makes the components of a block, up to what it adds to the stream, its dropout excluded."""
+"""Makes the components of a block's branch, without its dropout."""
 
 
 def by_law(parts: Blocks, block: LawBlock) -> tuple[LawLeaf]:
-    """The one component of a user's block."""
+    """The single component of a user's block."""
     model, number = parts.model, parts.number
     if parts.padding is not None and block.mixes_tokens:
         raise DomainError(
@@ -625,8 +632,8 @@ def by_law(parts: Blocks, block: LawBlock) -> tuple[LawLeaf]:
         LawMatrix(name, *shape, float(variances[name]), biases.get(name))
         for name, shape in block.shapes(model).items()
     )
-    given = block.name, block.law, tuple(matrices), model.d_model, model.seq_len
-    return (LawLeaf(*given, block.mixes_tokens),)
+    sizes = model.d_model, model.seq_len
+    return (LawLeaf(block.name, block.law, tuple(matrices), *sizes, block.mixes_tokens),)
 
 
 def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
@@ -650,18 +657,18 @@ def latent(blocks: Blocks, block: LatentAttention) -> tuple[Component, ...]:
         sequences=blocks.sequences,
     )
     projection = blocks._linear(name, "output", model.heads * block.value_dim, model.d_model)
-    made = _loaded("attention.latent").LatentHeads(heads, block, model.norm_affine)
-    return made, projection
+    latent_heads = _loaded("attention.latent").LatentHeads(heads, block, model.norm_affine)
+    return latent_heads, projection
 
 
 def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ...]:
-    """Attention with fields of its own."""
-    alone = dataclasses.replace(parts, model=block.applied(parts.model))
-    heads, *rest, _ = alone.attention().components  # without dropout, which every block has
+    """Attention with fields that differ from the model's."""
+    blocks = dataclasses.replace(parts, model=block.applied(parts.model))
+    heads, *rest, _ = blocks.attention().components  # `Blocks.attention` adds the dropout
     source = block.keys_of
     if source is not None:
-        made = dataclasses.replace(alone, number=source)
-        weights, biases = made.model.layer_weights(source), made._biases
+        weights = blocks.model.layer_weights(source)
+        biases = dataclasses.replace(blocks, number=source)._biases
         assert isinstance(heads, SelfAttention)
         heads = dataclasses.replace(
             heads,
@@ -679,16 +686,16 @@ def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ..
 
 
 def _loaded(name: str) -> Any:
-    """A module that few models need, loaded for those alone."""
+    """Import a module that only few models need."""
     return import_module(f".{name}", __package__)
 
 
 def _recurrent(name: str) -> BlockParts:
-    """A function of `recurrent`."""
+    """A function of `recurrent`, imported at its first call."""
 
     def parts(blocks: Blocks, block: Any) -> Iterable[Component]:
-        made: BlockParts = getattr(_loaded("recurrent"), name)
-        return made(blocks, block)
+        function: BlockParts = getattr(_loaded("recurrent"), name)
+        return function(blocks, block)
 
     return parts
 
@@ -703,14 +710,14 @@ BLOCKS: dict[type[Block], BlockParts] = {
     Absent: lambda parts, block: (),
     FeedForward: lambda parts, block: parts.dense(block.d_ff),
 }
-"""By the class of a block (`moments.model.block`). Register another by its class."""
+"""By the class of a block (`moments.model.block`). Register another one by its class."""
 
 
 def check_coverage(model: Transformer, theory: Theory) -> None:
-    """Whether the papers' theories know everything that a model declares.
+    """Check that a theory covers all features of a model.
 
     Raises:
-        DomainError: they do not; names the feature.
+        DomainError: it does not; names the feature.
     """
     if theory == "refined":
         return
@@ -731,6 +738,7 @@ def check_coverage(model: Transformer, theory: Theory) -> None:
 
 
 def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
+    """Features that only the refined theory covers, and whether the model has them."""
     known = ("relu", "gelu", "gelu_tanh", "identity")
     return {
         f"activation = {model.activation!r}": model.activation not in known,
@@ -749,7 +757,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "windows": any(model.windows),
         "layer_scale": model.layer_scale,
         "attention_gate": model.attention_gate is not None,
-        "attention_sink": any(one is not None for one in model.attention_sinks),
+        "attention_sink": any(sink is not None for sink in model.attention_sinks),
         "identity_attention": model.identity_attention,
         "ffn_dropout": model.ffn_dropout != model.dropout,
         "blocks in a mixer's place": any(model.mixers),
@@ -768,5 +776,6 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
 
 
 def _entries(biases: Any) -> list[float]:
+    """The largest entry of every field of `Biases`."""
     values = biases.to_dict().values()
     return [max(v) if isinstance(v, list) else v or 0.0 for v in values]

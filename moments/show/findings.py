@@ -59,7 +59,7 @@ class Finding:
     def lines(self) -> list[str]:
         """The reason, the place and the repair, a paragraph each."""
         said = [f"{self.reason} [{self.severity}: {self.kind}]"]
-        said += [f"in {', '.join(self.names)}"] if self.where else []
+        said += [f"in {', '.join(self.names)}"] if any(self.where) else []
         return said + ([f"fix: {self.mend}"] if self.mend else [])
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Attention in every resolution of its tokens: what a leaf declares, made into rows of attention.
+"""Attention at every resolution of its tokens, from the fields of a leaf.
 
-`TokenLayer` is any kernel under any mask, `ClassLayer` classes of positions, `laws.AlikeLayer` keys
-that are alike, of queries of any resolution and of any number of configurations at once.
+`TokenLayer`: any kernel and any mask, token by token. `ClassLayer`: classes of positions.
+`laws.AlikeLayer`: exchangeable keys, with queries at any resolution.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .sinks import SinkLayer
 Mask = NDArray[np.bool_]
 
 HEADS_RESOLVED = 4
-"""Heads of different distance penalties that are followed one by one; more are averaged by a Gauss
-rule of as many nodes in the penalty's logarithm."""
+"""ALiBi heads evaluated one by one; more are averaged by a Gauss rule with this number of nodes in
+the logarithm of the slope."""
 
 BEYOND_TABLES = (
     "some rows have a logit variance beyond 8, where they follow the law of the largest logits"
@@ -39,7 +39,7 @@ BEYOND_TABLES = (
 
 
 ALIKE_NOTED, TURNED_NOTED = 0.7, 0.5
-"""Correlation of keys that rotary positions turn, and variance of their logits, noted together."""
+"""Correlation of rotated keys and logit variance beyond which, together, a note warns."""
 
 TURNED_ALIKE = (
     "tokens that rotary positions turn correlate by more than .7, and logits differ mostly as keys "
@@ -51,7 +51,7 @@ TURNED_ALIKE = (
 
 
 def turned_alike(leaf: Any, law: LogitLaw) -> bool:
-    """Whether rotary positions turn tokens that correlate strongly, under logits that matter."""
+    """Whether rotary positions act on strongly correlated tokens with large logits."""
     keys = law.keys.kernel
     size, shared = keys.mean_diagonal(), keys.mean_off_diagonal()
     logits = law.scale * law.queries.kernel.mean_diagonal() * size
@@ -63,7 +63,7 @@ def turned_alike(leaf: Any, law: LogitLaw) -> bool:
 
 
 def positions(tokens: int, leaf: Any) -> Array:
-    """(tokens,) position of every token in its sequence, or in its document of a packed row."""
+    """(tokens,) position of every token in its sequence, or in its document if packed."""
     length = tokens // leaf.sequences
     documents = np.ones((1, length)) if leaf.padding is None else np.asarray(leaf.padding)
     if np.max(documents) < 2 or documents.shape[-1] != length:
@@ -73,13 +73,13 @@ def positions(tokens: int, leaf: Any) -> Array:
 
 
 def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
-    """Which keys each query attends to, one (n, n) mask for every kernel of n tokens.
+    """(n, n) masks of the keys that each query attends to, one per kernel of n tokens.
 
-    A kernel holds `leaf.sequences` sequences one after the other, each of which attends to itself.
+    A kernel holds `leaf.sequences` concatenated sequences, each of which attends to itself.
 
     Raises:
-        DomainError: the tokens are no whole number of sequences, or the padding fits neither the
-            sequences of one kernel nor the kernels.
+        DomainError: n is not a multiple of the number of sequences, or the padding has another
+            number of sequences.
     """
     if tokens % leaf.sequences:
         raise DomainError(f"{tokens} tokens are not {leaf.sequences} sequences of one length")
@@ -92,25 +92,26 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
         inside &= np.abs(offset) < leaf.window
     if leaf.padding is None:
         return [_blocks([inside] * leaf.sequences)] * matrices
-    seen = [_visible(inside, np.asarray(row, dtype=np.int64)) for row in leaf.padding]
+    masks = [_visible(inside, np.asarray(row, dtype=np.int64)) for row in leaf.padding]
     if leaf.sequences > 1:
-        if len(seen) != leaf.sequences:
+        if len(masks) != leaf.sequences:
             raise DomainError(
-                f"padding is given for {len(seen)} sequences, and the kernel holds {leaf.sequences}"
+                f"padding is given for {len(masks)} sequences, "
+                f"and the kernel holds {leaf.sequences}"
             )
-        return [_blocks(seen)] * matrices
-    return seen if len(seen) == matrices else seen * matrices
+        return [_blocks(masks)] * matrices
+    return masks if len(masks) == matrices else masks * matrices
 
 
 def _visible(inside: Mask, documents: NDArray[np.int64]) -> Mask:
-    """(L, L) real keys of a query's own document; of a padding query, all that are real. One that
-    would have no key attends to itself: padding before a causal text."""
+    """(L, L) real keys of a query's own document; for a padding query, all real keys. A query
+    without any key (padding before a causal text) attends to itself."""
     mask = inside & (one_document(documents) | ((documents[:, None] == 0) & (documents > 0)))
     return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
 
 
 def _blocks(masks: list[Mask]) -> Mask:
-    """(n L, n K) of masks (L, K) of one shape."""
+    """(n L, n K) block-diagonal mask of n masks (L, K)."""
     count, (rows, columns) = len(masks), masks[0].shape
     whole = np.zeros((count, rows, count, columns), bool)
     whole[np.arange(count), :, np.arange(count)] = masks
@@ -118,7 +119,7 @@ def _blocks(masks: list[Mask]) -> Mask:
 
 
 def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
-    """(queries, keys) whether both tokens are of one sequence."""
+    """(queries, keys) whether both tokens belong to the same sequence."""
     ones = np.ones((queries // sequences, keys // sequences), bool)
     return _blocks([ones] * sequences)
 
@@ -127,15 +128,15 @@ def same_sequence(queries: int, keys: int, sequences: int) -> Mask:
 
 
 def head_slopes(leaf: Any) -> tuple[Array, Array]:
-    """Distance penalties that stand for those of all heads, and their shares."""
+    """ALiBi slopes that represent those of all heads, and their weights."""
     every = leaf.alibi * alibi_slopes(int(leaf.heads))
     slopes, shares = few_points(np.log(every), HEADS_RESOLVED)
     return np.exp(slopes), shares
 
 
 def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
-    """tau of every kernel, no larger than there are laws for; and the variance that its logits were
-    to have: what the tokens have of their own, which is what a row's logits vary with."""
+    """tau of every kernel, capped where the laws end, and the uncapped logit variance within a row,
+    which is due to the unshared part of the keys."""
     queries, keys = law.queries.kernel, law.keys.kernel
     wanted = law.scale * queries.mean_diagonal() * (keys.mean_diagonal() - keys.mean_off_diagonal())
     return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
@@ -152,30 +153,29 @@ def flat(kernel: Kernel) -> Array:
 
 
 class RowsLayer(Layer):
-    """Of rows of attention that `kernels` makes, by token or on classes."""
+    """Attention from `kernels.rows.RowAttention`, by token or on classes."""
 
     def _of_rows(self, function: Callable[[Any], Any]) -> Kernel:
-        """A kernel that rows have."""
+        """Kernel of a property of the `RowAttention` of every kernel."""
         raise NotImplementedError
 
     def forward(self) -> Kernel:
         """Second moments per feature of sum_j a_ij x_j."""
-        return self._of_rows(lambda one: one.output)
+        return self._of_rows(lambda rows: rows.output)
 
     def overlap_path(self, gained: Kernel) -> Kernel:
-        """What the query path gains per unit of the relative variance of two tokens' overlap."""
-        return self._of_rows(lambda one: one.overlap_path) * gained
+        """Growth of the query path per unit of the relative variance of two tokens' overlap."""
+        return self._of_rows(lambda rows: rows.overlap_path) * gained
 
     def response(self) -> Kernel:
-        """What the query path is per unit of the gradient."""
-        return self._of_rows(lambda one: one.response)
+        """Query path per unit of the gradient."""
+        return self._of_rows(lambda rows: rows.response)
 
 
 class TokenLayer(RowsLayer):
     """One layer of attention on every kernel of a batch, by token.
 
-    Heads share their tokens and have independent weights, so that kernels and gradients are those
-    of an average head.
+    Heads have independent weights, so kernels and gradients are means over heads.
     """
 
     def __init__(
@@ -187,29 +187,31 @@ class TokenLayer(RowsLayer):
         norm_spread: Array,
         values_differ: bool,
     ) -> None:
-        """Kernels of the tokens that ask and of those attended to: one, where they are the same."""
-        self._leaf, self._shape, self._memory_shape = (
-            leaf,
-            queries.off_diagonal.shape,
-            memory.off_diagonal.shape,
-        )
+        """Args:
+        queries, memory: kernels of the tokens of the queries, and of those attended to; the same
+            object for self-attention.
+        norm_spread: as in `KernelAttention`, per kernel.
+        values_differ: whether values are made of other tensors than keys.
+        """
+        self._leaf, self._shape = leaf, queries.off_diagonal.shape
+        self._memory_shape = memory.off_diagonal.shape
         count = int(np.prod(self._shape[:-2], dtype=int))
         self._masks = leaf.key_masks(self._shape[-1], self._memory_shape[-1], count)
-        self._rows = self._built(law, memory, norm_spread, values_differ)
+        self._rows = self._build(law, memory, norm_spread, values_differ)
         self._length = self._shape[-1]
         self._shares = head_slopes(leaf)[1].tolist() if leaf.alibi else [1.0]
-        self.beyond_tables = any(np.any(one.beyond_tables) for row in self._rows for one in row)
+        self.beyond_tables = any(np.any(h.beyond_tables) for heads in self._rows for h in heads)
         self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
 
-    def _built(
+    def _build(
         self, law: LogitLaw, memory: Kernel, norm_spread: Array, values_differ: bool
     ) -> list[list[KernelAttention]]:
-        """The heads that are followed, on every kernel."""
+        """For every kernel the heads of `head_slopes`, or one if heads do not differ."""
         leaf, queries, keys = self._leaf, law.queries.kernel, law.keys.kernel
         scales, self.wanted = logit_scales(law)
         lead, value_gain = memory.off_diagonal.shape[:-2], memory_gain(leaf)
-        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in (scales, norm_spread))
-        # A common shift of all keys cancels in the softmax unless it is turned.
+        scales, spreads = (np.broadcast_to(x, lead).ravel() for x in (scales, norm_spread))
+        # A common shift of all keys cancels in the softmax, unless it is rotated.
         plain = (
             law.keys.gain is None and (leaf.rotary is None or keys is memory) and not values_differ
         )
@@ -217,13 +219,13 @@ class TokenLayer(RowsLayer):
         kernels = flat(queries), flat(keys), flat(memory)
         matrices = zip(*kernels, self._masks, scales, spreads, strict=True)
         for query_tokens, key_tokens, values, mask, scale, spread in matrices:
-            where = [positions(len(one), leaf) for one in (query_tokens, key_tokens)]
+            places = [positions(len(tokens), leaf) for tokens in (query_tokens, key_tokens)]
             rotation, biases = None, list[Any]([None])
             if leaf.rotary is not None:
-                rotation = Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *where)
+                rotation = Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *places)
             if leaf.alibi:
-                far = np.abs(np.subtract.outer(*where))
-                biases = [-slope * far for slope in head_slopes(leaf)[0]]
+                distance = np.abs(np.subtract.outer(*places))
+                biases = [-slope * distance for slope in head_slopes(leaf)[0]]
             result.append(
                 [
                     KernelAttention(
@@ -249,19 +251,19 @@ class TokenLayer(RowsLayer):
         return Kernel.of_matrix(np.stack(matrices).reshape(self._shape))
 
     def _mean(self, values: Iterable[Any]) -> Any:
-        """Over the heads of one kernel."""
+        """Mean over the heads of one kernel."""
         return sum(share * value for share, value in zip(self._shares, values, strict=True))
 
     def _numbers(self, name: str) -> Array:
-        return np.stack([self._mean(getattr(one, name) for one in row) for row in self._rows])
+        return np.stack([self._mean(getattr(h, name) for h in heads) for heads in self._rows])
 
     def _of_rows(self, function: Callable[[KernelAttention], Array]) -> Kernel:
-        return self._kernel([self._mean(map(function, row)) for row in self._rows])
+        return self._kernel([self._mean(map(function, heads)) for heads in self._rows])
 
     def mean_output(self) -> Kernel:
-        """Overlap of the outputs of two heads that share keys and values: their queries are
-        independent, and so are, to leading order, their rows."""
-        mean, values = self._numbers("mean_attention"), [row[0].kernel for row in self._rows]
+        """Overlap of the outputs of two heads that share keys and values; as their queries are
+        independent, so are their rows to leading order."""
+        mean, values = self._numbers("mean_attention"), [heads[0].kernel for heads in self._rows]
         return self._kernel(mean @ np.stack(values) @ np.swapaxes(mean, -1, -2))
 
     def weights(self) -> Array:
@@ -275,24 +277,24 @@ class TokenLayer(RowsLayer):
         return self._numbers("sum_square").reshape(self._shape[:-1])
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
-        """Of the gradient at sum_j a_ij x_j."""
+        """Paths of the gradient at sum_j a_ij x_j."""
         parts = []
-        for row, matrix in zip(self._rows, flat(gained), strict=True):
-            paths = zip(*(one.backward(matrix) for one in row), strict=True)
+        for heads, matrix in zip(self._rows, flat(gained), strict=True):
+            paths = zip(*(head.backward(matrix) for head in heads), strict=True)
             parts.append(Paths(*map(self._mean, paths)))
-        query = self._kernel([one.query for one in parts])
+        query = self._kernel([part.query for part in parts])
         value, key, cross = (
-            Kernel.of_matrix(np.stack(result).reshape(self._memory_shape))
-            for result in zip(*((one.value, one.key, one.cross) for one in parts), strict=True)
+            Kernel.of_matrix(np.stack(matrices).reshape(self._memory_shape))
+            for matrices in zip(*((p.value, p.key, p.cross) for p in parts), strict=True)
         )
         return Paths(value, query, key, cross)
 
     def _shifted(self, table: RelativeBias) -> Kernel:
-        where = positions(self._length, self._leaf)
-        bucket = table.bucket(np.subtract.outer(where, where).T, self._leaf.causal)
-        weights, values = self._numbers("mean_attention"), [row[0].kernel for row in self._rows]
-        shifted = [shifted_together(w, bucket, one) for w, one in zip(weights, values, strict=True)]
-        return self._of_rows(lambda one: one.amplification) * self._kernel(shifted)
+        place = positions(self._length, self._leaf)
+        bucket = table.bucket(np.subtract.outer(place, place).T, self._leaf.causal)
+        weights, values = self._numbers("mean_attention"), [heads[0].kernel for heads in self._rows]
+        shifted = [shifted_together(w, bucket, c) for w, c in zip(weights, values, strict=True)]
+        return self._of_rows(lambda rows: rows.amplification) * self._kernel(shifted)
 
 
 # --- by class -------------------------------------------------------------------------------------
@@ -301,7 +303,7 @@ class TokenLayer(RowsLayer):
 class ClassLayer(RowsLayer):
     """`TokenLayer` on classes of positions.
 
-    Tokens alike whose logits know their distance are one class of all.
+    Exchangeable tokens whose logits depend on distance are a single class.
     """
 
     def __init__(
@@ -314,18 +316,19 @@ class ClassLayer(RowsLayer):
         )
         self._key_counts = key_counts = classes.key_counts(leaf.window)
         scales, self.wanted = logit_scales(law)
-        given = scales, norm_variance(memory)
-        scales, spreads = (np.broadcast_to(one, lead).ravel() for one in given)
+        scales, spreads = (
+            np.broadcast_to(x, lead).ravel() for x in (scales, norm_variance(memory))
+        )
         self._rotary_means = rotary_means = None
         if leaf.rotary is not None:
             rotary_means = RotaryMeans.of(key_counts, *leaf.rotary.frequencies(int(leaf.d_head)))
             self._rotary_means = rotary_means
         self._rows: list[PositionAttention] = []
-        kernels = (self._flat(one) for one in (law.queries.kernel, law.keys.kernel, tokens))
+        kernels = (self._flat(k) for k in (law.queries.kernel, law.keys.kernel, tokens))
         for query_tokens, key_tokens, values, scale, spread in zip(
             *kernels, scales, spreads, strict=True
         ):
-            # A common shift of all keys cancels in the softmax unless it is turned.
+            # A common shift of all keys cancels in the softmax, unless it is rotated.
             plain = law.keys.gain is None and (rotary_means is None or law.keys.kernel is tokens)
             plain = plain and not values_differ
             keys = values if plain else key_tokens
@@ -349,15 +352,14 @@ class ClassLayer(RowsLayer):
                     value_bias=leaf.value_bias / memory_gain(leaf),
                 )
             )
-        self.beyond_tables = any(np.any(one.beyond_tables) for one in self._rows)
+        self.beyond_tables = any(np.any(rows.beyond_tables) for rows in self._rows)
         self._tokens, self._length = tokens, classes.length
         self.keys = self._of_tokens(key_counts.size)
 
     def _words(
         self, classes: TextClasses, blocks: Sequence[tuple[Matrix, Matrix, Matrix]]
     ) -> list[Words | None]:
-        """What two tokens of one word have, in one document and in two: of queries, keys and
-        values."""
+        """Kernels of two tokens of the same word, within one document and between two."""
         result: list[Words | None] = []
         others = classes.others, classes.others_across
         for (coincidence, share), counts, kernels in zip(
@@ -366,14 +368,15 @@ class ClassLayer(RowsLayer):
             queries, keys, values = kernels
             at_one_place = coincidence if result else None
             words = classes.read_again, counts, at_one_place
-            # beyond it no words of that frequency are left: `prediction.stack` refuses many such
+            # a larger share would need more repeated words than there are; texts with many such
+            # cells are refused by `prediction.stack`
             share = np.minimum(share, classes.most_of_a_cell)
             result.append(Words(queries, keys, values, share, *words))
         return [*result, None]
 
     def _flat(self, kernel: Kernel, means: bool = False) -> list[tuple[Matrix, ...]]:
-        """Of every configuration, its kernel by what two tokens have to do with each other, or the
-        means of that over cells."""
+        """For every configuration, the blocks of its kernel by the relation of two tokens (same
+        document, same word); with `means`, averaged over words."""
         size = len(self._classes.nodes)
         diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal
         if self._alike:
@@ -387,9 +390,9 @@ class ClassLayer(RowsLayer):
                 np.broadcast_to(diagonal, shape),
                 np.broadcast_to(off_diagonal, (*shape, size)),
             )
-        every = zip(diagonal.reshape(-1, size), off_diagonal.reshape(-1, size, size), strict=True)
-        divided = self._classes.blocks if means else self._classes.blocks_by_relation
-        return [divided(*one) for one in every]
+        blocks = self._classes.blocks if means else self._classes.blocks_by_relation
+        matrices = diagonal.reshape(-1, size), off_diagonal.reshape(-1, size, size)
+        return [blocks(*matrix) for matrix in zip(*matrices, strict=True)]
 
     def _kernel(self, kernels: list[Any]) -> Kernel:
         diagonal, off_diagonal = kernels[0]
@@ -405,24 +408,24 @@ class ClassLayer(RowsLayer):
         return Kernel(diagonal, off_diagonal, self._classes)
 
     def _of_rows(self, function: Callable[[PositionAttention], Matrix]) -> Kernel:
-        every = ([one, *one.others] for one in self._rows)
-        return self._kernel([self._classes.joined(*map(function, rows)) for rows in every])
+        relations = ([rows, *rows.others] for rows in self._rows)
+        return self._kernel([self._classes.joined(*map(function, rows)) for rows in relations])
 
     def _numbers(self, name: str) -> Array:
-        result = np.stack([getattr(one, name) for one in self._rows])
+        result = np.stack([getattr(rows, name) for rows in self._rows])
         return self._of_tokens(result.reshape(*self._lead, *result.shape[1:]))
 
     def _of_tokens(self, values: Array) -> Array:
         return values[..., 0] if self._alike else self._classes.repeated(values)
 
     def mean_output(self) -> Kernel:
-        return self._of_rows(lambda one: one.mean_output())
+        return self._of_rows(lambda rows: rows.mean_output())
 
     def weights(self) -> ClassRows | None:
-        """Uniform, for tokens alike."""
+        """Mean attention; None (uniform) for exchangeable tokens."""
         if self._alike:
             return None
-        result = np.stack([one.weights for one in self._rows])
+        result = np.stack([rows.weights for rows in self._rows])
         return ClassRows(result.reshape(*self._lead, *result.shape[1:]), self._key_counts)
 
     @functools.cached_property
@@ -433,54 +436,57 @@ class ClassLayer(RowsLayer):
         result: list[list[Matrix]] = [[] for _ in Paths._fields]
         counts = self._classes.documents
         totals = gained if counts is None else gained.weighted(*counts)
-        for one, given in zip(self._rows, self._flat(totals), strict=True):
-            rows = [one, *one.others]
+        for rows, gradients in zip(self._rows, self._flat(totals), strict=True):
+            relations = [rows, *rows.others]
             if isinstance(self._classes, TextClasses):
-                parts = self._backward_by_word(self._classes, rows, given)
+                parts = self._backward_by_word(self._classes, relations, gradients)
             else:
-                parts = [row.backward(*block) for row, block in zip(rows, given, strict=True)]
+                both = zip(relations, gradients, strict=True)
+                parts = [attention.backward(*gradient) for attention, gradient in both]
             for of_path, blocks in zip(result, zip(*parts, strict=True), strict=True):
                 of_path.append(self._classes.joined(*blocks))
         paths = Paths(*map(self._kernel, result))
         if counts is None:
             return paths
-        each = [ratio_or_zero(1.0, count) for count in counts]
-        return Paths(*(path.weighted(*each) for path in paths))
+        inverse = [ratio_or_zero(1.0, count) for count in counts]
+        return Paths(*(path.weighted(*inverse) for path in paths))
 
     def _backward_by_word(
-        self, classes: TextClasses, rows: list[Any], given: tuple[Matrix, ...]
+        self, classes: TextClasses, rows: list[Any], gradients: tuple[Matrix, ...]
     ) -> list[Any]:
-        """Paths of two words and then of one, in one document and in two."""
+        """Paths for different words, then for the same word; within one document, then between
+        two."""
         result: list[list[Any]] = [[], []]
         half = len(classes.shares)
-        for number, (alike, share) in enumerate(classes.shares):
-            both = rows[number::half], given[number::half]
-            portions = (1.0 - alike, 1.0 - share), (alike, share)
+        for number, (coincidence, share) in enumerate(classes.shares):
+            both = list(zip(rows[number::half], gradients[number::half], strict=True))
+            portions = (1.0 - coincidence, 1.0 - share), (coincidence, share)
             parts = [
-                row.backward(one * diagonal, several * off_diagonal)
-                for row, (diagonal, off_diagonal), (one, several) in zip(
-                    *both, portions, strict=True
+                row.backward(of_diagonal * diagonal, of_pairs * off_diagonal)
+                for (row, (diagonal, off_diagonal)), (of_diagonal, of_pairs) in zip(
+                    both, portions, strict=True
                 )
             ]
-            of_query = [
+            queries = [
                 (diagonal * row.response[0], off_diagonal * row.response[1])
-                for row, (diagonal, off_diagonal) in zip(*both, strict=True)
+                for row, (diagonal, off_diagonal) in both
             ]
-            for kind, query in enumerate(of_query):
-                of_path = {"query": query}
+            for relation, query in enumerate(queries):
+                paths = {"query": query}
                 for name in ("value", "key", "cross"):
-                    (a, b), (more, rest) = (getattr(part, name) for part in parts)
-                    whole, several = a + more, b + rest
-                    if number > 0:  # at one place as next to it, and what that has beyond
-                        mean = several[0] + share * (several[1] - several[0])
-                        whole = whole + np.diagonal(several[kind] - mean)
-                    of_path[name] = whole, several[kind]
-                result[kind].append(parts[0]._replace(**of_path))
+                    (diagonal, matrix), (diagonal2, matrix2) = (getattr(p, name) for p in parts)
+                    diagonal, relations = diagonal + diagonal2, matrix + matrix2
+                    if number > 0:  # between documents the diagonal is one relation's, not the mean
+                        mean = relations[0] + share * (relations[1] - relations[0])
+                        diagonal = diagonal + np.diagonal(relations[relation] - mean)
+                    paths[name] = diagonal, relations[relation]
+                result[relation].append(parts[0]._replace(**paths))
         return result[0] + result[1]
 
     def summed(self, query: Kernel) -> Kernel:
         classes = self._classes
         inner = classes.one if isinstance(classes, TextClasses) else classes
+        # rotary means over pairs of a cell weight pairs differently from `pair_count`
         if self._rotary_means is None or type(inner) is not PositionClasses:
             return query
         count = classes.inside.pair_count
@@ -491,14 +497,14 @@ class ClassLayer(RowsLayer):
     def _shifted(self, table: RelativeBias) -> Kernel:
         shifted = [
             self._classes.joined(
-                *(shifted_classes(self._key_counts, table, one.weights, block) for block in blocks)
+                *(shifted_classes(self._key_counts, table, rows.weights, block) for block in blocks)
             )
-            for one, blocks in zip(self._rows, self._flat(self._tokens, means=True), strict=True)
+            for rows, blocks in zip(self._rows, self._flat(self._tokens, means=True), strict=True)
         ]
-        return self._kernel(shifted) * self._of_rows(lambda one: one.amplification)
+        return self._kernel(shifted) * self._of_rows(lambda rows: rows.amplification)
 
 
-# --- which of them --------------------------------------------------------------------------------
+# --- choice of the layer --------------------------------------------------------------------------
 
 
 def layer_of(
@@ -509,12 +515,12 @@ def layer_of(
     kernels: tuple[Kernel, Kernel],
     values_differ: bool = False,
 ) -> TokenLayer | ClassLayer | AlikeLayer | SinkLayer:
-    """Attention in the resolution of its tokens: moments of what it mixes, and the paths back.
+    """Attention at the resolution of its tokens: moments of sum_j a_ij x_j and gradient paths.
 
     Args:
-        signal, memory: the tokens that ask and those attended to, which may be the same.
-        kernels: of the tokens that ask, and of what values are made of.
-        values_differ: whether that is something else than what keys are made of.
+        signal, memory: the tokens of the queries, and those attended to, which may be the same.
+        kernels: of the queries' tokens, and of the input of the value projection.
+        values_differ: whether the latter is not the input of the key projection.
     """
     (queries, tokens), spread = kernels, norm_variance(memory)
     layer: TokenLayer | ClassLayer | AlikeLayer

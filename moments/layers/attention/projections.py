@@ -1,8 +1,8 @@
 """Projections: from the kernels of tokens to the covariance of logits, and back to weights.
 
-Queries and keys are Gaussian given the tokens, with kernels d s_q C + b_q and d s_k C' + b_k; norms
-and a soft cap may stand between, and the logits then are read as the Gaussian ones of `LogitLaw`.
-Back at the weights, E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W). See
+Given the tokens, queries and keys are Gaussian with kernels d s_q C + b_q and d s_k C' + b_k. With
+norms of queries and keys or a soft cap, logits are replaced by the Gaussian ones of `LogitLaw`.
+Weight gradients are E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W). See
 docs/theory/logits.md and docs/theory/attention.md, Weight gradients.
 """
 
@@ -23,23 +23,24 @@ from .softmax import chi_square_rule
 from .softmax.table import LENGTH_MAX
 
 CAP_NOTED = 0.7
-"""Logit variance over the square of its soft cap beyond which a note says so."""
+"""Ratio of the logit variance to the squared soft cap beyond which a note warns."""
 
 TABLE_NOTED = 0.1
-"""Variance of relative biases beyond which a note says so: how they spread attention is missing."""
+"""Variance of relative biases beyond which a note warns: the unequal mean attention that they cause
+is neglected."""
 
 FAINTEST = 1e-9
-"""What stands for no weight besides a bias: products of it with the rest keep seven digits."""
+"""Replaces a weight variance of 0 beside a bias, relative to it; products keep seven digits."""
 
 LOGIT_VARIANCE_MAX = THETA_PEAKED
-"""Logit variance, averaged over a kernel's tokens, beyond which that variance stands in."""
+"""Cap on the logit variance, averaged over a kernel's tokens."""
 
 LOGIT_VARIANCE_NOTED = 12.0
-"""Logit variance beyond which a note says so."""
+"""Logit variance beyond which a note warns."""
 
 
 def variance_notes(logit_variance: Array) -> tuple[str, ...]:
-    """Where the logits' variance leaves what the laws were measured at."""
+    """A note if the logit variance is beyond the range in which the laws were measured."""
     largest = float(np.max(logit_variance))
     if largest <= LOGIT_VARIANCE_NOTED:
         return ()
@@ -63,13 +64,13 @@ def variance_notes(logit_variance: Array) -> tuple[str, ...]:
 
 
 class Side(NamedTuple):
-    """Queries or keys.
+    """Kernel of the queries or of the keys.
 
     Attributes:
-        kernel: on the scale of the tokens' kernel, or of unit variance behind a normalisation.
-        gain: what multiplies the gradient of the logits' covariance in `kernel`, entry by entry,
-            to give the gradient at the tokens; None: 1.
-        scale: variance per unit of `kernel`.
+        kernel: in units of the tokens' kernel, or with unit variance if they are normalised.
+        gain: entrywise factor from a gradient path in `kernel` to the gradient at the tokens;
+            None: 1.
+        scale: variance of queries or keys per unit of `kernel`.
     """
 
     kernel: Kernel
@@ -81,12 +82,13 @@ class LogitLaw(NamedTuple):
     """Covariance of logits (i, j) and (k, l): scale times queries_ik times keys_jl.
 
     Attributes:
-        scale: that of the Gaussian logits which stand for the actual ones.
-        gradient_scale: actual scale over it, which multiplies gradients through queries and those
+        scale: of the equivalent Gaussian logits, which differ from the actual ones with a soft cap
+            or normalised queries and keys.
+        gradient_scale: ratio of the actual scale to it in gradients through queries, and in those
             of the keys' weights.
-        key_scale: the same of what keys send to their tokens.
-        head_freedom: d_head where the queries' norms fluctuate with it; infinite where they do not.
-        notes: what made this less certain.
+        key_scale: the same ratio in the gradient that reaches tokens through keys.
+        head_freedom: d_head if the queries' norms fluctuate with it; else infinite.
+        notes: reasons for larger errors.
     """
 
     queries: Side
@@ -101,7 +103,7 @@ class LogitLaw(NamedTuple):
 def attention_diagnostics(
     logit_variance: Array, square: Array, entropy: Array, keys: Array
 ) -> dict[str, Array]:
-    """What users ask about attention; distance is E sum_j (a_ij - 1/n)^2 over n keys."""
+    """Reported statistics of attention; `distance_to_uniform` is E sum_j (a_ij - 1/n)^2."""
     return {
         "logit_variance": logit_variance,
         "square_sum": square,
@@ -111,25 +113,26 @@ def attention_diagnostics(
 
 
 class RowMoments(NamedTuple):
-    """Of every row of attention: E sum a^2, and its logits' variance."""
+    """E sum_j a_ij^2 and logit variance of every attention row."""
 
     squares: Array
     logit_variance: Array
 
 
 def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> RowMoments:
-    """What an attention's output tells of its rows, by token in that shape."""
+    """`RowMoments` from the diagnostics of attention's output, reshaped if a shape is given."""
     assert output.diagnostics is not None
     result = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
-    return RowMoments(*(one.reshape(shape) if shape else one for one in result))
+    return RowMoments(*(values.reshape(shape) if shape else values for values in result))
 
 
 def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, width: Any) -> Side:
+    """Queries or keys of these tokens, normalised over `width` features if `norm` is given."""
     shift = bias / gain
     kernel = tokens
     if np.any(shift):
-        one, two = tokens.lift(shift)
-        kernel = Kernel(tokens.diagonal + one, tokens.off_diagonal + two, tokens.resolved)
+        of_token, of_pair = tokens.lift(shift)
+        kernel = Kernel(tokens.diagonal + of_token, tokens.off_diagonal + of_pair, tokens.resolved)
     if norm is None:
         return Side(kernel, None, gain)
     first, second = kernel.over_tokens(kernel.diagonal)
@@ -144,34 +147,34 @@ def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, 
     back = left * right * np.maximum(1.0 + (1.5 * square - 0.5) / width, 0.0)
     diagonal = inverse * (1.0 + 1.0 / width)
     returned = Kernel.joined(diagonal, back, kernel.resolved)
-    # On the scale of the largest: epsilon may leave next to nothing.
+    # In units of the largest, as epsilon may shrink the variance to almost 0.
     largest = shrunk.max(-1) if kernel.resolved else shrunk
-    one = ratio_or_zero(1.0, largest)
-    return Side(directions.scaled(one), returned.scaled(one), largest)
+    unit = ratio_or_zero(1.0, largest)
+    return Side(directions.scaled(unit), returned.scaled(unit), largest)
 
 
 BENT_STEP, BENT_TAIL = 0.5, 16.0
-"""Spacing in log t of `_bent_row`, and how far below a row's bulk it begins."""
+"""Spacing in log t of `_bent_row`, and its distance below the bulk at which the integral starts."""
 
 BENT_LEAST = 1e-3
-"""Logit variance within a row below which what bends it does is that of this one: a limit. Above
-`LOGIT_VARIANCE_MAX`, and 100 times the square of a cap, likewise."""
+"""Floor of the logit variance within a row in `bent`, which has a limit there. Its cap is the
+larger of `LOGIT_VARIANCE_MAX` and 100 times the square of the soft cap."""
 
 BENT_NODES = 200
-"""Most nodes of a logit on either side: logits of larger variance than these resolve are capped."""
+"""Most nodes of a logit on either side; logits of larger variance than these resolve are capped."""
 
 BENT_SWEEPS = 8
 """Newton steps to the variance of a given P2, whose logarithm is nearly linear in it."""
 
 
 class Bent(NamedTuple):
-    """What stands for rows of logits f(s) of keys that are no Gaussian ones.
+    """Gaussian logits equivalent to logits f(s) that are not Gaussian.
 
     Attributes:
         shrunk: variance of the Gaussian logits whose rows have the same P2, over that of s.
-        driven: what a row answers to its keys' own parts, over the same of those Gaussian logits.
-        with_common: likewise what it answers to all of a key: a cap does not leave alone what all
-            keys share.
+        driven: response of a row to the unshared parts of its keys, over that with these Gaussian
+            logits.
+        with_common: likewise to whole keys, since a cap also acts on what all keys share.
     """
 
     shrunk: Any
@@ -182,15 +185,15 @@ class Bent(NamedTuple):
 def bent(
     diagonal: Any, shared: Any, keys: float, spread: float, cap: float | None, dimension: Any
 ) -> Bent:
-    """Of logits f = c tanh(s/c), s the coordinates of points on a sphere.
+    """Equivalent Gaussian logits of f = c tanh(s/c), s the coordinates of points on a sphere.
 
     With J the softmax's Jacobian, D = diag(f') and y^2 the part of a key that is orthogonal to the
-    query, E tr J D^2 y^2 J stands over E tr J^2, all averaged over the queries' norms and over what
-    the logits of a row share; and with it shared/own E|J f'|^2.
+    query, `driven` is E tr J D^2 y^2 J over E tr J^2, averaged over the queries' norms and the
+    logits' common part; `with_common` adds shared/diagonal E|J f'|^2.
 
     Args:
-        diagonal, shared: variance of the logits within a row, and of what all of a row share.
-        keys: how many a row has.
+        diagonal, shared: variance of the logits within a row, and of their common part.
+        keys: number of keys of a row.
         spread: relative variance of a row's logit variance.
         cap: c; None: f = s.
         dimension: of the sphere; infinite: s is Gaussian.
@@ -199,9 +202,9 @@ def bent(
         the integrals of `_bent_row`; see docs/theory/logits.md, Soft caps.
     """
     most = max(LOGIT_VARIANCE_MAX, 0.0 if cap is None else 100.0 * cap**2)
-    # A text that opens with a zero row has no logits there, which is refused where they end.
+    # A row of zeros at the start of a text has no logits; such texts are refused by the head.
     diagonal, shared, dimension = (
-        np.nan_to_num(one, posinf=np.inf) for one in (diagonal, shared, dimension)
+        np.nan_to_num(x, posinf=np.inf) for x in (diagonal, shared, dimension)
     )
     shared = shared * np.minimum(most / np.maximum(diagonal, most), 1.0)
     diagonal = np.minimum(np.maximum(diagonal, BENT_LEAST), most)
@@ -213,7 +216,7 @@ def bent(
     def averages(theta: Any) -> list[Array]:
         result = rows.rows(np.multiply.outer(norms.nodes, theta))
         fields = result.sum_square, result.jacobian_square, result.sum_square_slope
-        return [np.tensordot(norms.weights, one, 1) for one in fields]
+        return [np.tensordot(norms.weights, field, 1) for field in fields]
 
     each = [_bent_rows(xi * diagonal, xi * shared, keys, cap, dimension) for xi in norms.nodes]
     square, driven, common = np.tensordot(norms.weights, each, 1)
@@ -231,8 +234,8 @@ def _bent_rows(
     diagonal: Array, shared: Array, keys: float, cap: float | None, dimension: Array
 ) -> Array:
     """(3, ...) `_bent_row` of every variance."""
-    given = zip(*(np.ravel(one).tolist() for one in (diagonal, shared, dimension)), strict=True)
-    result = np.transpose([_bent_row(*one, keys, cap) for one in given])
+    rows = zip(*(np.ravel(x).tolist() for x in (diagonal, shared, dimension)), strict=True)
+    result = np.transpose([_bent_row(*row, keys, cap) for row in rows])
     return np.asarray(result.reshape(3, *np.shape(diagonal)))
 
 
@@ -247,7 +250,7 @@ def _bent_row(
     over other keys k give (J^2)_ll = sum_k a_l^2 a_k^2 + (sum_k a_l a_k)^2 and
     (J f')_l = sum_k a_l a_k (f'_l - f'_k).
     """
-    # e^{-t e^f} is analytic in a strip of the width of pi/sigma, which bounds the spacing
+    # e^{-t e^f} is analytic in a strip of width pi/sigma, which bounds the spacing
     half = min(math.ceil(6.4 / min(0.3, 1.07 / diagonal**0.5)), BENT_NODES)
     if dimension < BENT_GAUSSIAN:
         top = min(0.5 * np.pi, 6.4 / dimension**0.5 * (1.0 + 6.4 / dimension**0.5))
@@ -262,8 +265,8 @@ def _bent_row(
     logits, slopes, shares = diagonal**0.5 * z[None], np.ones((1, len(z))), np.ones(1)
     if cap is not None:
         shifts, shares = np.polynomial.hermite_e.hermegauss(6 if shared > 0.0 else 1)
-        turned = np.tanh((logits + shared**0.5 * shifts[:, None]) / cap)
-        logits, slopes, shares = cap * turned, 1.0 - turned * turned, shares / shares.sum()
+        unit = np.tanh((logits + shared**0.5 * shifts[:, None]) / cap)
+        logits, slopes, shares = cap * unit, 1.0 - unit * unit, shares / shares.sum()
     first = -logits.max() - BENT_TAIL - np.log(keys)
     x = np.arange(first, 3.6 - logits.min() - np.log(keys), BENT_STEP)
     e = np.exp(x[:, None] + logits[:, None])  # (u, x, z)
@@ -274,8 +277,8 @@ def _bent_row(
     once = e * survival
     twice = e * once
 
-    def mean(values: Array, of: Array) -> Array:
-        return np.asarray((values @ (weights * of)[..., None])[..., 0])
+    def mean(values: Array, factor: Array) -> Array:
+        return np.asarray((values @ (weights * factor)[..., None])[..., 0])
 
     one, one_f = mean(once, slopes**0), mean(once, slopes)
     two, two_f, two_ff = (mean(twice, slopes**power) for power in (0, 1, 2))
@@ -286,30 +289,26 @@ def _bent_row(
         each = (np.exp((keys - distinct) * log_phi) * integrand).sum(-1)
         return float(falling * BENT_STEP * (shares @ each))
 
-    moved = 2.0 * integral(2, driven * two) + integral(3, driven * one * one)
+    jacobian = 2.0 * integral(2, driven * two) + integral(3, driven * one * one)
     # sum_l a_l^2 (sum_k a_k (f'_l - f'_k))^2, of one k and of two
     common = integral(2, 2.0 * (two_ff * two - two_f * two_f))
     common += integral(3, two_ff * one * one - 2.0 * two_f * one_f * one + two * one_f * one_f)
-    return np.array([integral(1, two), moved / 6.0, max(common, 0.0) / 6.0])
+    return np.array([integral(1, two), jacobian / 6.0, max(common, 0.0) / 6.0])
 
 
 BENT_GAUSSIAN = 1e6
-"""Dimension of a sphere from which its coordinates are Gaussian."""
+"""Dimension of a sphere beyond which its coordinates are taken as Gaussian."""
 
 
 def real_tokens(leaf: Any) -> Array | None:
-    """(tokens,) 1 for those attended to that are real and 0 for padding; None: all are real.
-
-    Args:
-        leaf: with the `padding` of `SelfAttention` or `CrossAttention`.
-    """
+    """(tokens,) 1 for real tokens attended to and 0 for padding; None: all are real."""
     if leaf.padding is None or np.all(leaf.padding):
         return None
     return np.asarray(np.ravel(leaf.padding) > 0, dtype=float)
 
 
 def _keys_of_a_row(leaf: Any, length: float) -> float:
-    """How many keys a token's document has without a mask, averaged over real tokens."""
+    """Tokens in a token's document, averaged over real tokens."""
     if leaf.padding is None:
         return length
     sizes = [np.unique([n for n in row if n > 0], return_counts=True)[1] for row in leaf.padding]
@@ -327,9 +326,10 @@ def logit_law(
     """The law of the logits of an attention leaf.
 
     Args:
-        leaf: with the fields of `SelfAttention` that name variances and norms.
-        query_tokens, key_tokens: kernels of the tokens behind queries and keys.
-        length: how many keys there are.
+        leaf: with the fields of `SelfAttention` for variances and norms.
+        query_tokens, key_tokens: kernels of the tokens of queries and of keys.
+        widths: widths of these tokens.
+        length: number of keys.
     """
     norm, d_head = leaf.qk_norm, leaf.d_head
     if norm is not None and leaf.norm_epsilon == 0.0:
@@ -339,7 +339,7 @@ def logit_law(
                 allowed = "above 0 where queries and keys are normalised without norm_epsilon"
                 remedy = "zeros have no direction"
                 raise domain_error(name, getattr(leaf, name), allowed, remedy)
-    each = norm is not None and not over_all_heads(leaf)
+    by_head = norm is not None and not over_all_heads(leaf)
     widths_normed = _freedom(leaf), _freedom(leaf, leaf.kv_heads)
     gains = (
         widths[0] * positive(leaf.query, leaf.query_bias / widths[0]),
@@ -352,30 +352,28 @@ def logit_law(
     gradient_scale: Any = 1.0
     key_scale: Any = 1.0
     cap = leaf.logit_softcap
-    if each:
+    if by_head:
         width = widths_normed[0]
         scale = scale * d_head / width
     notes: tuple[str, ...] = ()
-    if each or cap is not None:
-        seen = real_tokens(leaf)
-        asks = seen if query_tokens is key_tokens else None
+    if by_head or cap is not None:
+        real = real_tokens(leaf)
+        real_queries = real if query_tokens is key_tokens else None
         count = _keys_of_a_row(leaf, length)
         count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
-        size = scale * queries.kernel.mean_diagonal(asks)
-        total, shared = (
-            size * keys.kernel.mean_diagonal(seen),
-            size * keys.kernel.mean_off_diagonal(seen),
-        )
+        size = scale * queries.kernel.mean_diagonal(real_queries)
+        total = size * keys.kernel.mean_diagonal(real)
+        shared = size * keys.kernel.mean_off_diagonal(real)
         unshared = np.maximum(1.0 - ratio_or_zero(shared, total), 1e-6)
         spread, dimension = 2.0 / widths[0], np.inf
-        if each:
+        if by_head:
             dimension = width / unshared**2
         else:
             spread += 2.0 / d_head
-        moved = bent(total - shared, shared, count, spread, cap, dimension)
-        scale = scale * moved.shrunk
-        key_scale = moved.driven / moved.shrunk
-        gradient_scale = moved.with_common / moved.shrunk
+        gaussian = bent(total - shared, shared, count, spread, cap, dimension)
+        scale = scale * gaussian.shrunk
+        key_scale = gaussian.driven / gaussian.shrunk
+        gradient_scale = gaussian.with_common / gaussian.shrunk
     if cap is not None:
         share = float(np.max(total)) / cap**2
         if share > CAP_NOTED:
@@ -392,37 +390,36 @@ def logit_law(
             "up to 8 % and 55 %",
         )
     return LogitLaw(
-        queries, keys, scale, gradient_scale, key_scale, np.inf if each else d_head, notes
+        queries, keys, scale, gradient_scale, key_scale, np.inf if by_head else d_head, notes
     )
 
 
 def over_all_heads(leaf: Any) -> bool:
-    """Whether queries and keys are normalised over all heads together, so that those of one head
-    are as Gaussian as without a norm."""
+    """Whether queries and keys are normalised over all heads together; those of one head are then
+    as Gaussian as without a norm."""
     return leaf.qk_norm is not None and leaf.qk_norm.endswith("-all")
 
 
 def by_distance(leaf: Any) -> bool:
-    """Whether logits know how far apart tokens are."""
+    """Whether logits depend on the tokens' distance."""
     table = leaf.relative_bias
     return leaf.rotary is not None or (table is not None and table.variance > 0.0)
 
 
 def positive(variance: Any, least: Any = 0.0) -> Any:
-    """A projection of zeros still receives a gradient: the limit of small variances.
-
-    With a bias that limit is taken at `FAINTEST` of `least`, the bias's share of a weight.
-    """
+    """A weight variance with a floor, since a projection of zeros still receives a gradient: the
+    limit of small variances. Beside a bias the floor is `FAINTEST` times `least`, the bias variance
+    over the number of inputs."""
     floor = np.maximum(1e-60, FAINTEST * least) if np.ndim(least) else max(1e-60, FAINTEST * least)
     return np.maximum(variance, floor) if np.ndim(variance) else max(variance, floor)
 
 
 def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
-    """A path's kernel at the tokens, from that in the kernel of their queries or keys."""
-    moved = path if side.gain is None else path * side.gain
+    """Gradient kernel at the tokens, from a path in the kernel of their queries or keys."""
+    at_tokens = path if side.gain is None else path * side.gain
     if is_number(gradient_scale) and gradient_scale == 1.0:
-        return moved
-    return moved.scaled(gradient_scale)
+        return at_tokens
+    return at_tokens.scaled(gradient_scale)
 
 
 # --- gradients of the projections -----------------------------------------------------------------
@@ -443,11 +440,11 @@ def projection_gradients(
 
     Args:
         leaf: a `SelfAttention` or `CrossAttention`.
-        signal, memory: the tokens that ask, and those attended to.
-        mixed: second moments per feature of sum_j a_ij y_j over the latter.
+        signal, memory: the tokens of the queries, and those of keys and values.
+        mixed: second moments per feature of sum_j a_ij y_j, y the latter.
         grad_out: gradient's kernel at the heads.
-        paths: what attention sends back, per the kernels of its queries and keys (`Side`).
-        overlap_path: what the query path gains per unit of the variance of two tokens' overlap.
+        paths: gradient paths in the kernels of queries and keys (`Side`).
+        overlap_path: growth of the query path per unit of the variance of two tokens' overlap.
     """
     width, length = leaf.value_width, signal.seq_len
     grown = overlap_gradients(leaf, law, signal, overlap_path)
@@ -460,18 +457,18 @@ def projection_gradients(
     result["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
     result["key"] = result["key"] + grown["key"] / leaf.memory_width
     if leaf.qk_norm is not None and leaf.norm_affine:
-        # E (tr J)^2 of two rows, to which the overlaps' variance adds, is that of any two.
+        # E (tr J)^2 of two rows, to which the overlaps' variance contributes, is that of any two.
         path = paths.query + overlap_path.scaled(-1 / leaf.memory_width)
         within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
         gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
         result["query.norm.gain"] = result["key.norm.gain"] = gain
     if "value" in biased(leaf.has_bias):
         dropped = leaf.drop_prob / (1 - leaf.drop_prob)
-        ones = grad_out.with_diagonal(grad_out.diagonal * (1 + dropped * rows.squares))
-        result["value.bias"] = width * ones.total(length)
+        at_bias = grad_out.with_diagonal(grad_out.diagonal * (1 + dropped * rows.squares))
+        result["value.bias"] = width * at_bias.total(length)
     if "key.bias" in result:
-        moved = _moves_with_keys(leaf)
-        result["key.bias"] = np.maximum(result["key.bias"], 0.0) if moved else 0.0
+        shifts = _shift_matters(leaf)
+        result["key.bias"] = np.maximum(result["key.bias"], 0.0) if shifts else 0.0
     return prefixed(leaf, dict(sorted(result.items(), key=lambda one: one[0].count("."))))
 
 
@@ -485,11 +482,11 @@ def biased(given: bool | tuple[str, ...]) -> tuple[str, ...]:
 def overlap_gradients(
     leaf: Any, law: LogitLaw, signal: Signal, overlap_path: Kernel
 ) -> dict[str, Array]:
-    """What queries' and keys' squared gradient norms gain per unit of the overlaps' variance."""
+    """Growth of queries' and keys' squared gradient norms per unit of the overlaps' variance."""
     inverse = _inverse_variances(leaf)
     of_query = _of_side(leaf, law, "query", signal, overlap_path)
     grown = {name: norm * inverse["query"] for name, norm in of_query.items()}
-    # The same sum of overlaps of queries times overlaps of keys, seen from the keys' side.
+    # The same sum over overlaps of queries times overlaps of keys.
     grown["key"] = of_query["query"] * inverse["key"]
     if leaf.qk_norm is not None and leaf.norm_affine:
         gain = _of_gain(leaf, law, law.queries.kernel * overlap_path, signal.seq_len)
@@ -498,26 +495,27 @@ def overlap_gradients(
 
 
 def _of_gain(leaf: Any, law: LogitLaw, product: Kernel, length: int) -> Array:
+    """Squared gradient norm of a norm's gain, from the product of kernel and query path."""
     share = 1.0 if over_all_heads(leaf) else _freedom(leaf) / leaf.d_head
     return leaf.memory_width * share * law.gradient_scale * product.total(length)
 
 
 def _freedom(leaf: Any, heads: int | None = None) -> Any:
-    """Of what a norm of queries (or of keys, with so many heads) divides by."""
+    """Degrees of freedom under the norm of queries, or of keys with their number of heads."""
     width = leaf.d_head * ((heads or leaf.heads) if over_all_heads(leaf) else 1.0)
     return width - 1.0 if (leaf.qk_norm or "").startswith("layernorm") else width
 
 
 def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
     """(1 - N^2)^2 dQ/dN of different rows."""
-    size_i, other = kernel.over_tokens(kernel.diagonal)
-    size = np.sqrt(size_i * other)
+    first, second = kernel.over_tokens(kernel.diagonal)
+    size = np.sqrt(first * second)
     cosine = ratio_or_zero(kernel.off_diagonal, size)
     theta, square = (
-        np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(of))))
-        for of in (rows.logit_variance, rows.squares)
+        np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(values))))
+        for values in (rows.logit_variance, rows.squares)
     )
-    # p of the own key of a row, and of the others'
+    # odds of one key's weight at this correlation of two queries
     odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
     slope = theta * (1 - odds) / (1 + odds)
     off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal
@@ -525,11 +523,10 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
 
 
 def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) -> dict[str, Array]:
-    """Of one projection, its bias and the gain behind it, from what a path sends, times the
-    variance of the projection's entries."""
+    """Squared gradient norms of one projection and its bias, times the variance of the weights."""
     side = law.queries if name == "query" else law.keys
     kernel, length = tokens.second_moment(), tokens.seq_len
-    if name == "key" and not _moves_with_keys(leaf):
+    if name == "key" and not _shift_matters(leaf):
         kernel = kernel.without_common()
     grad_in, size = through(path, side, law.gradient_scale), leaf.memory_width
     result = {name: size * (kernel * grad_in).total(length)}
@@ -538,21 +535,22 @@ def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) 
     return result
 
 
-def _moves_with_keys(leaf: Any) -> bool:
-    """A shift of all keys moves no softmax, unless positions turn it, a norm takes it up or a sink
-    stays behind: what all tokens share meets rows that sum to 0."""
+def _shift_matters(leaf: Any) -> bool:
+    """Whether a common shift of all keys changes attention. It cancels in the softmax, whose
+    Jacobian has rows of sum 0, except with rotary positions, normalised keys or a sink."""
     sinks = getattr(leaf, "sink", None) is not None
     return leaf.rotary is not None or leaf.qk_norm is not None or sinks
 
 
 def _inverse_variances(leaf: Any) -> dict[str, Array]:
-    """1 over the variance of a projection's entries, in the limit of small ones; 0 where the other
-    of the two is without weights and without a bias, so that nothing reaches this one."""
+    """1 over the variance of a projection's entries, in the limit of small ones; 0 if the other
+    projection is 0, so that no gradient reaches this one."""
     query = positive(leaf.query, leaf.query_bias / leaf.d_model)
     key = positive(leaf.key, leaf.key_bias / leaf.memory_width)
-    there = (np.add(leaf.query, leaf.query_bias) > 0, np.add(leaf.key, leaf.key_bias) > 0)
-    return {"query": there[1] / query, "key": there[0] / key}
+    nonzero = (np.add(leaf.query, leaf.query_bias) > 0, np.add(leaf.key, leaf.key_bias) > 0)
+    return {"query": nonzero[1] / query, "key": nonzero[0] / key}
 
 
 def prefixed(leaf: Any, norms: dict[str, Array]) -> dict[str, Array]:
+    """Norms under the full names of a leaf's weights."""
     return {f"{leaf.prefix}{name}": norm for name, norm in norms.items()}

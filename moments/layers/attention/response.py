@@ -1,8 +1,8 @@
-"""Attention about its mean: how one layer answers to small changes of its kernels, by token.
+"""Linearised attention: the response of one layer to small changes of its kernels.
 
-The joint law of two rows to first order in the covariance of their logits, which saturates as exact
-rows do; it is for sensitivities, which need a shape, at a small part of the cost of
-`kernels.KernelAttention`. See docs/theory/band.md, Saturation.
+The joint law of two rows to first order in the covariance of their logits, with the saturation of
+exact rows: derivatives of the closure at a small part of the cost of `kernels.KernelAttention`. See
+docs/theory/band.md, Saturation.
 """
 
 from __future__ import annotations
@@ -66,28 +66,28 @@ from .layers import self_masks
 from .projections import logit_law, real_tokens
 
 BEND_STEP = 0.02
-"""Relative step of the difference for `_bend`, whose statistics are interpolated to 1e-4."""
+"""Relative step of the difference quotient in `_bend`; its statistics have errors of 1e-4."""
 
 LEAST_BENT = 1e-3
-"""Logit variance below which the odds grow in proportion."""
+"""Logit variance below which log-odds are taken as proportional to it."""
 
 
 class AttentionAdjoint(NamedTuple):
-    """What a sensitivity Lambda to the gradient at attention's input becomes, kernels (..., L, L).
+    """Adjoint of attention's gradient map, kernels (..., L, L).
 
     Attributes:
-        given: averages of Lambda itself.
+        sensitivity: Lambda, to the gradient at the input, with its averages.
         onward: the sensitivity to the gradient at the output.
         gathered: tr(P_i C P_i' Lambda) of every two rows.
     """
 
-    given: Averages
+    sensitivity: Averages
     onward: Array
     gathered: Array
 
 
 class Averages(NamedTuple):
-    """Rows of weights w over tokens of kernel X, w X and w X w^T; P_i = diag(w_i) - w_i w_i^T."""
+    """Weights w, a kernel X over keys, and w X and w X w^T; P_i = diag(w_i) - w_i w_i^T."""
 
     weights: Matrix
     kernel: Matrix
@@ -109,9 +109,9 @@ class Averages(NamedTuple):
     def spread(self, off_diagonal: Matrix) -> Matrix:
         """sum_ii' H_ii' P_i X P_i', the transpose of `gather` in Y, for pairs H of rows."""
         w = self.weights
-        grad_in = transposed(w) @ off_diagonal
-        cross = (grad_in * transposed(self.mixed)) @ w
-        result = (grad_in @ w) * self.kernel - cross - transposed(cross)
+        left = transposed(w) @ off_diagonal
+        cross = (left * transposed(self.mixed)) @ w
+        result = (left @ w) * self.kernel - cross - transposed(cross)
         return result + transposed(w) @ (off_diagonal * self.means) @ w
 
 
@@ -121,24 +121,24 @@ class AttentionResponse:
 
     The gradient G at the output becomes, at the input,
 
-        w^T G w + sum_ii' (value + key)_ii' G_ii' P_i C P_i' + query o G + dropped noise,
+        w^T G w + sum_ii' (value + key)_ii' G_ii' P_i C P_i' + query o G + dropout noise.
 
-    and attention hands on a change of its kernel by the transpose of that map, and by what rows
-    saturate as their theta grows: at a given covariance of two rows' logits, R1 and R2 change by
-    b R2 and b (R2 + rho dR2/drho) with log theta, b = dlog t/dlog theta - 1. Not followed are the
-    mean weights and the number of keys that count.
+    A change of the signal's kernel is propagated by the transpose of that map, plus the saturation
+    of rows as their theta grows: at a given covariance of two rows' logits, R1 and R2 change by
+    b R2 and b (R2 + rho dR2/drho) with log theta, b = dlog t/dlog theta - 1. Changes of the mean
+    weights and of the effective number of keys are neglected.
 
     Attributes:
-        kernel: second moments C of the tokens that attend.
-        squares: E a_ij^2 times p/(1 - p) of the dropout on the attention weights.
-        by_head: the factors value + key, tau C_ii' (R1 + R2): realised weights and keys, which are
-            one vector over tokens in each head. The keys' part of dropout is included.
+        kernel: second moments C of the tokens.
+        squares: E a_ij^2 times p/(1 - p) of attention dropout.
+        by_head: the factors value + key, tau C_ii' (R1 + R2): gradients through the realised
+            weights and keys, one vector over tokens per head; includes the keys' dropout term.
         query: tau R2 tr(P_i C P_i' C).
         slope: tau R2.
         slope_change: C_ii' d(slope)/dC_ii'.
         query_change: (slope + slope_change) tr(P_i C P_i' C).
-        through_keys: (..., L) what dropout adds to the keys' part of a row with itself.
-        unshared: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, which theta is proportional to.
+        through_keys: (..., L) dropout's relative addition to the key factor of a row with itself.
+        unshared: (..., L) sum_j w_ij C_jj - (w C w^T)_ii, to which theta is proportional.
         bend: (..., L) d log t/d log theta - 1 of every row.
         logit_variance, keys: (..., L) theta and effective number of keys of every row.
     """
@@ -162,17 +162,19 @@ class AttentionResponse:
         """The response around a kernel (..., L, L).
 
         Args:
-            attention: the layer, a `SelfAttention`.
-            kernel: second moments of the tokens that attend.
-            allowed: for every leading entry, (L, L) the keys of each query; None on classes of
-                positions (those before it) and for tokens alike (all).
+            attention: a `SelfAttention`.
+            kernel: second moments of the tokens.
+            allowed: (L, L) masks, one per leading entry; None on classes of positions (causal) and
+                for exchangeable tokens (all keys).
             tau: (...,) logit scale.
         """
         dropped = attention.drop_prob / (1 - attention.drop_prob)
         axes = kernel.shape[:-2]
         if isinstance(kernel, ClassMatrix) and isinstance(kernel.classes, OneClass):
             tau = np.broadcast_to(tau, axes)[..., None]
-            fields = _response(kernel, *_alike(kernel, tau), tau, dropped, float(attention.d_model))
+            fields = _response(
+                kernel, *_exchangeable(kernel, tau), tau, dropped, float(attention.d_model)
+            )
             return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
         tau, built = float(np.mean(tau)), []
         for place, index in enumerate(np.ndindex(axes)):
@@ -186,23 +188,23 @@ class AttentionResponse:
         return cls(*(field.astype(SINGLE) for field in (kernel, *fields)))
 
     def gradient_adjoint(self, sensitivity: Array) -> AttentionAdjoint:
-        """Sensitivity to the gradient at the output, of one to that at the input."""
-        given = Averages.of(self.weights, sensitivity)
-        gathered = self._rows.gather(given)
+        """Sensitivity to the gradient at the output, from the one to that at the input."""
+        averages = Averages.of(self.weights, sensitivity)
+        gathered = self._rows.gather(averages)
         dropped = (self.squares @ diagonal_of(sensitivity)[..., None])[..., 0]
-        onward = given.means + self.by_head * gathered + self.query * sensitivity
+        onward = averages.means + self.by_head * gathered + self.query * sensitivity
         onward = onward + diagonal_matrix(dropped, onward)
-        return AttentionAdjoint(given, symmetric(onward), gathered)
+        return AttentionAdjoint(averages, symmetric(onward), gathered)
 
     def signal_adjoint(
         self, sensitivity: Array, adjoint: AttentionAdjoint | None, gradient: Array
     ) -> Array:
-        """Sensitivity to the signal's kernel at the input, of one to that at the output.
+        """Sensitivity to the signal's kernel at the input, from the one to that at the output.
 
         Args:
             sensitivity: Gamma, to the kernel at the output.
-            adjoint: a sensitivity to the gradient at the input, whose dependence on the signal's
-                kernel (mean weights kept) is added; None: there is none.
+            adjoint: of a sensitivity to the gradient at the input; that gradient's dependence on
+                the signal's kernel, at constant mean weights, is added. None: there is none.
             gradient: G at the output.
         """
         w, wt = self.weights, transposed(self.weights)
@@ -210,40 +212,40 @@ class AttentionResponse:
         direct = self.query * sensitivity
         middle = sensitivity
         dropped = (transposed(self.squares) @ diagonal_of(sensitivity)[..., None])[..., 0]
-        # What follows a row's theta less than in proportion: the query's own size, and how far
-        # apart its keys are.
-        follows = self.bend * row_sums(self.query * self.kernel * sensitivity)
-        paths = follows
+        # Sensitivity to a row's log theta, which depends on the query's norm and on `unshared`.
+        by_theta = self.bend * row_sums(self.query * self.kernel * sensitivity)
+        by_unshared = by_theta
         if adjoint is not None:
-            given = adjoint.given.kernel
+            at_input = adjoint.sensitivity.kernel
             twice = 2 * self.slope + self.slope_change
             again = diagonal_of(self.slope + self.slope_change) * self.through_keys
             twice = twice + diagonal_matrix(again, twice)
             direct = direct + twice * gradient * adjoint.gathered
-            off_diagonal = off_diagonal + 2 * (self.slope + self.slope_change) * gradient * given
+            slopes = 2 * (self.slope + self.slope_change)
+            off_diagonal = off_diagonal + slopes * gradient * at_input
             keys = twice * self.kernel * gradient
-            sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * given)
-            follows = follows + self.bend * sizes
-            # `through_keys` is per that distance over the tokens' mean size
+            sizes = row_sums(keys * adjoint.gathered + self.query_change * gradient * at_input)
+            by_theta = by_theta + self.bend * sizes
+            # `through_keys` is proportional to the tokens' mean second moment over `unshared`
             keyed = diagonal_of(self.slope * self.kernel * adjoint.gathered * gradient)
             keyed = keyed * self.through_keys
-            paths = follows - keyed
+            by_unshared = by_theta - keyed
             dropped = dropped + ratio(over_tokens(keyed, middle), trace_of(self.kernel))[..., None]
-        direct = direct + diagonal_matrix(ratio(follows, diagonal_of(self.kernel)), middle)
-        paths = ratio(paths, self.unshared)
-        middle = middle - diagonal_matrix(paths, middle)
-        dropped = dropped + (wt @ paths[..., None])[..., 0]
+        direct = direct + diagonal_matrix(ratio(by_theta, diagonal_of(self.kernel)), middle)
+        by_unshared = ratio(by_unshared, self.unshared)
+        middle = middle - diagonal_matrix(by_unshared, middle)
+        dropped = dropped + (wt @ by_unshared[..., None])[..., 0]
         result = wt @ middle @ w + self._rows.spread(off_diagonal)
         if adjoint is not None:
-            result = result + adjoint.given.spread(keys)
+            result = result + adjoint.sensitivity.spread(keys)
         return symmetric(result + direct + diagonal_matrix(dropped, result))
 
-    def sent_by_head(self, gradient: Array) -> Array:
-        """The part of the gradient at the input that is one vector over tokens in each head."""
+    def one_vector_gradient(self, gradient: Array) -> Array:
+        """The part of the gradient at the input that is a single vector over tokens per head."""
         return self._rows.spread(self.by_head * gradient)
 
     def agreement(self, gradient: Array) -> Array:
-        """(..., L) correlation of a row's query with others', as gradients weigh them."""
+        """(..., L) correlation of a row's query with those of other rows, weighted by gradients."""
         size, weight = np.sqrt(diagonal_of(self.kernel)), diagonal_of(gradient)
         sizes = size[..., :, None] * size[..., None, :]
         correlation = entrywise(ratio, self.kernel, sizes)
@@ -251,10 +253,10 @@ class AttentionResponse:
         return np.clip(ratio(others, trace_of(gradient)[..., None] - weight), 0.0, 1.0)
 
     def participation(self, agreement: Array) -> Array:
-        """(..., L) one over the number of keys that a head's sum over rows averages.
+        """(..., L) one over the effective number of keys in a head's sum over rows.
 
-        Rows that share a logit c per key, of variance `agreement` theta, weigh keys by e^{2 c}:
-        this is E sum_j a_j^2 of the doubled logits.
+        Rows that share a logit c per key, of variance `agreement` theta, weight keys by e^{2 c}:
+        E sum_j a_j^2 of the doubled logits.
         """
         theta = exact_rows.tabulated(4.0 * (agreement * self.logit_variance).astype(float))
         keys = np.maximum(self.keys.astype(float), 1.0 + 1e-6)
@@ -278,29 +280,28 @@ def _by_token(kernel: Array, mask: Array, tau: float) -> tuple[AttentionRows, Ar
 def _on_classes(
     kernel: ClassMatrix, key_counts: KeyCounts, tau: float
 ) -> tuple[AttentionRows, Matrix, Matrix]:
+    """As `_by_token`, on classes of positions."""
     classes = kernel.classes
-    tokens, *alike = classes.blocks_by_relation(kernel.diagonal, kernel.off_diagonal)
+    tokens, *same_word = classes.blocks_by_relation(kernel.diagonal, kernel.off_diagonal)
     logits = ClassLogits(tokens, tokens, tokens, tau, key_counts)
     if isinstance(classes, TextClasses):
-        (same,) = alike
+        (same,) = same_word
         counts = classes.share, classes.read_again, classes.others
         logits = logits._replace(words=Words(same, same, same, *counts))
     rows = position_attention.rows_of_classes(logits)
-    by_word, portions = (
-        position_attention.attention_by_word(logits, rows),
-        logits.mixture().portions,
-    )
+    by_word = position_attention.attention_by_word(logits, rows)
+    portions = logits.mixture().portions
     mean, crowded = by_word @ portions, None
     if isinstance(classes, TextClasses):
         crowded = ratio(by_word[..., 1], mean) ** 2
     weights = ClassMatrix.of_rows(mean, key_counts, classes, crowded)
     squares = ClassMatrix.of_rows(by_word**2 @ portions, key_counts, classes)
-    several = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
-    return dataclasses.replace(rows, **several), weights, squares
+    repeated = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
+    return dataclasses.replace(rows, **repeated), weights, squares
 
 
-def _alike(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matrix]:
-    """Of tokens that all see all, whose rows are their own references; leading axes as tau's."""
+def _exchangeable(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matrix]:
+    """As `_by_token`, for exchangeable tokens without a mask, with the leading axes of tau."""
     length = kernel.classes.length
     diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal[..., 0]
     count = np.full(diagonal.shape, float(length))
@@ -319,14 +320,12 @@ def _alike(kernel: ClassMatrix, tau: Array) -> tuple[AttentionRows, Matrix, Matr
 
 
 def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
-    """Fields of every leading entry, as one."""
+    """Stack the fields of all leading entries, with these leading axes."""
     result = stacked(fields, np.stack)
     if isinstance(result, ClassMatrix):
         diagonal = result.diagonal.reshape(*axes, *result.diagonal.shape[1:])
-        off_diagonal, crowded = (
-            result.off_diagonal.reshape(*axes, *result.shape[1:]),
-            result.crowded,
-        )
+        off_diagonal = result.off_diagonal.reshape(*axes, *result.shape[1:])
+        crowded = result.crowded
         if crowded is not None:
             crowded = crowded.reshape(*axes, *crowded.shape[1:])
         return ClassMatrix(diagonal, off_diagonal, result.classes, crowded)
@@ -342,7 +341,8 @@ def _response(
     dropped: Any,
     d_model: float,
 ) -> tuple[Any, ...]:
-    """All attributes but the kernel, of one sequence; of tokens alike, with leading axes."""
+    """Fields of `AttentionResponse` after the kernel, for one sequence; leading axes are allowed
+    for exchangeable tokens."""
     diagonal = diagonal_of(kernel)
     keys, theta = np.maximum(rows.keys, 1 + 1e-6), np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1 + 1e-6, rows.odds * theta, theta)
@@ -351,7 +351,7 @@ def _response(
         entrywise(saturation, correlation, *map(to_rows, (keys, theta, odds)))
         for to_rows in (lambda v: v[..., :, None], lambda v: v[..., None, :])
     )
-    factor = np.asarray(tau * _within(rows))
+    factor = np.asarray(tau * _variance_kept(rows))
     factor = factor[..., None] if factor.ndim else factor
     chord, slope, change = (factor * (0.5 * (a + b)) for a, b in zip(*halves, strict=True))
     averages = Averages.of(weights, kernel)
@@ -361,7 +361,7 @@ def _response(
         lambda value: np.maximum(value, 0.0), diagonal[..., None, :] - 2 * mixed + itself
     )
     squares = squares * (1 + diagonal_of(kernel * chord)[..., :, None] * excess)
-    # Given the direction a query looks in, the tokens it attends to share a component along it.
+    # Given the query, the tokens that it attends to share a component along its direction.
     unshared = (weights @ diagonal[..., None])[..., 0] - diagonal_of(means)
     overlap = averages.gather(averages)
     query = slope * (overlap + _outer(unshared) / d_model)
@@ -379,13 +379,13 @@ def _outer(entries: Array) -> Array:
     return entries[..., :, None] * entries[..., None, :]
 
 
-def _within(rows: AttentionRows) -> Array:
-    """One factor for all rows where some are beyond all laws, and 1 where none is: a guess."""
+def _variance_kept(rows: AttentionRows) -> Array:
+    """`AttentionRows.variance_kept`, averaged over the rows of a sequence: an approximation."""
     return rows.variance_kept if rows.variance_kept.ndim > 1 else rows.variance_kept.mean()
 
 
 def _bend(rows: AttentionRows) -> Array:
-    """d log t/d log theta - 1: how much less than in proportion the odds of one key grow."""
+    """(..., L) d log t/d log theta - 1, t the log-odds of one key."""
     keys = np.maximum(rows.keys, 1 + 1e-6).ravel()
     step, logs = BEND_STEP, []
     for factor in (1 - step, 1 + step):
@@ -401,54 +401,51 @@ def _bend(rows: AttentionRows) -> Array:
 
 
 class HeadNoise(NamedTuple):
-    """The gradient that attention's rows send through one head's weights and keys, by how many
-    vectors over tokens it is made of.
+    """Fluctuation of the gradient through one head's weights and keys.
 
-    Row i sends (g_i . v_j) a_ij q_i to key j, v_j relative to the row's mean. Rows of one gradient
-    send one vector z_j of squares over keys, and so do rows of one query; independent rows send one
-    each. With f = E a^4/(E a^2)^2 the relative variance of sum_j z_j^2 over n keys is (3 f - 1)/n,
-    besides 2/d of the norm that all g . v_j share.
+    Row i sends (g_i . v_j) a_ij q_i to key j, v_j relative to the row's mean. Rows of one gradient,
+    or of one query, send one vector z_j over keys; independent rows send one each. With
+    f = E a^4/(E a^2)^2 the relative variance of sum_j z_j^2 over n keys is (3 f - 1)/n, in addition
+    to 2/d for the norm that all g . v_j share.
 
     Attributes:
-        gradients, queries: (..., L, L) what rows of common gradient, and of common query, send.
-        crowding: (..., L) f of what rows have in common.
-        alone: (..., L) relative variance of what one row sends, times the square of the part that
-            is its own.
+        gradients, queries: (..., L, L) gradients at the keys due to rows of common gradient, and of
+            common query.
+        crowding: (..., L) f of the rows' common vector.
+        single: (..., L) relative variance of one row's vector, times the squared fraction of it
+            that is independent of other rows.
     """
 
     gradients: Matrix
     queries: Matrix
     crowding: Array
-    alone: Array
+    single: Array
 
     @classmethod
     def of(cls, maps: AttentionResponse, gradient: Matrix) -> HeadNoise:
         diagonal = diagonal_of(gradient)
-        single = ratio(
-            diagonal, trace_of(gradient)[..., None]
-        )  # a row that is alone: common with itself
+        share = ratio(diagonal, trace_of(gradient)[..., None])  # 1: a single row, all of it common
         agreement = maps.agreement(gradient)
-        common = gradient - diagonal_matrix(diagonal * (1 - single), gradient)
-        queries = diagonal_matrix(diagonal * (1 - single) * agreement, gradient)
-        alone = ((1 - single) * (1 - agreement)) ** 2
-        several = 3 * maps.participation(np.ones_like(agreement)) - 1 / maps.keys
+        common = gradient - diagonal_matrix(diagonal * (1 - share), gradient)
+        queries = diagonal_matrix(diagonal * (1 - share) * agreement, gradient)
+        independent = ((1 - share) * (1 - agreement)) ** 2
+        of_row = 3 * maps.participation(np.ones_like(agreement)) - 1 / maps.keys
         return cls(
-            maps.sent_by_head(common),
-            maps.sent_by_head(queries),
+            maps.one_vector_gradient(common),
+            maps.one_vector_gradient(queries),
             maps.keys * maps.participation(agreement),
-            alone * several,
+            independent * of_row,
         )
 
 
 @dataclass(frozen=True)
 class AttentionSublayer:
-    """Attention, with its value projection.
+    """Linearised attention with its value projection.
 
     Attributes:
-        maps: of the attention weights.
+        maps: linear maps of the attention weights.
         gain, back_gain: of the value projection, on a signal and on a gradient.
         grad_out: (..., L, L) gradient at the output.
-        head_noise: what a head's rows send together.
         heads, d_head, d_model: number and width of the heads, width of the tokens.
     """
 
@@ -463,7 +460,7 @@ class AttentionSublayer:
 
     @classmethod
     def of(cls, attention: Any, signal: Signal, grad_out: Matrix) -> AttentionSublayer:
-        """Around the signal that enters and the gradient kernel received."""
+        """Linearise around an input signal and a gradient kernel at the output."""
         tokens = signal.second_moment()
         kernel = matrix_of(tokens, signal.seq_len)
         allowed = None
@@ -471,7 +468,7 @@ class AttentionSublayer:
             allowed = self_masks(attention, kernel.shape[-1], int(np.prod(kernel.shape[:-2])))
         widths = attention.d_model, attention.d_model
         law = logit_law(attention, tokens, tokens, widths, signal.seq_len)
-        # Normalised or shifted queries and keys by their size alone, rotated ones as if they stood.
+        # Norms and biases of queries and keys enter by their mean size; rotation is neglected.
         size = law.queries.kernel.mean_diagonal() * law.keys.kernel.mean_diagonal()
         tau = ratio(law.scale * size, tokens.mean_diagonal() ** 2)
         maps = AttentionResponse.of(attention, kernel, allowed, tau)
@@ -488,8 +485,8 @@ class AttentionSublayer:
         )
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        """The noise is that of what the output projection sends, 2 over the heads' features, and of
-        what a head's realised weights and keys send: few vectors over tokens in each head."""
+        """Sensitivity to the gradient at the output, and the noise of this layer: that of the value
+        projection, 2 over its features, and that of each head's weights and keys (`HeadNoise`)."""
         adjoint = self.maps.gradient_adjoint(sensitivity)
         onward = per_pair(self.back_gain) * adjoint.onward
         noise = 2 / (self.heads * self.d_head) * paired(onward, self.grad_out, self.grad_out)
@@ -503,15 +500,15 @@ class AttentionSublayer:
             noise = noise + (by_key + size) / self.heads
         diagonal = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
         diagonal = diagonal_of(per_pair(self.back_gain) * diagonal * self.grad_out)
-        noise = noise + over_tokens(diagonal**2 * head.alone, self.grad_out) / self.heads
+        noise = noise + over_tokens(diagonal**2 * head.single, self.grad_out) / self.heads
         overlap = total(sensitivity * (self.grad_out @ self.maps.weights))
         whole = total(sensitivity * self.grad_out) * total(onward * self.grad_out)
         return GradientAdjoint(onward, adjoint, noise, ratio(self.back_gain * overlap**2, whole))
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        """What one draw of a head's |W_k^T W_q x|^2 does to logits is left out."""
+        """See `Response`; the fluctuation of a head's |W_k^T W_q x|^2 in logits is neglected."""
         gain, grad_out = per_pair(self.gain), per_pair(self.back_gain) * self.grad_out
-        count = len(exposure.given.kernel)
+        count = len(exposure.sensitivity.kernel)
         onward = self.maps.signal_adjoint(gain * sensitivity[:count], exposure, grad_out)
         if count < len(sensitivity):
             rest = self.maps.signal_adjoint(gain * sensitivity[count:], None, grad_out)
@@ -525,12 +522,12 @@ class AttentionSublayer:
 def through_attention(
     leaf: Any, record: Record, at: UnsharedOverlap, walk: OverlapWalk, fixed: bool = False
 ) -> UnsharedOverlap:
-    """Behind a `SelfAttention` or `CrossAttention`.
+    """Variance of the unshared overlap at the output of a `SelfAttention` or `CrossAttention`.
 
     Args:
-        record: of it, or of what holds it.
-        at: of the tokens that ask.
-        fixed: whether tokens are normalised inside.
+        record: of the attention, or of the component that contains it.
+        at: unshared overlap of the queries' tokens.
+        fixed: whether the component normalises its tokens.
     """
     signal, output, memory = record.input, record.output, record.memory
     averaged = 0.0
@@ -540,8 +537,8 @@ def through_attention(
             weights = uniform_rows(leaf, signal)
             averaged = averaging_elasticity(weights, signal, walk.real)
             on_classes = isinstance(weights, ClassRows)
-            seen = weights.counted * weights.weights if on_classes else weights * weights
-            keys = float(signal.kernel.average(seen.sum(-1), walk.real))
+            squares = weights.counted * weights.weights if on_classes else weights * weights
+            keys = float(signal.kernel.average(squares.sum(-1), walk.real))
     else:
         attended = 1.0 / memory.width if walk.memory is None else walk.memory
         real = real_tokens(leaf)
@@ -553,14 +550,14 @@ def through_attention(
     for name in ("query", "key", "query.bias", "query.norm.gain", "key.norm.gain"):
         walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
     groups = leaf.kv_heads
-    kept = 1.0 if groups is None else groups / leaf.heads  # heads that have own values
-    fresh = 1.0 / (kept * output.width)
+    distinct = 1.0 if groups is None else groups / leaf.heads  # value heads per query head
+    fresh = 1.0 / (distinct * output.width)
     fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
     return UnsharedOverlap(attended + fresh, at.response * (averaged + by_queries))
 
 
 def uniform_rows(leaf: Any, tokens: Signal) -> Any:
-    """(L, L) attention that keeps to the mask alone, of tokens resolved; `ClassRows` on classes."""
+    """(L, L) uniform attention under the mask, for resolved tokens; `ClassRows` on classes."""
     classes = tokens.kernel.classes
     if classes is not None:
         key_counts = classes.key_counts(leaf.window)
@@ -569,15 +566,15 @@ def uniform_rows(leaf: Any, tokens: Signal) -> Any:
     return np.asarray(mask / mask.sum(1, keepdims=True))
 
 
-ALIKE = 1e-6
-"""Of what tokens have of their own, what their rows' averages have by the rounding of sums."""
+ROUNDING = 1e-6
+"""Unshared variance of rows' averages over that of the tokens below which it is rounding."""
 
 
 def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None) -> float:
-    """What is left of two tokens' overlap in that of their rows' averages, per unit of both.
+    """Squared correlation of two tokens' unshared overlap with that of their rows' averages.
 
-    Averages W x meet their tokens as M = C W^T, and Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
-    Rows that see the same keys alike have nothing of a token's own; those of a causal mask have.
+    With M = C W^T between tokens and averages W x, Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
+    It is 0 if all rows attend to all keys equally, but not under a causal mask.
     """
     kernel = tokens.second_moment()
     if kernel.classes is not None:
@@ -585,21 +582,19 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
     else:
         averaged = weights @ kernel.off_diagonal
         kernels = Kernel.of_matrix(averaged), kernel, Kernel.of_matrix(averaged @ weights.T)
-    unshared = [float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels]
-    if unshared[2] <= ALIKE * unshared[1] or unshared[1] <= 0.0:
+    cross, tokens_own, averages_own = (
+        float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels
+    )
+    if averages_own <= ROUNDING * tokens_own or tokens_own <= 0.0:
         return 0.0
-    return float(
-        min(max(unshared[0], 0.0) ** 2 / (unshared[1] * unshared[2]), 1.0)
-    )  # Cauchy and Schwarz
+    return float(min(max(cross, 0.0) ** 2 / (tokens_own * averages_own), 1.0))  # Cauchy-Schwarz
 
 
 def query_elasticity(
     pulled: Pulled | None, before: Signal, after: Signal, real: Array | None
 ) -> float:
-    """As `fluctuation.elasticity`, of rows that differ because their queries do.
-
-    0 where nothing was pulled.
-    """
+    """`fluctuation.elasticity` of the output's unshared variance through the queries; 0 without a
+    backward pass."""
     unshared = unshared_variance(after, real)
     response = None if pulled is None or unshared == 0.0 else pulled.response()
     if response is None:
@@ -609,11 +604,11 @@ def query_elasticity(
 
 
 def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
-    """Variance of log u over draws, u what tokens have of their own, their norms made equal.
+    """Variance v over draws of log u, u the unshared part of tokens of equal norm.
 
-    They share a part whose squared norm c varies by y_kl^2, and the norms leave u = 1 - c to each:
-    of two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`fluctuation`). A
-    layer multiplies u by an independent factor, so that log u is Gaussian and E u^2 grows by e^v.
+    The tokens' common part has a squared norm c that varies by y_kl^2, which leaves u = 1 - c: for
+    two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`fluctuation`). Each
+    layer multiplies u by an independent factor, so log u is Gaussian and E u^2 grows by e^v.
     """
     overlaps = followed(tokens)
     if overlaps is None:

@@ -1,7 +1,7 @@
-"""Attention with all its gradient paths, for tokens alike or resolved by token.
+"""Attention as a component: forward moments, all gradient paths, weight gradients.
 
-Of tokens to themselves, to a memory (a decoder's to its encoder's output), and with queries, keys
-and values all normalised, head by head (HybridNorm).
+Self-attention, cross-attention of a decoder to its encoder's output (the memory), and HybridNorm:
+self-attention with queries, keys and values normalised in each head.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from .response import AttentionSublayer, through_attention
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Component):
-    """What self-attention and cross-attention share: keys come from the tokens or from elsewhere.
+    """Fields common to self-attention and cross-attention.
 
     Attributes:
         matrices: name of the value matrix.
-        prefix: of its weights' names.
+        prefix: of the names of all weights.
         heads, d_head: number and width of the heads.
         query, key, value: variances of the projections' entries.
         temperature: divides the logits.
@@ -66,11 +66,11 @@ class Attention(Component):
         norm_affine: whether `qk_norm` has gains, shared by the heads, that receive gradients.
         logit_softcap: c of c tanh(logit / c); None: uncapped.
         query_bias, key_bias, value_bias: variances of the projections' biases.
-        has_bias: which of query, key and value have a bias, be its variance 0, that receives a
+        has_bias: which of query, key and value have a bias (possibly of variance 0) that receives a
             gradient; True: all.
-        padding: for every sequence of the tokens attended to, the document of each, 0 where it
-            pads; None: one of all. A token attends to its own document, and nobody to padding.
-        sequences: number of equally long sequences that a token kernel holds one after the other.
+        padding: for every sequence attended to, the number of each token's document, 0 for padding;
+            None: one document without padding. Tokens attend to their own document only.
+        sequences: number of equally long sequences concatenated in a token kernel.
     """
 
     matrices: ClassVar[tuple[str, ...]]
@@ -110,7 +110,7 @@ class Attention(Component):
     def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
         if self.matrices[0] not in names:
             return self
-        leaf: Any = self  # a dataclass, whichever it is
+        leaf: Any = self  # subclasses are dataclasses with the same field
         return dataclasses.replace(leaf, value=self.value * factor)
 
 
@@ -121,12 +121,12 @@ class SelfAttention(Attention, Leaf):
     Attributes:
         d_model: width of the input.
         drop_prob: dropout on the attention weights.
-        causal: whether a token attends to only itself and earlier ones.
-        rotary: how positions turn queries and keys.
-        alibi: multiplies the slopes that, times the distance, logits lose; 0: they lose nothing.
-        relative_bias: random biases on the logits by relative position.
-        window: a token attends to those less than this many positions away; None: all.
-        sink: variance over heads of the logit of a key without a value; None: there is none.
+        causal: whether a token attends only to itself and earlier tokens.
+        rotary: rotary positions of queries and keys.
+        alibi: factor on the ALiBi slopes, by which logits fall with distance; 0: no penalty.
+        relative_bias: random biases of the logits by relative position.
+        window: tokens attend to tokens less than this many positions away; None: to all.
+        sink: variance over heads of the logit of an additional key without a value; None: no sink.
     """
 
     label: str
@@ -149,43 +149,41 @@ class SelfAttention(Attention, Leaf):
 
     @property
     def memory_width(self) -> Any:
-        """Width of the tokens attended to, which are those that ask."""
+        """Width of the tokens attended to."""
         return self.d_model
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        """Moments of the concatenated heads, and the map that carries a gradient back.
+        """Moments of the concatenated heads, and the map from their gradient to the input's.
 
         Raises:
-            DomainError: tokens alike under a mask or positions that distinguish them.
+            DomainError: tokens are exchangeable in `signal`, but not under this mask.
         """
         if not signal.resolved:
             self._check_alike(signal.seq_len)
-        way = attended(self, signal, signal)
-        return way.output, way
+        pullback = attended(self, signal, signal)
+        return pullback.output, pullback
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
-        """The same, keys and values being made of other tokens than those that ask."""
+        """`forward` with keys and values from other tokens, at the same positions."""
         if not signal.resolved:
             self._check_alike(signal.seq_len)
-        way = attended(self, signal, memory)
-        return way.output, way.to_both
+        pullback = attended(self, signal, memory)
+        return pullback.output, pullback.to_both
 
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """Which keys each query attends to, one mask for every kernel."""
+        """(queries, keys) masks of the keys that each query attends to, one per kernel."""
         return self_masks(self, keys, matrices)
 
-    # --- tokens alike --------------------------------------------------------------------------
-
     def _check_alike(self, length: int) -> None:
-        """Raise where positions distinguish tokens."""
+        """Raise if the mask distinguishes tokens by position."""
         if length == 1:
             return
-        placed = {
+        positional = {
             "causal": self.causal,
             "alibi": bool(self.alibi),
             "window": self.window is not None and self.window < length,
         }
-        for name, present in placed.items():
+        for name, present in positional.items():
             if present:
                 allowed = "absent where all tokens are alike"
                 remedy = "resolve moments by token: tokens=True"
@@ -209,15 +207,16 @@ class SelfAttention(Attention, Leaf):
 
 @dataclass(slots=True, eq=False)
 class AttentionPullback:
-    """The way back through attention.
+    """Backward pass through attention.
 
     Attributes:
         leaf: a `SelfAttention` or `CrossAttention`.
-        signal, memory: the tokens that ask and those attended to; one where they are the same.
-        mixed: second moments per feature of sum_j a_ij y_j over those attended to.
-        layer: what knows the paths.
-        aligned: of what values do not share, the part along their own keys' tokens: overlaps that
-            vary move that one alone.
+        signal, memory: the tokens of the queries, and those of keys and values; the same object for
+            self-attention.
+        mixed: second moments per feature of sum_j a_ij y_j, y the tokens attended to.
+        layer: with the gradient paths of the attention weights.
+        aligned: fraction of the values' unshared second moment that is along the tokens of their
+            keys: only this part is moved by fluctuating overlaps.
     """
 
     leaf: Any
@@ -230,12 +229,12 @@ class AttentionPullback:
     aligned: Any = 1.0
 
     def __call__(self, gradient: Gradient) -> Pulled:
-        """To tokens that attend to themselves."""
+        """Gradient at the input of self-attention."""
         query, key, sides = self._sent(gradient.kernel)
         return self._pulled(sides.value + sides.cross + key + query, gradient, sides)
 
     def to_both(self, gradient: Gradient) -> tuple[Pulled, Gradient]:
-        """To the tokens that ask, and to those attended to."""
+        """Gradients at the tokens of the queries, and at those of keys and values."""
         query, key, sides = self._sent(gradient.kernel)
         rest = sides.value + sides.cross + key
         return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
@@ -253,7 +252,7 @@ class AttentionPullback:
         )
 
     def _sent(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
-        """Through the queries, through the keys, and the paths."""
+        """Gradients at the tokens through queries and through keys, and all paths."""
         sides: Paths[Kernel] = self.layer.backward(grad_out.scaled(self.gain))
         if np.any(self.aligned != 1.0):
             lost = self.layer.overlap_path(grad_out.scaled(self.gain))
@@ -264,28 +263,28 @@ class AttentionPullback:
 
     @property
     def gain(self) -> Any:
-        """Of the values, on a gradient."""
+        """Gain of the value projection on a gradient."""
         return self.leaf.value_width * self.leaf.value
 
     def _at_queries(self, path: Kernel) -> Kernel:
-        """At the tokens that ask, of a path counted on the scale of those attended to."""
+        """Gradient at the queries' tokens, from a query path per unit of the memory's width."""
         result = through(path, self.law.queries, self.law.gradient_scale)
         if self.memory is self.signal:
             return result
         return result.scaled(self.leaf.memory_width / self.leaf.d_model)
 
     def overlap_path(self, grad_out: Kernel) -> Kernel:
-        """What the query path gains per unit of the overlaps' variance."""
+        """Growth of the query path per unit of the variance of two tokens' overlap."""
         result: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain * self.aligned))
         return result
 
     def summed(self, query: Kernel) -> Kernel:
-        """The query path for sums over tokens."""
+        """The query path as it enters sums over pairs of tokens."""
         result: Kernel = self.layer.summed(query)
         return result
 
     def overlaps(self, grad_out: Kernel) -> dict[str, Array]:
-        """As `Pulled.overlaps`."""
+        """See `Pulled.overlaps`."""
         path = self.overlap_path(grad_out)
         return prefixed(self.leaf, overlap_gradients(self.leaf, self.law, self.signal, path))
 
@@ -295,9 +294,9 @@ class AttentionPullback:
         return self._at_queries(result.scaled(self.gain))
 
     def weights(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
-        """`projection_gradients` of the paths of a gradient, and that of a table of biases."""
+        """Squared gradient norms of the projections, of a table of relative biases and of sinks."""
         gained = grad_out.scaled(self.gain)
-        norms = self._of_projections(grad_out, sides)
+        norms = self._projection_gradients(grad_out, sides)
         table = self.layer.table_gradient(self.leaf, gained)
         if table is not None:
             norms |= {"relative_bias": table}
@@ -309,7 +308,7 @@ class AttentionPullback:
             norms["value.bias"] = norms["value.bias"] * share
         return norms | {"attention_sink": self.layer.sink_gradient(self.leaf, gained, length)}
 
-    def _of_projections(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
+    def _projection_gradients(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
         query = self.summed(sides.query)
         rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
         tokens, path = (self.signal, self.memory, self.mixed), self.overlap_path(grad_out)
@@ -319,7 +318,7 @@ class AttentionPullback:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class AttentionPulled(Pulled):
-    """What attention sent back, the gradient received, and its paths."""
+    """Gradient at attention's input; its pullback, the gradient at the output and all paths."""
 
     way: AttentionPullback
     grad_out: Kernel
@@ -329,13 +328,14 @@ class AttentionPulled(Pulled):
 def attended(
     leaf: Any, signal: Signal, memory: Signal, values: Signal | None = None, own: Any = 1.0
 ) -> AttentionPullback:
-    """Attention of tokens to a memory, or to themselves: what leaves, and the way back.
+    """Attention of tokens to a memory or to themselves: the pullback, which holds the output.
 
     Args:
         leaf: a `SelfAttention` or `CrossAttention`.
-        signal, memory: the tokens that ask and those attended to; one where they are the same.
-        values: what values are made of; None: of those attended to.
-        own: part of the values' kernel that is the tokens', over theirs.
+        signal, memory: the tokens of the queries, and those of keys and values; the same object for
+            self-attention.
+        values: input of the value projection, if it is not `memory`.
+        own: part of the values' kernel that comes from these tokens, over the tokens' kernel.
     """
     queries = signal.second_moment()
     tokens = queries if memory is signal else memory.second_moment()
@@ -358,15 +358,15 @@ def attended(
 
 
 def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) -> Kernel:
-    """The heads with the values' bias: rows of attention sum to 1 (or have second moments `rows`),
-    and dropped ones have second moment 1 + p/(1-p) sum a^2."""
+    """Add the values' bias: rows of attention sum to 1 (or have second moments `rows`), and with
+    dropout their sums have second moment 1 + p/(1-p) sum a^2."""
     if not np.any(leaf.value_bias):
         return heads
     dropped = leaf.drop_prob / (1 - leaf.drop_prob)
-    one, two = heads.lift(leaf.value_bias)
-    of_one, of_two = (1.0, 1.0) if rows is None else (rows.diagonal, rows.off_diagonal)
-    diagonal = heads.diagonal + one * (of_one + dropped * squares)
-    return Kernel.joined(diagonal, heads.off_diagonal + two * of_two, heads.resolved)
+    bias, pair_bias = heads.lift(leaf.value_bias)
+    of_row, of_pair = (1.0, 1.0) if rows is None else (rows.diagonal, rows.off_diagonal)
+    diagonal = heads.diagonal + bias * (of_row + dropped * squares)
+    return Kernel.joined(diagonal, heads.off_diagonal + pair_bias * of_pair, heads.resolved)
 
 
 def concatenated(
@@ -375,28 +375,28 @@ def concatenated(
     """The concatenated heads of a `SelfAttention` or `CrossAttention`.
 
     Args:
-        signal, memory: the tokens that ask, and those attended to.
-        mixed: second moments per feature of sum_j a_ij y_j over the latter.
+        signal, memory: the tokens of the queries, and those of keys and values.
+        mixed: second moments per feature of sum_j a_ij y_j, y the latter.
     """
     width, gain = leaf.value_width, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), layer.sum_square, layer.rows)
     fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
-        # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads
-        # with one key and value in common overlap besides, by what their rows share.
-        alone = (kernel * kernel).scaled(2 / width)
-        together = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
-        if together > 1:
+        # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads that
+        # share keys and values also correlate by the overlap of their mean outputs.
+        fresh = (kernel * kernel).scaled(2 / width)
+        group = 1 if leaf.kv_heads is None else leaf.heads / leaf.kv_heads
+        if group > 1:
             common = layer.mean_output().scaled(gain).resolved_as(kernel)
-            alone += (common * common).scaled(2 * (together - 1) / width)
-        result = of_averages(memory, layer.weights(), gain)
-        fluctuation = Fluctuation(alone)
-        if result is not None and result.overlaps is not None:  # the averages' own vary too
-            # Of another stack's tokens, those that ask are taken to know nothing; what the layers
-            # before read of them, and thus have in common with this one, is left out.
-            known = result.shared if memory is signal else (alone.scaled(0.0),) * 2
-            norms, overlaps = (one.resolved_as(kernel) for one in (result.norms, result.overlaps))
-            fluctuation = Fluctuation(alone + norms, alone + overlaps, shared=known)
+            fresh += (common * common).scaled(2 * (group - 1) / width)
+        averages = of_averages(memory, layer.weights(), gain)
+        fluctuation = Fluctuation(fresh)
+        if averages is not None and averages.overlaps is not None:  # the averages fluctuate too
+            # An encoder's tokens are taken as independent of the decoder's; what earlier layers of
+            # the decoder have read of the same encoder is neglected.
+            shared = averages.shared if memory is signal else (fresh.scaled(0.0),) * 2
+            norms, overlaps = (x.resolved_as(kernel) for x in (averages.norms, averages.overlaps))
+            fluctuation = Fluctuation(fresh + norms, fresh + overlaps, shared=shared)
     return Signal(
         kernel,
         signal.seq_len,
@@ -413,7 +413,7 @@ def concatenated(
 
 @dataclass(frozen=True)
 class CrossAttention(Attention, Reader):
-    """Queries from the tokens at hand, keys and values from a memory, all of it.
+    """Attention with keys and values from a memory, without a causal mask.
 
     Attributes:
         d_model, memory_width: widths of the tokens and of the memory.
@@ -440,14 +440,14 @@ class CrossAttention(Attention, Reader):
         """Moments of the concatenated heads, and the map from their gradient to both inputs'.
 
         Raises:
-            DomainError: one of the two is resolved by token and the other is not.
+            DomainError: only one of the two is resolved by token.
         """
         if (signal.resolved is True) != bool(memory.resolved):
             raise domain_error(
                 "memory", memory.resolved, "resolved by token exactly where the queries are"
             )
-        way = attended(self, signal, memory)
-        return way.output, way.to_both
+        pullback = attended(self, signal, memory)
+        return pullback.output, pullback.to_both
 
     @property
     def reads(self) -> CrossAttention:
@@ -457,32 +457,32 @@ class CrossAttention(Attention, Reader):
         return dataclasses.replace(self, padding=None, sequences=1)
 
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
-        """A (queries, keys) mask for every kernel: a token's own sequence, its real tokens."""
+        """(queries, keys) masks, one per kernel: real tokens of the memory of the same sequence."""
         mask = same_sequence(queries, keys, self.sequences)
         if self.padding is None:
             return [mask] * matrices
         real = np.asarray(self.padding, dtype=bool)
         if self.sequences > 1:
             real = real.reshape(1, -1)
-        seen = [np.where((mask & row).any(1, keepdims=True), mask & row, mask) for row in real]
-        return seen if len(seen) == matrices else seen * matrices
+        masks = [np.where((mask & row).any(1, keepdims=True), mask & row, mask) for row in real]
+        return masks if len(masks) == matrices else masks * matrices
 
 
 # --- normalised values ----------------------------------------------------------------------------
 
 LEAST_FREEDOM = 4.0
-"""Degrees of freedom of a head's norm which stand for fewer: E 1/|v|^2 is 1/(n - 2) and
-has no mean at 2, where the ratio (n - 1)/(n - 2) of the way back is without meaning."""
+"""Floor of the degrees of freedom n of a head's norm: E 1/|v|^2 = 1/(n - 2) diverges at 2, and with
+it the ratio (n - 1)/(n - 2) of the backward pass."""
 
 
 @dataclass(frozen=True)
 class NormalizedAttention(Leaf):
     """Self-attention on q/|q|, k/|k| and v/|v|.
 
-    What is normalised has no scale, so the tokens' own may be taken off first, where their width
-    makes it exact, and the values' weights then are 1/d_model. What normalising values does to a
-    gradient besides is applied to all of it, an error of order 1/d_head in the query and key paths;
-    correlations of values are those of infinitely wide heads.
+    The result does not depend on the tokens' norms, so tokens are normalised first, at the width of
+    the model, and the values' weights then have variance 1/d_model. The further effect of
+    normalising values on a gradient is applied to all paths, an error of order 1/d_head in those of
+    queries and keys. Correlations of values are those of infinitely wide heads.
 
     Attributes:
         attention: with `qk_norm`; its `value` is the variance of the unnormalised projection.
@@ -510,17 +510,17 @@ class NormalizedAttention(Leaf):
         return output, functools.partial(_to_one, back)
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
-        """The same, keys and values being made of other tokens than those that ask."""
+        """`forward` with keys and values from other tokens, at the same positions."""
         attention, size = self.attention, mean_size(memory)
         unit, plain = self.values_normalised(memory)
         inner, norm = unit.forward(memory)
-        asking, query_norm = (inner, norm) if memory is signal else unit.forward(signal)
+        queries, query_norm = (inner, norm) if memory is signal else unit.forward(signal)
         gain = attention.d_model * attention.value + attention.value_bias / size
-        output, back = plain.attend(asking, inner)
+        output, back = plain.attend(queries, inner)
         freedom = _freedom(float(attention.d_head), attention.qk_norm == "layernorm")
         factor, share = expected_pull(freedom, 1.0), plain.value_bias
-        both = expected_pull(freedom, inner.correlation() * (1 - share) + share)
-        factors = (factor, both), factor / gain, size
+        pair_factor = expected_pull(freedom, inner.correlation() * (1 - share) + share)
+        factors = (factor, pair_factor), factor / gain, size
         return output, functools.partial(self._back, back, (query_norm, norm), factors)
 
     def _back(
@@ -530,17 +530,17 @@ class NormalizedAttention(Leaf):
         factors: tuple[tuple[Any, Any], Any, float],
         gradient: Gradient,
     ) -> tuple[Pulled, Gradient]:
-        """The way back: through attention, and through the normalisation of either's tokens.
+        """Backward pass through attention and the normalisation of both inputs.
 
         Args:
-            factors: what normalising values does to a token's gradient, and to that of two; to that
-                of the values' matrix; the tokens' size.
+            factors: of normalised values on the gradient's diagonal and off-diagonal; on the
+                squared gradient of the value matrix; mean second moment of the tokens.
         """
         of_tokens, of_values, size = factors
         inner, to_memory = attention(gradient)
         query, rest = (
-            norm(Gradient(one.kernel.weighted(*of_tokens), gradient.seq_len)).gradient
-            for norm, one in zip(norms, (inner.gradient, to_memory), strict=True)
+            norm(Gradient(at_unit.kernel.weighted(*of_tokens), gradient.seq_len)).gradient
+            for norm, at_unit in zip(norms, (inner.gradient, to_memory), strict=True)
         )
         pulled = Pulled(
             query,
@@ -553,14 +553,14 @@ class NormalizedAttention(Leaf):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        # norms are no overlaps of their own
+        # normalising tokens adds no unshared overlap
         return through_attention(self.attention, record, at, walk, fixed=True)
 
     def values_normalised(self, signal: Signal) -> tuple[FiniteNormalization, SelfAttention]:
-        """Tokens of unit norm and attention with values of unit variance, which it amounts to.
+        """Equivalent normalisation of the tokens, and attention with values of unit variance.
 
-        Biases are to unit tokens what they are to these, over their size. A value's is part of what
-        its norm divides by, in the share that it has on average (over configurations too).
+        Biases are divided by the tokens' mean second moment. The value bias enters the norm of a
+        value with its mean share (averaged over configurations too).
         """
         attention = self.attention
         unit = FiniteNormalization(RMSNORM, attention.label, attention.norm_epsilon, centres=False)
@@ -585,8 +585,8 @@ class NormalizedAttention(Leaf):
         return NormalizedAttention(self.attention.unplaced())
 
     def response(self, record: Record, around: Around) -> Response:
-        # What the values' norms do is of order 1/d_head. The gradient between the two is that of
-        # the fast maps.
+        # The derivative of the values' norms, of order 1/d_head, is neglected. The gradient between
+        # normalisation and attention is that of the linearised attention.
         signal = record.input
         unit, plain = self.values_normalised(signal)
         grad_out = around.grad_out(record)
@@ -600,14 +600,14 @@ class NormalizedAttention(Leaf):
 
 
 def _to_one(back: ReaderPullback, gradient: Gradient) -> Pulled:
-    """To tokens that attend to themselves."""
+    """Gradient at the input of self-attention, from those at both inputs of `attend`."""
     pulled, to_memory = back(gradient)
     total = pulled.gradient.kernel + to_memory.kernel
     return dataclasses.replace(pulled, gradient=gradient.with_kernel(total))
 
 
 def _rescaled(inner: Pulled, values: Any, size: float) -> Mapping[str, Array]:
-    """What attention alone said of weights, to those of unnormalised values and tokens."""
+    """Weight gradients for unnormalised values and tokens, from those of the inner attention."""
     result = dict(inner.weights())
     for name in {"value", "value.bias"} & result.keys():
         result[name] = result[name] * values
@@ -620,10 +620,10 @@ def _normed(inner: Pulled, norm: Pullback) -> Kernel | None:
 
 
 def mean_size(signal: Signal) -> float:
-    """Of the tokens of all configurations, on average; 1 where they are nothing."""
+    """Mean second moment of tokens, over all configurations; 1 if they are 0."""
     return float(np.mean(signal.second_moment().mean_diagonal())) or 1.0
 
 
 def _freedom(d_head: float, centred: bool) -> float:
-    """Of a Gaussian head's squared norm."""
+    """Degrees of freedom of a Gaussian head's squared norm."""
     return max(d_head - 1 if centred else d_head, LEAST_FREEDOM)

@@ -1,8 +1,8 @@
-"""Attention to keys and values that an earlier layer has made.
+"""Attention to the keys and values of an earlier layer.
 
-Its heads ask the tokens that layer attended to, by that layer's matrices of keys and values. On the
-way back the layer that made them gathers what all readers send, to its tokens and its matrices:
-behind output projections of their own, their gradients are independent, and moments add. See
+The heads attend to the tokens of that layer by its key and value matrices. In the backward pass the
+earlier layer collects the gradients of all layers that read its keys and values: these have
+different output projections, so the gradients are independent and their moments add. See
 docs/theory/attention.md, Keys and values of an earlier layer.
 """
 
@@ -20,18 +20,18 @@ from ...engine.response import sum_of
 from ...engine.state import Array, Gradient, Signal
 from ...engine.trace import Record, Run
 
-MADE = ("key", "value")
-"""How names of what the earlier layer has begin: matrices, biases and norms' gains."""
+SHARED_NAMES = ("key", "value")
+"""Prefixes of the names of the earlier layer's parameters: matrices, biases, gains of norms."""
 
 Named = Callable[[], Mapping[str, Array]]
 
 
 @dataclass(frozen=True)
 class AroundHeads(Component):
-    """What an attention says of itself however its keys and values are made.
+    """Base of components around self-attention heads.
 
     Attributes:
-        heads: a `SelfAttention`, or one with normalised values.
+        heads: a `SelfAttention` or `NormalizedAttention`.
     """
 
     heads: Any
@@ -63,10 +63,10 @@ class AroundHeads(Component):
 
 @dataclass(frozen=True)
 class SharedKeys(AroundHeads):
-    """Self-attention whose keys and values later layers read, or are read of an earlier one.
+    """Self-attention that shares keys and values with other layers.
 
     Attributes:
-        source: layer that made the keys and values; None: this one, for others to read.
+        source: layer whose keys and values are read; None: this one, whose are read by others.
     """
 
     source: int | None = None
@@ -74,9 +74,9 @@ class SharedKeys(AroundHeads):
     def propagate(self, signal: Signal, run: Run) -> Record:
         memory = None
         if self.source is None:
-            run.kept[MADE, run.layer] = signal
+            run.kept[SHARED_NAMES, run.layer] = signal
         else:
-            memory = run.kept[MADE, self.source]
+            memory = run.kept[SHARED_NAMES, self.source]
         output, pullback = self.heads.attend(signal, memory or signal)
         return run.passed(Record(self, run.layer, signal, output, (), pullback, memory))
 
@@ -85,30 +85,32 @@ class SharedKeys(AroundHeads):
         pulled, to_memory = record.pullback(gradient)
         weights, overlaps = pulled.weights, pulled.overlaps
         if self.source is not None:
-            run.send((MADE, self.source), (to_memory.kernel, weights, overlaps))
-            pulled.weights = functools.partial(_asked, weights)
-            pulled.overlaps = functools.partial(_asked, overlaps)
+            run.send((SHARED_NAMES, self.source), (to_memory.kernel, weights, overlaps))
+            pulled.weights = functools.partial(_without_source, weights)
+            pulled.overlaps = functools.partial(_without_source, overlaps)
         else:
-            sent = run.sent.pop((MADE, record.layer), [])
-            kernels = pulled.gradient.kernel, to_memory.kernel, *(one for one, *_ in sent)
+            readers = run.sent.pop((SHARED_NAMES, record.layer), [])
+            kernels = pulled.gradient.kernel, to_memory.kernel, *(k for k, _, _ in readers)
             pulled.gradient = pulled.gradient.with_kernel(sum_of(kernels))
-            pulled.weights = functools.partial(_gathered, weights, [one for _, one, _ in sent])
-            pulled.overlaps = functools.partial(_gathered, overlaps, [one for *_, one in sent])
+            pulled.weights = functools.partial(_with_readers, weights, [w for _, w, _ in readers])
+            pulled.overlaps = functools.partial(_with_readers, overlaps, [o for *_, o in readers])
         return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
 
 
-def _made(name: str) -> bool:
-    return name.partition(".")[0] in MADE
+def _of_source(name: str) -> bool:
+    return name.partition(".")[0] in SHARED_NAMES
 
 
-def _asked(named: Named) -> Mapping[str, Array]:
-    return {name: norm for name, norm in named().items() if not _made(name)}
+def _without_source(named: Named) -> Mapping[str, Array]:
+    """Gradient norms of the parameters that do not belong to the earlier layer."""
+    return {name: norm for name, norm in named().items() if not _of_source(name)}
 
 
-def _gathered(named: Named, others: list[Named]) -> Mapping[str, Array]:
+def _with_readers(named: Named, readers: list[Named]) -> Mapping[str, Array]:
+    """Gradient norms of the earlier layer with those from the layers that read its keys."""
     total = dict(named())
-    for one in others:
-        for name, norm in one().items():
-            if _made(name):
+    for reader in readers:
+        for name, norm in reader().items():
+            if _of_source(name):
                 total[name] = total[name] + norm
     return total

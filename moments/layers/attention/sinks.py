@@ -1,9 +1,9 @@
-"""Attention sinks: one more key, of value 0 and of a logit that is a parameter of the head.
+"""Attention sinks: an additional key of value 0 whose logit is a parameter of the head.
 
-With Z = sum_j e^{l_j} of a row and a sink logit s, what leaves is rho y, where y is attention
-without a sink and rho = Z/(Z + e^s) = 1/(1 + e^{s - log Z}). Of a row with itself powers of 1 - rho
-are integrals over keys alike, as softmax statistics are; of two rows log Z is taken as Gaussian,
-with the moments E 1/Z and E 1/Z^2. See docs/theory/latent_attention.md.
+With Z = sum_j e^{l_j} of a row and a sink logit s, the output is rho y, where y is attention
+without a sink and rho = Z/(Z + e^s) = 1/(1 + e^{s - log Z}). For a row with itself powers of
+1 - rho are integrals over exchangeable keys; for two rows log Z is taken as Gaussian, with the
+moments E 1/Z and E 1/Z^2. See docs/theory/latent_attention.md.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .kernels import Paths
 from .projections import LogitLaw, attention_diagnostics
 
 NODES, DEGREES = 40, 16
-"""Gauss-Hermite nodes of a function of log Z - s, and terms of its series: at a standard deviation
-of 3, products of two rows keep four digits."""
+"""Gauss-Hermite nodes of a function of log Z - s, and terms of its Hermite series: four digits for
+products of two rows at a standard deviation of 3."""
 
 STEP, SHARED_NODES = 0.5, 14
-"""Spacing in log t of the integrals of one row, and nodes of what its logits share."""
+"""Spacing in log t of the integrals of one row, and nodes of the logits' common part."""
 
 
 class OneRow(NamedTuple):
-    """Of rows of keys alike, arrays in the rows' shape.
+    """Statistics of rows of exchangeable keys, in the rows' shape.
 
     Attributes:
-        center, variance: of the Gaussian log Z, without what all keys share.
+        center, variance: of the Gaussian log Z, without the logits' common part.
         kept, moved: E rho^2 and E rho^2 (1 - rho)^2.
         kept_squares, moved_squares: E rho^2 sum a^2 and E rho^2 (1 - rho)^2 sum a^2, a of a row
             without its sink, over E sum a^2.
@@ -46,10 +46,10 @@ class OneRow(NamedTuple):
 
 
 def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
-    """Statistics of rows of n keys alike, of logit variance theta around what they share.
+    """Statistics of rows of n exchangeable keys, of logit variance theta around a common part b.
 
     E prod_j f(l_j) (Z + u)^{-k} = int t^{k-1} e^{-t u}/Gamma(k) prod_j E f e^{-t e^l} dt, with
-    u = e^{s - b}, averaged over the difference of the sink and what all keys share.
+    u = e^{s - b}, averaged over s - b.
 
     Args:
         shared: variance of s - b.
@@ -73,12 +73,12 @@ def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
     nodes, shares = np.polynomial.hermite_e.hermegauss(SHARED_NODES)
     power = x + (np.sqrt(shared)[:, None] * nodes)[..., None]  # log t u: (rows, u, t)
     power = np.exp(np.minimum(power, 170.0))
-    alone = np.exp(-power)
+    decay = np.exp(-power)
 
     def total(order: int, integrand: Array) -> Array:
-        """Over log t, with (t u)^order e^{-t u}, averaged over u."""
-        each = np.einsum("rut,rt->ru", power**order * alone, integrand)
-        return np.asarray(STEP * (each @ (shares / shares.sum())))
+        """Integral over log t, with the factor (t u)^order e^{-t u}, averaged over u."""
+        integrals = np.einsum("rut,rt->ru", power**order * decay, integrand)
+        return np.asarray(STEP * (integrals @ (shares / shares.sum())))
 
     p = [total(k, every) / math.factorial(k - 1) for k in (1, 2, 3, 4)]  # E (1 - rho)^k
     inverse = [STEP * (np.exp(k * x) * every).sum(1) for k in (1, 2)]
@@ -92,30 +92,31 @@ def one_row(theta: Array, count: Array, shared: Array) -> OneRow:
         total(0, rest) / squares,
         total(2, rest) / (6.0 * squares),
     )
-    return OneRow(*(one.reshape(shape)[()] for one in result))
+    return OneRow(*(values.reshape(shape)[()] for values in result))
 
 
 @functools.lru_cache(maxsize=1)
 def _hermite() -> tuple[Array, Array, Array]:
-    """Nodes z, weights w, and (degrees, nodes) Hermite polynomials of E h_m h_n = delta_mn."""
+    """Nodes z, weights w, and (degrees, nodes) Hermite polynomials with E h_m h_n = delta_mn."""
     z, w = np.polynomial.hermite_e.hermegauss(NODES)
-    every = [np.polynomial.hermite_e.hermeval(z, np.eye(DEGREES)[k]) for k in range(DEGREES)]
+    values = [np.polynomial.hermite_e.hermeval(z, np.eye(DEGREES)[k]) for k in range(DEGREES)]
     sizes = [math.sqrt(math.factorial(k)) for k in range(DEGREES)]
-    return z, w / w.sum(), np.array(every) / np.array(sizes)[:, None]
+    return z, w / w.sum(), np.array(values) / np.array(sizes)[:, None]
 
 
 class SinkLayer:
-    """A layer of attention whose heads have a sink; what it does not state is the layer's own.
+    """An attention layer with a sink in every head; other attributes are those of `layer`.
 
     Attributes:
-        layer: the attention without sinks, in whatever resolution.
-        rows: second moments of rho, what is left of a row that summed to 1.
+        layer: the attention without sinks, at any resolution.
+        rows: second moments of rho, the sum of a row's weights.
     """
 
     def __init__(self, layer: Any, law: LogitLaw, sink: float, tokens: Kernel) -> None:
         """Args:
         layer: the attention without sinks.
         sink: variance of the sinks' logits over heads.
+        tokens: kernel of the values.
         """
         self.layer, self._law = layer, law
         queries, keys = law.queries.kernel, law.keys.kernel
@@ -123,24 +124,24 @@ class SinkLayer:
         size = queries.diagonal
         theta = np.reshape(statistics["logit_variance"], np.shape(size))
         count = np.reshape(layer.keys + 0.0 * statistics["logit_variance"], np.shape(size))
-        scale, mean = (queries.lift(one)[0] for one in (law.scale, keys.mean_diagonal()))
+        scale, mean = (queries.lift(x)[0] for x in (law.scale, keys.mean_diagonal()))
         shared = np.maximum(scale * mean * size - theta, 0.0)
-        alone = one_row(theta, count, shared + sink)
-        variance = shared + alone.variance + sink
+        row = one_row(theta, count, shared + sink)
+        variance = shared + row.variance + sink
 
-        # Of what two rows have in common: keys' own parts by those that both see.
+        # Correlation of s - log Z of two rows; the unshared parts of common keys correlate.
         first, second = queries.over_tokens(size)
         cosine = np.clip(ratio_or_zero(queries.off_diagonal, np.sqrt(first * second)), -1.0, 1.0)
-        common, both = (np.sqrt(np.multiply(*queries.over_tokens(one))) for one in (shared, theta))
+        common, both = (np.sqrt(np.multiply(*queries.over_tokens(x))) for x in (shared, theta))
         most = np.maximum(*queries.over_tokens(count))
         fenton = np.log1p(np.expm1(np.minimum(theta, 500.0)) / count)
-        narrow = np.sqrt(np.multiply(*queries.over_tokens(ratio_or_zero(alone.variance, fenton))))
+        narrow = np.sqrt(np.multiply(*queries.over_tokens(ratio_or_zero(row.variance, fenton))))
         diagonal = narrow * np.log1p(np.expm1(np.minimum(cosine * both, 500.0)) / most)
         sizes = np.sqrt(np.multiply(*queries.over_tokens(variance)))
         correlation = np.clip(ratio_or_zero(cosine * common + diagonal + sink, sizes), -1.0, 1.0)
 
         z, weights, polynomials = _hermite()
-        logits = np.asarray(alone.center)[..., None] + np.sqrt(variance)[..., None] * z
+        logits = np.asarray(row.center)[..., None] + np.sqrt(variance)[..., None] * z
         kept = 1.0 / (1.0 + np.exp(-np.clip(logits, -700.0, 700.0)))
         self._mean = (kept * weights).sum(-1)[()]
         entropy = -(kept * np.log(np.maximum(kept, 1e-300)))
@@ -148,6 +149,7 @@ class SinkLayer:
         self._entropy = (entropy * weights).sum(-1)
 
         def moments(values: Array, diagonal: Array) -> Kernel:
+            """Second moments over rows of a function with these values at the nodes z."""
             terms = (values * weights) @ polynomials.T
             one, other = terms, terms
             if queries.resolved:
@@ -157,8 +159,8 @@ class SinkLayer:
                 off_diagonal = off_diagonal * correlation + one[..., k] * other[..., k]
             return Kernel.joined(diagonal, off_diagonal[()], queries.resolved)
 
-        # What rows sum of their keys' own parts is larger where Z is.
-        self._output, self._squares = layer.forward(), alone.kept_squares
+        # The unshared part of a row's output is correlated with Z.
+        self._output, self._squares = layer.forward(), row.kept_squares
         squares = np.reshape(layer.sum_square, np.shape(size))
         unshared, _ = queries.lift(
             np.maximum(tokens.mean_diagonal() - tokens.mean_off_diagonal(), 0.0)
@@ -168,10 +170,10 @@ class SinkLayer:
         def mixed(whole: Array, of_squares: Array) -> Array:
             return whole + part * (of_squares - whole)
 
-        self.rows = moments(kept, alone.kept)
-        self._mixing = moments(kept, mixed(alone.kept, alone.kept_squares))
-        self._moved = moments(kept * (1.0 - kept), mixed(alone.moved, alone.moved_squares))
-        # covariance of sum_j a_j l_j of two rows, over their queries'
+        self.rows = moments(kept, row.kept)
+        self._mixing = moments(kept, mixed(row.kept, row.kept_squares))
+        self._moved = moments(kept * (1.0 - kept), mixed(row.moved, row.moved_squares))
+        # covariance of sum_j a_j l_j of two rows, over that of their queries
         unit = np.sqrt(first * second)
         self._logits = Kernel.joined(
             ratio_or_zero(shared + theta / count, size),
@@ -188,13 +190,13 @@ class SinkLayer:
         return result
 
     def mean_output(self) -> Kernel:
-        """Overlap of the outputs of two heads that share keys and values, not their sinks."""
+        """Overlap of the outputs of two heads that share keys and values, but not sinks."""
         first, second = self.rows.over_tokens(self._mean)
         result: Kernel = self.layer.mean_output()
         return result.weighted(self._mean**2, first * second)
 
     def weights(self) -> Any:
-        """Mean attention; None: uniform, for tokens alike."""
+        """Mean attention; None: uniform, for exchangeable tokens."""
         result = self.layer.weights()
         if isinstance(result, ClassRows):
             mean = self._mean[..., : result.weights.shape[-2], None]
@@ -216,13 +218,13 @@ class SinkLayer:
         )
 
     def _of_sums(self, gained: Kernel) -> Kernel:
-        """Of dLoss/dlog Z of two rows, per feature, from the gradient at sum_j a_ij x_j."""
+        """Kernel of dLoss/dlog Z of the rows, per feature, from the gradient at sum_j a_ij x_j."""
         result: Kernel = gained * self._output * self._moved
         return result
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
-        """Of the gradient at sum_j a_ij x_j: as without sinks, and through log Z, whose gradient
-        in a row's logits are its weights."""
+        """Paths of the gradient at sum_j a_ij x_j: those without sinks, and through log Z, whose
+        gradient in a row's logits are its weights."""
         plain: Paths[Kernel] = self.layer.backward(gained * self._mixing)
         sums = self._of_sums(gained)
         grad_in = (sums * self._law.queries.kernel).scaled(self._law.scale)
@@ -230,20 +232,20 @@ class SinkLayer:
         return plain._replace(query=plain.query + sums * self._logits, key=plain.key + keys)
 
     def overlap_path(self, gained: Kernel) -> Kernel:
-        """What the query path gains per unit of the variance of two tokens' overlap."""
+        """Growth of the query path per unit of the variance of two tokens' overlap."""
         result: Kernel = self.layer.overlap_path(gained * self._mixing)
         return result
 
     def response(self) -> Kernel:
-        """What the query path is per unit of the gradient."""
+        """Query path per unit of the gradient."""
         result: Kernel = self.layer.response() * self._mixing
         return result + self._of_sums(self.rows.with_ones()) * self._logits
 
     def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
-        """Of a table of relative biases."""
+        """Squared gradient norm of a table of relative biases."""
         result: Array | None = self.layer.table_gradient(leaf, gained * self._mixing)
         return result
 
     def sink_gradient(self, leaf: Any, gained: Kernel, length: int) -> Array:
-        """Of the heads' sinks: dLoss/ds = -sum_i dLoss/dlog Z_i."""
+        """Squared gradient norm of the sinks: dLoss/ds = -sum_i dLoss/dlog Z_i."""
         return np.asarray(leaf.memory_width * self._of_sums(gained).total(length))

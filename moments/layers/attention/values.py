@@ -1,10 +1,10 @@
-"""Attention whose values are a sum of sources: its own, the first layer's, rows of a table.
+"""Attention whose values are a sum of three sources, v = a W_v x + b v_1 + c g e.
 
-v = a W_v x + b v_1 + c g e. The matrices of the three are independent, so that the values' kernel
-is the sum of theirs, and on the way back each source receives its factor's square of what arrives
-at the values; nothing of v_1 or e reaches the logits. Of a gate's rows the kernel is a product,
-whose derivative (`by_law`) is what reaches the gate. See docs/theory/attention.md, Values of other
-sources.
+v_1 are the first layer's values, e rows of a token table with gates g. The three matrices are
+independent, so the values' kernel is the sum of three kernels, and the gradient of each source is
+that of the values times its squared factor; v_1 and e do not enter the logits. The kernel of gated
+rows is a product, whose derivative (`by_law`) gives the gate's gradient. See
+docs/theory/attention.md, Values of other sources.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .self_attention import AttentionPullback, SelfAttention, attended
 from .shared_keys import AroundHeads
 
 
-class _Way(NamedTuple):
-    """Of a pass, the ways back.
+class _Pullbacks(NamedTuple):
+    """Backward maps of one forward pass.
 
     Attributes:
-        attention: from the heads, on values as they are.
-        rows: from the table's rows; None: there is no table.
+        attention: from the heads, with the summed values as input of a matrix of unit gain.
+        rows: from the gated rows of the table; None: no table.
     """
 
     attention: AttentionPullback
@@ -45,14 +45,14 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True)
 class MixedValues(AroundHeads):
-    """Self-attention on such values.
+    """Self-attention with values of several sources.
 
     Attributes:
-        heads: the attention, with the variance of its own values' matrix.
-        values: the sources.
+        heads: the attention, with the variance of W_v.
+        values: the factors of the sources.
         first: whether this is the first layer.
-        keeps: whether later layers read its own values.
-        gates: heads of values, each with a gate.
+        keeps: whether later layers use this layer's values.
+        gates: number of value heads, each with a gate.
     """
 
     heads: SelfAttention
@@ -63,7 +63,7 @@ class MixedValues(AroundHeads):
 
     @property
     def _own(self) -> float:
-        """Square of the factor of W_v x, of which v_1 is the first layer's."""
+        """Squared factor of W_v x, which is also v_1 in the first layer."""
         return (self.values.own + (self.values.first if self.first else 0.0)) ** 2
 
     def _unit(self, value: Any, **changes: Any) -> SelfAttention:
@@ -75,8 +75,8 @@ class MixedValues(AroundHeads):
         leaf, values, tokens = self.heads, self.values, signal.second_moment()
         gain = leaf.d_model * leaf.value
         own = tokens.scaled(gain)
-        one, two = own.lift(leaf.value_bias)
-        own = Kernel(own.diagonal + one, own.off_diagonal + two, own.resolved)
+        bias, pair_bias = own.lift(leaf.value_bias)
+        own = Kernel(own.diagonal + bias, own.off_diagonal + pair_bias, own.resolved)
         if self.keeps:
             run.kept[FIRST] = own
         others, rows = [], None
@@ -88,16 +88,17 @@ class MixedValues(AroundHeads):
             table, rows = self._rows(signal, run.kept[ROWS])
             others.append(table.kernel.scaled(values.table**2))
         total = _sum(signal, self._own * gain, others)
-        # of values as they are, a matrix of unit gain
-        way = attended(self._unit(1.0 / leaf.d_model), signal, signal, total, self._own * gain)
-        unshared = [one.mean_diagonal() - one.mean_off_diagonal() for one in (own, total.kernel)]
-        way.aligned = ratio_or_zero(unshared[0] * self._own, unshared[1])
-        return run.passed(Record(self, run.layer, signal, way.output, (), _Way(way, rows)))
+        # the summed values are the input of a matrix of unit gain
+        pullback = attended(self._unit(1.0 / leaf.d_model), signal, signal, total, self._own * gain)
+        unshared = [k.mean_diagonal() - k.mean_off_diagonal() for k in (own, total.kernel)]
+        pullback.aligned = ratio_or_zero(unshared[0] * self._own, unshared[1])
+        both = _Pullbacks(pullback, rows)
+        return run.passed(Record(self, run.layer, signal, pullback.output, (), both))
 
-    def _rows(self, signal: Signal, alike: Kernel) -> Any:
-        """What tokens look up, times its gates; and the way back."""
+    def _rows(self, signal: Signal, same_word: Kernel) -> Any:
+        """Moments of the table's rows times their gates, and the backward map."""
         values, width = self.values, int(self.heads.value_width)
-        rows = Layout.of(signal.kernel, signal.seq_len).array(alike)
+        rows = Layout.of(signal.kernel, signal.seq_len).array(same_word)
         matrices = [laws.LawMatrix("value_table", 1, width, values.table_variance)]
         if values.gate is not None:
             gate = values.gate, self.gates, values.gate_variance
@@ -110,37 +111,36 @@ class MixedValues(AroundHeads):
         leaf, values, length = self.heads, self.values, gradient.seq_len
         attention, rows = record.pullback
         query, key, sides = attention._sent(gradient.kernel)
-        entries = sides.value.scaled(leaf.d_model / leaf.value_width)
-        sent = run.sent.pop(FIRST, []) if self.keeps else []
-        own = sum_of([entries.scaled(self._own), *sent])
+        at_values = sides.value.scaled(leaf.d_model / leaf.value_width)
+        from_later = run.sent.pop(FIRST, []) if self.keeps else []
+        own = sum_of([at_values.scaled(self._own), *from_later])
         gain = leaf.value_width * leaf.value
-        crossed = sides.cross.scaled(self._own * leaf.d_model * leaf.value)
-        parts = [query, key, crossed, own.scaled(gain)]
+        cross = sides.cross.scaled(self._own * leaf.d_model * leaf.value)
+        parts = [query, key, cross, own.scaled(gain)]
         if values.first and not self.first:
-            run.send(FIRST, entries.scaled(values.first**2))
-        looked: Pulled | None = None
+            run.send(FIRST, at_values.scaled(values.first**2))
+        table: Pulled | None = None
         if rows is not None:
-            looked = rows(Gradient(entries.scaled(values.table**2), length))
-            parts.append(looked.gradient.kernel)
+            table = rows(Gradient(at_values.scaled(values.table**2), length))
+            parts.append(table.gradient.kernel)
         pulled = attention._pulled(sum_of(parts), gradient, sides)
-        pulled.weights = functools.partial(self._weights, pulled.weights, record.input, own, looked)
+        pulled.weights = functools.partial(self._weights, pulled.weights, record.input, own, table)
         return record.completed(gradient, pulled.gradient, (), pulled)
 
     def _weights(
-        self, heads: Callable[[], Norms], signal: Signal, own: Kernel, looked: Pulled | None
+        self, heads: Callable[[], Norms], signal: Signal, own: Kernel, table: Pulled | None
     ) -> Norms:
-        """Of the heads' matrices, that of their values by the gradient's kernel at W_v x, and of
-        gates and the table."""
+        """Squared gradient norms; `own` is the gradient's kernel at W_v x."""
         leaf, result = self.heads, dict(heads())
         of_values = (signal.second_moment() * own).total(signal.seq_len)
         result["value"] = leaf.d_model * leaf.value_width * of_values
         if "value" in biased(leaf.has_bias):
             result["value.bias"] = leaf.value_width * own.total(signal.seq_len)
-        return result if looked is None else result | dict(looked.weights())
+        return result if table is None else result | dict(table.weights())
 
 
 def _sum(signal: Signal, factor: Any, others: list[Kernel]) -> Signal:
-    """Tokens, their kernel times a factor, and independent Gaussian sources."""
+    """Sum of tokens, with their kernel times a factor, and of independent Gaussian sources."""
     varies = signal.fluctuation
     if not others:
         varies = varies and varies.scaled(factor)
@@ -153,6 +153,6 @@ def _sum(signal: Signal, factor: Any, others: list[Kernel]) -> Signal:
 
 
 def _looked_up(rows: Array, gated: bool, x: Array, w: Any) -> Array:
-    """The law of rows with these moments at unit variance, times their gates."""
+    """Law of table rows with these moments at unit variance, times their gates."""
     result: Array = w.value_table(np.broadcast_to(rows, np.shape(laws.plain(x))))
     return result * laws.activation("sigmoid", w.value_gate(x)) if gated else result

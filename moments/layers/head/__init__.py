@@ -1,4 +1,1 @@
-"""From the last layer to the loss, and the gradient that comes back.
-
-Start with `output`.
-"""
+"""The head: from the last layer to the loss, and the gradient back. Start with `output`."""

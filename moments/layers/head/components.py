@@ -1,4 +1,4 @@
-"""A head as components: final normalisation, pooling, dropout and hidden layer."""
+"""Components of a head: final normalisation, pooling, dropout and hidden layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ..normalization import DynamicTanh, FiniteNormalization
 
 
 def head_chain(model: Transformer, head: Head, sequences: int, real: Any = None) -> Chain:
-    """What stands between the last layer and the matrix to the logits."""
+    """Components between the last layer and the matrix to the logits."""
     parts: list[Component] = []
     if head.norm:
         parts.append(_norm(model, "final.norm", head.norm_gain))
@@ -76,9 +76,9 @@ def _norm(model: Transformer, label: str, gain: float = 1.0) -> Component:
 
 @dataclass(frozen=True)
 class HiddenNormalization(FiniteNormalization):
-    """A normalisation of what an activation gives, whose features share a mean.
+    """Normalisation of an activation's output, whose features share a mean.
 
-    Centring removes that mean whole; the norm's spread is that of independent features.
+    Centring removes that mean; the norm fluctuates as that of independent features.
     """
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -92,18 +92,18 @@ class HiddenNormalization(FiniteNormalization):
 
 @dataclass(frozen=True)
 class Pool(Leaf):
-    """One vector per sequence: its first token, or the mean of its real tokens, or of a picture's
-    "patches" or the tokens "before" them.
+    """One vector per sequence: its first token, or the mean of its real tokens, of a picture's
+    "patches", or of the tokens "before" these.
 
-    With tokens alike there is one sequence, and the gradient is the average over its tokens; the
-    band then takes what is a mean of some tokens for one of all.
+    Exchangeable tokens form one sequence, and the gradient is averaged over its tokens; the band
+    then takes the mean of some tokens as that of all.
 
     Attributes:
         label: site name in a trace.
         kind: as `Head.pool`.
-        sequences: of a resolved kernel, one after the other.
+        sequences: number of concatenated sequences in a resolved kernel.
         real: (sequences, L), 1 for real tokens; None: all.
-        before: tokens that stand before the patches.
+        before: number of tokens before the patches.
     """
 
     label: str
@@ -113,43 +113,43 @@ class Pool(Leaf):
     before: int = 0
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        kernel, way = signal.second_moment(), PoolWay.of(self, signal)
-        pooled, centred = way.pooled(kernel), None
+        kernel, maps = signal.second_moment(), PoolMaps.of(self, signal)
+        pooled, centred = maps.pooled(kernel), None
         if signal.centred is not None and signal.resolved is True:
-            centred = way.pooled(signal.centred)
+            centred = maps.pooled(signal.centred)
         norms = Fluctuation.of_gaussian(pooled, signal.width)
         mean = 0.0 * pooled.diagonal
         output = Signal(pooled, 1, mean, signal.width, fluctuation=norms, centred=centred)
-        return output, way
+        return output, maps
 
     def tokens(self, length: int) -> range:
-        """The tokens that are averaged."""
+        """Indices of the averaged tokens."""
         first = self.before if self.kind == "patches" else 0
         return range(first, {"first": 1, "before": self.before}.get(self.kind, length))
 
     def response(self, record: Record, around: Around) -> Response:
-        return PoolWay.of(self, record.input)
+        return PoolMaps.of(self, record.input)
 
     def weights(self, count: int) -> np.ndarray:
-        """(sequences, count) with which tokens enter their sequence's vector."""
+        """(sequences, count) weights of the tokens in each sequence's vector."""
         length = count // self.sequences
         rows = np.zeros((self.sequences, self.sequences, length))
-        each = np.arange(self.sequences)
-        real = np.isin(np.arange(length), self.tokens(length)) * np.ones((self.sequences, 1))
+        diagonal = np.arange(self.sequences)
+        averaged = np.isin(np.arange(length), self.tokens(length)) * np.ones((self.sequences, 1))
         if self.real is not None and self.kind != "first":
-            real = real * self.real
-        rows[each, each] = real / real.sum(-1, keepdims=True)
+            averaged = averaged * self.real
+        rows[diagonal, diagonal] = averaged / averaged.sum(-1, keepdims=True)
         return rows.reshape(self.sequences, count)
 
 
 @dataclass(frozen=True)
-class PoolWay:
-    """From tokens to one vector per sequence, and back: linear in kernels, so that what one does to
-    a signal it does to sensitivities to gradients, and the other to those to signals.
+class PoolMaps:
+    """Linear maps of kernels from tokens to one vector per sequence (`pooled`) and back
+    (`returned`). The first also maps sensitivities to gradients, the second those to signals.
 
     Attributes:
-        resolved: as the tokens' kernel.
-        weights: (sequences, tokens), by token.
+        resolved: resolution of the tokens' kernel.
+        weights: (sequences, tokens) if resolved by token.
         length: tokens of a sequence.
     """
 
@@ -159,7 +159,7 @@ class PoolWay:
     length: int
 
     @classmethod
-    def of(cls, pool: Pool, signal: Signal) -> PoolWay:
+    def of(cls, pool: Pool, signal: Signal) -> PoolMaps:
         by_token = signal.resolved is True
         weights = pool.weights(signal.kernel.off_diagonal.shape[-1]) if by_token else None
         return cls(pool, signal.resolved, weights, signal.seq_len)
@@ -172,37 +172,38 @@ class PoolWay:
             count = len(self.pool.tokens(self.length))
             variance = (kernel.diagonal + (count - 1) * kernel.off_diagonal) / count
             return Kernel(variance, 0.0 * variance)
-        # equally long documents, each of which has one vector
+        # equally long documents, with one vector each
         inside, *across = classes.blocks(kernel.diagonal, kernel.off_diagonal)
-        one, count = classes.inside, classes.inside.length
+        document, count = classes.inside, classes.inside.length
 
         def mean(diagonal: Array, off_diagonal: Array) -> Array:
             if self.pool.kind == "first":
                 return diagonal[..., 0]
-            return (one.mean(diagonal) + (count - 1) * one.mean_of_pairs(off_diagonal)) / count
+            pairs = document.mean_of_pairs(off_diagonal)
+            return (document.mean(diagonal) + (count - 1) * pairs) / count
 
-        alone = mean(*inside)
-        between = mean(*across[0]) if across else 0.0 * alone
+        within = mean(*inside)
+        between = mean(*across[0]) if across else 0.0 * within
         same = np.eye(classes.length // count) > 0.0
-        return Kernel.of_matrix(np.where(same, alone[..., None, None], between[..., None, None]))
+        return Kernel.of_matrix(np.where(same, within[..., None, None], between[..., None, None]))
 
     def returned(self, kernel: Kernel) -> Kernel:
-        """To tokens alike each of those averaged its part, averaged over all."""
+        """Transpose of `pooled`; for exchangeable tokens averaged over all tokens."""
         length, classes = self.length, self.resolved
         if classes is True:
             return Kernel.of_matrix(self.weights.T @ kernel.off_diagonal @ self.weights)
         if classes is False:
             count = len(self.pool.tokens(length))
-            each = kernel.diagonal / (count * length)
-            return Kernel(each, each * ((count - 1) / max(length - 1, 1)))
+            diagonal = kernel.diagonal / (count * length)
+            return Kernel(diagonal, diagonal * ((count - 1) / max(length - 1, 1)))
         size, count = len(classes.inside.nodes), classes.inside.length
         first = np.eye(1, size)[0]
 
         def spread(value: Array) -> tuple[Array, Array]:
             if self.pool.kind == "first":
                 return value[..., None] * first, np.zeros((*np.shape(value), size, size))
-            each = value[..., None] / count**2 + np.zeros(size)
-            return each, each[..., None] + np.zeros(size)
+            diagonal = value[..., None] / count**2 + np.zeros(size)
+            return diagonal, diagonal[..., None] + np.zeros(size)
 
         blocks = [spread(np.asarray(kernel.mean_diagonal()))]
         if len(classes.ends) > 1:
@@ -216,12 +217,12 @@ class PoolWay:
     def gradient_adjoint(self, sensitivity: Matrix) -> GradientAdjoint:
         onward = matrix_of(self.pooled(kernel_of(sensitivity)), 1)
         if not isinstance(self.resolved, bool) and self.pool.kind == "mean":
-            # counted as matrices on classes are
+            # a matrix on classes is a sum over the tokens of each class
             onward = total(sensitivity)[..., None, None] / count_of(sensitivity) ** 2
         return GradientAdjoint(onward.astype(SINGLE))
 
     def signal_adjoint(self, sensitivity: Matrix, exposure: Any) -> SignalAdjoint:
-        alike = isinstance(self.resolved, bool)
-        one = self if alike else replace(self, resolved=self.resolved.of_one)
-        result = matrix_of(one.returned(kernel_of(sensitivity)), self.length)
+        by_class = not isinstance(self.resolved, bool)
+        maps = replace(self, resolved=self.resolved.of_one) if by_class else self
+        result = matrix_of(maps.returned(kernel_of(sensitivity)), self.length)
         return SignalAdjoint(result.astype(SINGLE))

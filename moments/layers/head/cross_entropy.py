@@ -1,8 +1,8 @@
-"""A softmax over a vocabulary of Gaussian logits: its expectations, exact for one token.
+"""Expectations of a softmax over a vocabulary of Gaussian logits, exact for one token.
 
 Each is an integral over y = -log t, t the argument of the Laplace transform of the softmax's sum,
-by equally spaced points, which converge exponentially. Where logits vary widely E exp(-exp(z - y))
-is a normal distribution smoothed by a Gumbel variable, over which the integral is then taken. See
+by equally spaced points, which converge exponentially. For large variances E exp(-exp(z - y)) is a
+normal distribution smoothed by a Gumbel variable, over which the integral is taken instead. See
 docs/theory/loss.md.
 """
 
@@ -16,16 +16,16 @@ import numpy as np
 from ...engine.state import Array
 
 _STEP = 0.4  # of y and z: an error of exp(-pi^2 / step) = 2e-11
-# Of G, where E p (1 - p) is a difference that falls like 1/deviation: an error of 2e-15.
+# Of the Gumbel variable: an error of 2e-15 (E p (1 - p) is a difference, falling like 1/deviation).
 _STEP_OF_GUMBEL = 0.25
 _TAIL = 8.5  # standard deviations
-_RARE = 1e-13  # a probability that is left out
-_NEAR = 100.0  # scales around a centre within which points keep their distance
-# Largest deviation of a logit. Beyond it softmaxes are maxima to 1e-6, and only their values grow.
+_RARE = 1e-13  # neglected probability
+_NEAR = 100.0  # distance from a centre, in its scales, within which points are equally spaced
+# Cap on a logit's standard deviation. Beyond it softmaxes are one-hot to 1e-6, and results scale.
 _DEVIATION_MAX = 1e7
-# Nodes of a capped logit; it is treated as a smaller one where it needs more, 1e3 and beyond.
+# Most nodes of a capped logit; larger caps (1e3 and beyond) are scaled down to it.
 _CAPPED_POINTS = 40_000
-_NOTHING = 1e-280  # product of two probabilities
+_NOTHING = 1e-280  # product of two probabilities that counts as 0
 _AT_ONCE = 1 << 20  # entries of a matrix
 
 
@@ -45,12 +45,12 @@ class Logit:
 
     @property
     def ends(self) -> Array:
-        """E (p w)^2 over (E p w)^2; 1 where the logit has no part in the softmax."""
+        """E (p w)^2 over (E p w)^2; 1 if the logit has no probability."""
         return _share(self.square_slope_square, self.probability_slope**2)
 
     @property
     def hits(self) -> Array:
-        """E p w^2 over E p w E w; likewise."""
+        """E p w^2 over E p w E w; 1 if the logit has no probability."""
         return _share(self.probability_slope_square, self.probability_slope * self.slope)
 
     def reshaped(self, shape: tuple[int, ...]) -> Logit:
@@ -58,8 +58,8 @@ class Logit:
 
 
 def _share(part: Array, whole: Array) -> Array:
-    there = np.asarray(whole) > _NOTHING
-    return np.divide(part, whole, out=np.ones(there.shape), where=there)[()]
+    positive = np.asarray(whole) > _NOTHING
+    return np.divide(part, whole, out=np.ones(positive.shape), where=positive)[()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,8 @@ class Softmax:
 
     Attributes:
         log_sum: E log sum_v exp(f(z_v)).
-        own: the logit of the token that is read, of a mean and variance of its own.
-        other: each of the others.
+        own: the logit of the token's own row, which has another mean and variance.
+        other: each of the other logits.
     """
 
     log_sum: Array
@@ -84,12 +84,11 @@ def softmax_expectations(
     own_variance: Array = None,
     softcap: float | None = None,
 ) -> Softmax:
-    """Expectations of a softmax over independent Gaussian logits, all but one alike.
+    """Expectations of a softmax over independent Gaussian logits, all but one of equal law.
 
     Args:
-        variance: of each, any shape.
-        own_mean, own_variance: of the one that differs; they broadcast with `variance`; None: as
-            the others.
+        variance: of the equal logits, any shape.
+        own_mean, own_variance: of the other one; they broadcast with `variance`; None: the same.
         softcap: c in f(z) = c tanh(z/c); None: f(z) = z.
     """
     own_variance = variance if own_variance is None else own_variance
@@ -97,7 +96,7 @@ def softmax_expectations(
         np.asarray(variance, float), np.asarray(own_mean, float), np.asarray(own_variance, float)
     )
     shape = arrays[0].shape
-    if not all(np.all(np.isfinite(one)) for one in arrays):
+    if not all(np.all(np.isfinite(array)) for array in arrays):
         raise OverflowError("logits without a finite variance")
     rows, where = np.unique(
         np.stack([a.ravel() for a in arrays], axis=-1).round(12), axis=0, return_inverse=True
@@ -111,14 +110,14 @@ def softmax_expectations(
 
 
 class _Nodes:
-    """One logit at equally spaced nodes, with the weights of its Gaussian."""
+    """A logit at equally spaced nodes, with Gaussian weights."""
 
     def __init__(self, mean: float, variance: float, softcap: float | None, top: float) -> None:
         deviation = math.sqrt(max(variance, 1e-24))
         step = min(_STEP, deviation / 2, math.inf if softcap is None else softcap / 4)
         low, high = mean - _TAIL * deviation, mean + _TAIL * deviation
         if softcap is None:
-            # exp(2 z) moves mass up to mean + 2 variance; beyond `top` exp(-exp(z - y)) ends it.
+            # exp(2 z) shifts mass up to mean + 2 variance; exp(-exp(z - y)) cuts it off at `top`.
             high = min(high + 2 * variance, max(top, high))
         else:
             low, high = max(low, -_saturated(softcap)), min(high, _saturated(softcap))
@@ -138,15 +137,15 @@ class _Nodes:
     def _saturate(
         self, first: float, last: float, step: float, mean: float, deviation: float
     ) -> None:
-        """Give the ends what is beyond them, where the capped logit no longer varies."""
+        """Add the weight beyond the ends, where the capped logit is constant, to the ends."""
         from scipy.special import ndtr
 
         self.weights[0] += ndtr((first - step / 2 - mean) / deviation)
         self.weights[-1] += ndtr((mean - last - step / 2) / deviation)
 
     def transforms(self, y: np.ndarray) -> dict[str, np.ndarray]:
-        """E exp(-exp(u)) ("below") and 1 less it, and E exp(k u - exp(u)) times powers of the
-        slope, at every y."""
+        """E exp(-exp(u)) ("below"), 1 minus it ("above"), and E exp(k u - exp(u)) times powers of
+        the slope, at every y."""
         rows = max(1, _AT_ONCE // len(self._value))
         parts = [self._transforms(y[i : i + rows]) for i in range(0, len(y), rows)]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -177,7 +176,7 @@ class _Nodes:
 
 @dataclass(frozen=True)
 class _Wide:
-    """An uncapped logit of large variance, by nodes of the Gumbel variable that is added to it."""
+    """An uncapped logit of large variance, by nodes of the added Gumbel variable."""
 
     value: float
     variance: float
@@ -191,8 +190,8 @@ class _Wide:
     def transforms(self, y: np.ndarray) -> dict[str, np.ndarray]:
         """As `_Nodes.transforms`: exp(u - exp(u)) du is the law of -G, exp(2 u - ...) times e^-G.
 
-        Mass of exp(k u - exp(u)) around z = mean + k variance is left out: from
-        `_wide_from` on, no y is as large.
+        The mass of exp(k u - exp(u)) around z = mean + k variance is neglected: above the variance
+        `_wide_from` no y is that large.
         """
         from scipy.special import ndtr
 
@@ -207,12 +206,12 @@ class _Wide:
 
 
 def _saturated(softcap: float) -> float:
-    """Where 1 - tanh(z/softcap) is below 1e-15."""
+    """z at which 1 - tanh(z/softcap) is 1e-15."""
     return 18.0 * softcap
 
 
 def _wide_from(vocab_size: int) -> float:
-    """Variance from which log S never reaches it: then no integral meets exp(z)'s moved mass."""
+    """Variance that log S never reaches, so that the mass that exp(z) shifts plays no part."""
     return 2 * math.log(vocab_size / _RARE)
 
 
@@ -227,11 +226,11 @@ def _logit(
 def _points(
     low: float, high: float, centres: list[tuple[float, float]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Points of an integral from low to high, and their weights.
+    """Points and weights of an integral from low to high.
 
     t = sum of n asinh((y - c)/(n s)) over centres c of scale s, n = `_NEAR`, is equally spaced:
-    around each centre points are `_STEP` s apart at most, and far from it in proportion to the
-    distance, so that their number grows with the logarithm of the range alone.
+    points are at most `_STEP` s apart around each centre, and in proportion to the distance far
+    from it, so their number grows with the logarithm of the range.
     """
 
     def place(y: np.ndarray) -> np.ndarray:
@@ -247,8 +246,8 @@ def _points(
         y = centre + _NEAR * scale * np.sinh(wanted / _NEAR)
     else:
         below, above = np.full_like(wanted, low), np.full_like(wanted, 2 * high - low)
-        # To within the least scale, a hundredth of that on which t bends: from there Newton's steps
-        # square a relative distance of .01.
+        # Bisect to within the smallest scale, a hundredth of that on which t curves; from there
+        # Newton's steps square a relative distance of .01.
         halvings = math.log2(2 * (high - low) / min(s for _, s in centres))
         for _ in range(max(1, math.ceil(halvings))):
             middle = (below + above) / 2
@@ -263,7 +262,7 @@ def _points(
 def _single(
     vocab_size: int, variance: float, own_mean: float, own_variance: float, softcap: float | None
 ) -> list[float]:
-    """log_sum, then the fields of `Logit` for the own logit and for another."""
+    """log_sum, then the fields of `Logit` for the own logit and for each other one."""
     from statistics import NormalDist
 
     quantile = NormalDist().inv_cdf
@@ -277,7 +276,7 @@ def _single(
         less = variance / shrunk**2, own_mean / shrunk, own_variance / shrunk**2, cap
         return _grown(_single(vocab_size, *less), shrunk)
     deviation, own_deviation = math.sqrt(variance), math.sqrt(own_variance)
-    # Where log S is: of the mean of S, and of the largest of V normal deviates.
+    # Location of log S: log of the mean of S, or the largest of V normal deviates.
     size, extreme = math.log(vocab_size), math.sqrt(2 * math.log(vocab_size))
     place = min(size + variance / 2, deviation * extreme, softcap or math.inf)
     scale = max(1.0, deviation / extreme) if softcap is None else 1.0
@@ -285,7 +284,7 @@ def _single(
     centres = [(place, scale)]
     if own_scale < scale or abs(own_mean - place) > _NEAR * scale:
         centres.append((own_mean, own_scale))
-    # What S falls short of, and exceeds, once in 1e13; beyond that the tails of Gumbel laws.
+    # Range that log S leaves with probability 1e-13, and beyond it the tails of Gumbel laws.
     least = deviation * quantile(_RARE ** (1 / max(vocab_size - 2, 1)))
     most = min(size + variance / 2, size - deviation * quantile(_RARE / vocab_size))
     own_most = own_mean + min(own_variance / 2, -own_deviation * quantile(_RARE))
@@ -296,28 +295,28 @@ def _single(
     grid, weights = _points(low, high, centres)
     other = _logit(vocab_size, 0.0, variance, softcap, high + 4)
     own = _logit(vocab_size, own_mean, own_variance, softcap, high + 4)
-    others = other.transforms(grid)
+    of_other = other.transforms(grid)
     same = own_mean == 0.0 and own_variance == variance
-    owns = others if same else own.transforms(grid)
-    log_one = np.log1p(-np.minimum(others["above"], np.nextafter(1.0, 0.0)))
-    without_own = np.exp((vocab_size - 1) * log_one)
-    without_other = np.exp((vocab_size - 2) * log_one) * owns["below"]
-    compared = np.exp(-np.exp(np.minimum((place - grid) / scale, 700.0)))
+    of_own = of_other if same else own.transforms(grid)
+    log_below = np.log1p(-np.minimum(of_other["above"], np.nextafter(1.0, 0.0)))
+    without_own = np.exp((vocab_size - 1) * log_below)
+    without_other = np.exp((vocab_size - 2) * log_below) * of_own["below"]
+    reference = np.exp(-np.exp(np.minimum((place - grid) / scale, 700.0)))
     log_sum = place + np.euler_gamma * (scale - 1)
-    log_sum += float((compared - without_own * owns["below"]) @ weights)
+    log_sum += float((reference - without_own * of_own["below"]) @ weights)
     result = [log_sum]
-    for one, kinds, rest in ((own, owns, without_own), (other, others, without_other)):
+    for logit, transforms, rest in ((own, of_own, without_own), (other, of_other, without_other)):
         share = weights * rest
-        result += map(float, (one.value, one.square, one.slope, one.slope_square))
-        result += [float(kinds[name] @ share) for name in ("p", "pw", "pww", "ppww", "pp")]
+        result += map(float, (logit.value, logit.square, logit.slope, logit.slope_square))
+        result += [float(transforms[name] @ share) for name in ("p", "pw", "pww", "ppww", "pp")]
     return result
 
 
 def _grown(result: list[float], factor: float) -> list[float]:
-    """What `_single` finds if all logits are `factor` times as large, and softmaxes maxima.
+    """Result of `_single` if all logits are `factor` times as large and softmaxes nearly one-hot.
 
-    Two logits are as close as to share the probability once in `factor` times as many draws, so
-    that E p (1 - p) falls like 1/factor; what E p itself changes is left out.
+    The probability that two logits are close enough to share the softmax falls like 1/factor, and
+    with it E p (1 - p); the change of E p itself is neglected.
     """
     log_sum, *logits = result
     grown = [log_sum * factor]

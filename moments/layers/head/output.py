@@ -1,4 +1,4 @@
-"""Moments at the network's end: from the last layer's output to the loss, and the gradient back."""
+"""Moments at the head: from the last layer's output to the loss, and the gradient back."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from .targets import (
 
 @dataclass(frozen=True, eq=False)
 class OutputMoments:
-    """What the end of the network does.
+    """Loss, logits and gradient of the head.
 
     Attributes:
-        loss: expected mean cross-entropy; None, as the next three, where the head has no loss.
+        loss: expected mean cross-entropy; None, like the next three, if the head has no loss.
         loss_stderr: standard deviation of the loss over draws of the weights.
-        gradient: at the last layer's output, before the final normalisation. Where the layer ends
-            in a normalisation it is without `radial`.
-        radial: what a measured gradient has besides there, along the signal; None: nothing.
+        gradient: at the last layer's output, before the final normalisation. If the layer ends in a
+            normalisation, the part along the signal is in `radial` instead.
+        radial: part of a measured gradient along the signal; None: contained in `gradient`.
         logit_variance: mean square of a logit.
-        record: of what stands before the matrix to the logits ("final.norm", "head.transform",
-            ...); under "classification" sites after "head.pool" have one token per sequence.
-        notes: what makes the numbers less certain.
-        readout: the matrix and its loss.
+        record: of the components before the matrix to the logits ("final.norm", "head.transform",
+            ...); for a classification, sites after "head.pool" have one token per sequence.
+        notes: reasons for larger errors.
+        readout: the matrix to the logits and its loss.
     """
 
     loss: Array
@@ -58,32 +58,32 @@ class OutputMoments:
 
     @property
     def head(self) -> Head:
-        """Of the model."""
+        """Head of the model."""
         head = self.model.head
         assert isinstance(head, Head)
         return head
 
     @property
     def ending(self) -> tuple[Chain, Readout] | None:
-        """What stands before the matrix to the logits, and that; None where there is no loss."""
+        """The components before the matrix to the logits, and that; None without a loss."""
         chain = self.record.component
         assert isinstance(chain, Chain)
         return None if self.head.loss is None else (chain, self.readout)
 
     def weights(self) -> Mapping[str, Array]:
-        """The squared gradient norms of the head's own parameters, by name."""
+        """Squared gradient norms of the head's own parameters, by name."""
         head, readout = self.head, self.readout
         if head.loss is None:
             return {}
-        walk = self.record.walk_back()
-        result = {name: norm for one in walk for name, norm in one.weights().items()}
+        records = self.record.walk_back()
+        result = {name: norm for record in records for name, norm in record.weights().items()}
         last = _last_norm(head)
         if f"{last}.gain" in result:
-            # What the gain multiplies is what the readout multiplies, over the gain.
+            # The gain's input is that of the readout divided by the gain.
             square = head.norm_gain**2 if last == "final.norm" else 1.0
             result[f"{last}.gain"] = result[f"{last}.gain"] + readout.gain_gradient() / square
         if readout.normalised and f"{last}.bias" in result:
-            # `gradient` is without what the norm takes away, whose bias is behind it.
+            # `gradient` lacks the part along h that the norm removes; the bias comes after it.
             result[f"{last}.bias"] += readout.width * readout.radial().total(readout.seq_len)
         if not head.tied:
             result["head"] = readout.matrix_gradient()
@@ -92,8 +92,8 @@ class OutputMoments:
         return result
 
     def table(self) -> Array:
-        """What a tied matrix adds to the token table's squared gradient norm: its own and twice the
-        overlap with what the input reads; 0 where the head is not tied."""
+        """Squared gradient norm of a token table through a tied head: that of the matrix plus twice
+        its overlap with the gradient through the input; 0 for an untied head."""
         if not self.head.tied or self.head.loss is None:
             return 0.0
         return self.readout.matrix_gradient() + self.readout.cross_gradient()
@@ -114,20 +114,20 @@ def output_moments(
     """Carry the last layer's output to the loss, and the loss's gradient back to it.
 
     Args:
-        model: the declaration; it has a head.
-        signal: the last layer's output, of tokens alike (one sequence) or resolved, all tokens of
-            the batch in one kernel (B L, B L).
-        run: the pass under way; None: one of its own.
-        stack: of the layers, which tells how much of the token's row the stream carries; a tied
-            head without hidden layer needs it where the stream is rescaled on its way.
+        model: with a head.
+        signal: the last layer's output, of exchangeable tokens (one sequence) or resolved, with all
+            tokens of the batch in one kernel (B L, B L).
+        run: the current pass; None: a new one.
+        stack: record of the layers, from which a tied head without hidden layer takes the amplitude
+            of the token's row in the stream; None: it is not rescaled by the layers.
         token_ids: integers (L,) or (B, L), the text; None: unknown, by Zipf's law. On classes of
-            positions as `position_text` takes it.
-        counted: the classes of that text, where the signal is of one of several documents; None:
+            positions as in `position_text`.
+        counted: the classes of that text, if the signal belongs to one of several documents; None:
             the signal's.
         targets: shaped as token_ids, -100 for no target; for a classification labels (B,). None:
-            the next token where the loss is causal, else drawn at random.
-        real: (L,) or (B, L), the document of every token of packed rows, or 1, and 0 for padding.
-        batch: sequences that the loss averages over, beyond those that are resolved.
+            the next token for a causal loss, else drawn at random.
+        real: (L,) or (B, L), number of every token's document, 0 for padding.
+        batch: factor on the number of sequences that the loss averages over.
 
     Raises:
         DomainError: a tied head without a token table, or targets that do not fit.
@@ -150,10 +150,10 @@ def output_moments(
     padding = getattr(model.embedding, "padding_id", None)
     by_text = token_ids is not None and signal.resolved is True and np.any(carried)
     if padding is not None and by_text:
-        # Its row is zero, so that nothing is there to be carried.
+        # the row of the padding token is 0
         carried = carried * (np.ravel(token_ids) != padding)
     readout = Readout(
-        read.second_moment(),  # an activation that no norm follows has a mean
+        read.second_moment(),  # an activation without a following norm has a mean
         read.seq_len,
         head.factor_dim or model.d_model,
         _targets(
@@ -198,14 +198,14 @@ def output_moments(
 
 
 def carried_amplitude(model: Transformer, stack: Record | None) -> Array:
-    """How much of the read token's own row is in the last layer's output, per token.
+    """Amplitude of a token's row of the table in the last layer's output.
 
     Skip connections multiply it by their scales; a norm on the stream divides it by the stream's
-    deviation there. What branches return is turned by random matrices and is not counted.
+    standard deviation there. Branches rotate it by random matrices and contribute nothing.
 
     Args:
-        model: the declaration; its embedding reads a token table.
-        stack: of the layers; None: there is nothing between.
+        model: with a token table as embedding.
+        stack: record of the layers; None: no layers.
     """
     embedding: Embedding = model.embedding
     amplitude: Array = embedding.scale
@@ -218,6 +218,7 @@ def carried_amplitude(model: Transformer, stack: Record | None) -> Array:
 def _carried_to_logits(
     model: Transformer, head: Head, signal: Signal, read: Signal, stack: Record | None
 ) -> Array:
+    """Amplitude of a token's own row in the input of the matrix to the logits."""
     if not head.tied or head.transform is not None or head.factor_dim is not None:
         return 0.0
     amplitude = carried_amplitude(model, stack)
@@ -232,7 +233,7 @@ def _carried_to_logits(
 
 
 def _normalised(model: Transformer, head: Head) -> bool:
-    """Whether what the matrix reads has a fixed length, up to dropout."""
+    """Whether the input of the matrix to the logits has a fixed norm, up to dropout."""
     if model.normalization == "dyt":
         return False
     if head.transform is not None:
@@ -243,7 +244,7 @@ def _normalised(model: Transformer, head: Head) -> bool:
 
 
 def _last_norm(head: Head) -> str:
-    """The norm whose output the matrix multiplies; "": a mean or another matrix is between."""
+    """Label of the norm whose output the matrix multiplies; "": a mean or a matrix is between."""
     if head.transform is not None or head.pool_norm:
         return "head.norm"
     mean = head.loss == "classification" and head.pool != "first"
@@ -280,6 +281,7 @@ def _targets(
     sequences: int,
     counted: Any,
 ) -> Targets:
+    """Targets at the resolution of the signal; arguments as in `output_moments`."""
     if head.loss == "classification":
         if signal.resolved:
             return class_targets(vocab_size, sequences, targets, batch)
@@ -298,27 +300,27 @@ def _targets(
                 result = result.of_one(counted)
             return result.repeated(batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)
-    every = np.ones(sequences * model.seq_len)
+    documents = np.ones(sequences * model.seq_len)
     if real is not None:
-        every = np.broadcast_to(real, (sequences, model.seq_len)).reshape(-1)
+        documents = np.broadcast_to(real, (sequences, model.seq_len)).reshape(-1)
     blank = getattr(model.embedding, "padding_id", None) if head.tied else None
-    result = text_targets(head, vocab_size, model.seq_len, token_ids, targets, every, blank)
+    result = text_targets(head, vocab_size, model.seq_len, token_ids, targets, documents, blank)
     return result.repeated(batch)
 
 
 def _logits(readout: Readout) -> Signal:
-    """Logits of different rows are independent given what is read."""
+    """Moments of the logits, which are independent over the vocabulary given the input."""
     gain = readout.scale**2 * readout.width * readout.weight_variance
     kernel = readout.kernel.scaled(gain)
     return Signal(kernel, readout.seq_len, 0.0 * kernel.diagonal, float(readout.vocab_size))
 
 
-# Beyond this E sum_v p_v^2, softmaxes are near one-hot and two tokens' overlap is an interpolation.
+# E sum_v p_v^2 beyond which softmaxes are nearly one-hot and two tokens' overlap is interpolated.
 _PEAKED = 0.1
 
 
 def output_notes(head: Head, readout: Readout, signal: Signal) -> tuple[str, ...]:
-    """Of a head that reads this signal."""
+    """Notes on larger errors of a head at this signal."""
     softmax, notes = readout.softmax, []
     # A uniform softmax over few classes is not peaked.
     peak = (readout.vocab_size - 1) * softmax.other.probability_square - 1 / readout.vocab_size

@@ -1,7 +1,7 @@
-"""How much two softmaxes of correlated Gaussian logits agree: E sum_v p_v p'_v.
+"""Agreement E sum_v p_v p'_v of two softmaxes of correlated Gaussian logits.
 
-It is the chance that two choices by Gumbel variables are one, by the Fourier transform of the
-density of two logits with these added. See docs/theory/loss.md.
+It is the probability that two samples, drawn with Gumbel noise, are equal, computed by the Fourier
+transform of the density of two logits with that noise. See docs/theory/loss.md.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 from ...engine.state import Array
 from .cross_entropy import softmax_expectations
 
-# Below this variance of the logits E p p' is within .1 percent of a rise like the correlation.
+# Variance of the logits below which log E p p' is linear in the correlation to .1 percent.
 _FLAT = 1.0
-_STEP = 0.35  # of y: the transforms have fallen to 1e-6 where they end
-_STEP_OF_EXTREME = 0.9  # where logits vary widely, in the scale of the largest of V: to 1e-16
+_STEP = 0.35  # of y: the transforms have fallen to 1e-6 at their ends
+_STEP_OF_EXTREME = 0.9  # for large variances, in the scale of the largest of V logits: to 1e-16
 _TAIL = 7.0  # standard deviations
-# Beyond it, in units of sqrt(2 log V), the largest logit is all there is, to 1e-6.
+# Cap in units of sqrt(2 log V); beyond it the largest logit has all probability, to 1e-6.
 _DEVIATION_MAX = 1e6
-_ROUNDING = 1e-14  # of the transform, which E p p' of 1/V^2 meets for ten million logits
-_LOGITS_MAX = 10**9  # as many stand for more: the rise follows log V
-# Where the rise is computed. Negative correlations are below what interpolation needs.
+_ROUNDING = 1e-14  # of the transform; E p p' = 1/V^2 reaches it for ten million logits
+_LOGITS_MAX = 10**9  # cap on V, as the result depends on log V
+# Correlations at which the share is computed; more negative ones do not occur.
 _NODES = np.array([-0.4, -0.15, 0.15, 0.4, 0.65, 0.85])
 
 
 def agreement_share(vocab_size: int, variance: float, correlation: Array) -> Array:
-    """Share of the way from log E p E p' to log E p^2 at a correlation of the logits.
+    """(log E p p' - log E p E p') / (log E p^2 - log E p E p') at a correlation of the logits.
 
     Args:
         vocab_size: number of logits V.
@@ -49,24 +49,24 @@ def agreement_share(vocab_size: int, variance: float, correlation: Array) -> Arr
 
 @functools.lru_cache(maxsize=256)
 def _slopes(vocab_size: int, variance: float) -> tuple[float, ...]:
-    """Rise over correlation at the nodes and at 1."""
-    apart = -2 * math.log(vocab_size)
-    same = math.log(float(softmax_expectations(vocab_size, variance).other.probability_square))
+    """The share over the correlation, at the nodes and at 1."""
+    independent = -2 * math.log(vocab_size)
+    equal = math.log(float(softmax_expectations(vocab_size, variance).other.probability_square))
     result = [
-        (_log_product(vocab_size, variance, rho) - apart) / (same - apart) / rho
+        (_log_product(vocab_size, variance, rho) - independent) / (equal - independent) / rho
         for rho in _NODES.tolist()
     ]
     return (*result, 1.0)
 
 
 def _log_product(vocab_size: int, variance: float, correlation: float) -> float:
-    """log E p_v p'_v, of a correlation below 1."""
+    """log E p_v p'_v at a correlation below 1."""
     from scipy.special import loggamma
 
     extreme = math.sqrt(2 * math.log(vocab_size))
     deviation = min(math.sqrt(variance), _DEVIATION_MAX * extreme)
     step = max(_STEP, _STEP_OF_EXTREME * deviation / max(extreme, 3.0))
-    # Below, F^(V-1) vanishes; what f has there is kept within the period all the same.
+    # Below `low` F^(V-1) vanishes; the period still includes the density there.
     largest = deviation * extreme
     mean = math.log(vocab_size) + deviation**2 / 2
     low = -_TAIL * deviation - 4
@@ -82,7 +82,7 @@ def _log_product(vocab_size: int, variance: float, correlation: float) -> float:
     missing = np.clip(1 - below, 0.0, 1 - 1e-16)
     whole = density * np.exp((vocab_size - 1) * np.log1p(-missing))
     total = step**2 * float(whole.sum())
-    if total < _ROUNDING:  # so even that log E p p' is that of E exp(z + z') over (E exp z)^2
+    if total < _ROUNDING:  # so flat that E p p' is E exp(z + z') over (V E exp z)^2
         return -2 * math.log(vocab_size) + correlation * variance
     return math.log(total)
 

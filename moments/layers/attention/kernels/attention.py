@@ -1,14 +1,14 @@
 """Softmax attention on an arbitrary token kernel, at initialisation, by token.
 
-The joint laws of all rows are exact to first order in the logits given mean attention w and
-A_jl = E[a_j a_l]/E a_j, exact in everything for exchangeable kernels, an approximation otherwise.
-Rows are grouped: those with nearly the same keys share one A, and joint laws at nodes of their
-queries' correlation. Attention dropout adds E[J D J] with D = diag(C_jj):
+Given mean attention w and A_jl = E[a_j a_l]/E a_j, the joint laws of rows are exact to first order
+in the logits, exact for exchangeable kernels, and an approximation otherwise. Rows with nearly the
+same keys form a class with one A and one joint law at each node of their queries' correlation.
+Attention dropout adds E[J D J] with D = diag(C_jj):
 
     E[J D J] = P_i N P_i,    N = (F/(w w^T)) o [(1-A) D (1-A)^T + u 1^T + 1 u^T]
 
-at rho = 1, where u keeps the marginals of F, and the trace is that of the exchangeable row with the
-same number of keys and E sum a^2. See docs/theory/attention.md, The closure.
+at rho = 1, with u such that F keeps its marginals, scaled to the trace of the exchangeable row with
+the same number of keys and E sum a^2. See docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....engine.classes import Matrix
 from ....errors import domain_error
 from . import exact_rows
 from .finite_rows import Calibration, Widths, calibrate, nodes_for
-from .joint_laws import ALIKE, Sums, own_response
+from .joint_laws import ALIKE, Sums, softmax_response
 from .logits import (
     Logits,
     Rotation,
@@ -34,7 +34,7 @@ from .logits import (
     prior_weights,
     window,
 )
-from .row_groups import JointLaws, row_scale, single, turn_of
+from .row_groups import JointLaws, rotation_factor, row_scale, single
 from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
 from .rows import FAINT, PathFactors, Paths, RowAttention
 
@@ -46,17 +46,15 @@ class KernelAttention(RowAttention):
     """Moments of one softmax attention layer with Gaussian weights, on a given token kernel.
 
     Logits of query i and key j have covariance tau C_ii' C_jj' over draws of the query and key
-    weights. The layer is the joint law of its attention rows, for any
-    kernel and any mask; for exchangeable kernels (one correlation between all tokens) that law is
-    exact, otherwise an approximation; docs/theory/attention.md has its measured errors.
+    weights. Any kernel and any mask are allowed; docs/theory/attention.md has measured errors.
 
     Attributes:
-        logits: what the logits look like.
+        logits: covariance of the logits.
         mean_attention: (Lq, Lk) E a_ij; rows sum to 1.
-        logit_variance: (Lq,) variance of a row's logits around their common part, theta.
+        logit_variance: (Lq,) theta, variance of a row's logits around their common part.
         effective_keys: (Lq,) number of independent keys of the row's reference (`row_statistics`).
-        entropy: (Lq,) E[-sum_j a_ij log a_ij] in nats, of the reference row spread over the allowed
-            keys: exact for exchangeable kernels.
+        entropy: (Lq,) E[-sum_j a_ij log a_ij] in nats, by the reference row; exact for exchangeable
+            kernels.
     """
 
     def __init__(
@@ -86,15 +84,15 @@ class KernelAttention(RowAttention):
             norm_spread: Var|x|^2 / E^2|x|^2 of a token: 0 after a normalisation, 2/d_model for
                 Gaussian features.
             query_kernel, key_kernel: (Lq, Lq) and (Lk, Lk) second moments of queries and of keys on
-                the scale of `kernel`, where they differ from it: logits of query i and key j have
+                the scale of `kernel`, if they differ from it: logits of query i and key j then have
                 covariance tau query_ii' key_jj'.
-            bias: (Lq, Lk) what is added to the logits.
+            bias: (Lq, Lk) added to the logits.
             value_bias: variance of the values' bias over the gain of their weights. Rows of
-                attention sum to 1, so that only dropped attention can tell; it is not in
-                `forward`, which without dropout it would raise by itself everywhere.
+                attention sum to 1, so it only enters the response to dropped attention here; the
+                caller adds it to `forward`.
 
         Raises:
-            DomainError: a kernel that is no square matrix, or what is not finite.
+            DomainError: a kernel is not square or not finite.
         """
         self.kernel = square("kernel", kernel)
         keys = self.kernel if key_kernel is None else square("key_kernel", key_kernel)
@@ -106,10 +104,10 @@ class KernelAttention(RowAttention):
         self.allowed = np.asarray(allowed, bool)
         offset = None if bias is None else np.asarray(bias, dtype=np.float64)
         self.drop_prob = float(drop_prob)
-        # Queries and keys without any size still receive gradients: the limit of small ones.
-        of_queries = np.diag(queries)
-        largest = float(of_queries.max()) or 1.0
-        small = np.maximum(FAINT * largest - of_queries, 0.0)
+        # Queries and keys that are 0 still receive gradients: the limit of small ones.
+        query_variance = np.diag(queries)
+        largest = float(query_variance.max()) or 1.0
+        small = np.maximum(FAINT * largest - query_variance, 0.0)
         least = FAINT / (largest * (float(np.diag(keys).max()) or 1.0))
         self._linear = min(1.0, float(logit_scale) / least)
         self.logits = Logits(
@@ -125,17 +123,17 @@ class KernelAttention(RowAttention):
         self._sizes, self._value_bias = np.diagonal(self.kernel), float(value_bias)
         self._widths = Widths(float(d_model), float(d_head), float(norm_spread))
         every = np.arange(len(queries))
-        self._two_rows, self._alone = (every[:, None], every[None, :]), (every, every)
-        norm = self._sort_rows()
+        self._two_rows, self._self_pairs = (every[:, None], every[None, :]), (every, every)
+        norm = self._group_rows()
         self._joint_laws(norm)
         if self._dropped > 0.0:
             self._respond_to_noise()
-        self.logit_variance = self._rows.unshared * self.logit_scale * of_queries
+        self.logit_variance = self._rows.unshared * self.logit_scale * query_variance
         self.effective_keys, self.entropy = self._rows.keys, self._rows.entropy
         weights = self.mean_attention
         mean = weights @ self.kernel @ weights.T
-        moved = self._gather(self.kernel)
-        self._evaluate(mean, *moved, self.logits.queries, weights @ weights.T)
+        excess, slope = self._gather(self.kernel)
+        self._evaluate(mean, excess, slope, self.logits.queries, weights @ weights.T)
 
     @property
     def logit_scale(self) -> float:
@@ -156,11 +154,11 @@ class KernelAttention(RowAttention):
         """Second moments per feature of the gradient at the attention's input.
 
         The query weights' gradient follows from the query path: with the value gain in `gradient`,
-        E|dW_q|^2 = d_model sum(C o query) / Var(W_q); the key weights' alike from `key`.
+        E|dW_q|^2 = d_model sum(C o query) / Var(W_q); that of the key weights likewise from `key`.
 
         Args:
-            gradient: (Lq, Lq) second moments per feature of the gradient at sum_j a_ij x_j, that is
-                behind the value weights: their gain times the gradient's kernel at the heads.
+            gradient: (Lq, Lq) second moments per feature of the gradient at sum_j a_ij x_j: the
+                gain of the value weights times the gradient's kernel at the heads.
 
         Raises:
             DomainError: `gradient` is not a finite (Lq, Lq) matrix.
@@ -169,22 +167,26 @@ class KernelAttention(RowAttention):
         value, key, cross = self._linear * self._spread(gradient)
         value = value + self.mean_attention.T @ gradient @ self.mean_attention
         if self._dropped > 0.0:
-            grad_out = np.diag(gradient)
-            value = value + self._dropped * np.diag(self._squares.T @ grad_out)
-            sizes = self._dropped * self.logit_scale * grad_out * self.logits.temperature
+            row_gradient = np.diag(gradient)
+            value = value + self._dropped * np.diag(self._squares.T @ row_gradient)
+            sizes = self._dropped * self.logit_scale * row_gradient * self.logits.temperature
             noise, noise_cross = self._spread_noise(sizes)
             if self.logits.rotation is not None:
-                noise, noise_cross = noise * self.logits.rotation.keys, noise_cross
+                noise = noise * self.logits.rotation.keys
             key, cross = key + noise, cross + noise_cross
         query = gradient * self.response
-        # an antisymmetric rounding error would be amplified through a deep network
+        # an antisymmetric rounding error would be amplified by a deep network
         value, key, cross = (0.5 * (path + path.T) for path in (value, key, cross))
         return Paths(value, query, key, cross)
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def _sort_rows(self) -> Array:
-        """Patterns, numbered class by class; (Lq,) norm of a row's query over its pattern's."""
+    def _group_rows(self) -> Array:
+        """Group rows into patterns, numbered class by class, and patterns into classes.
+
+        Returns:
+            (Lq,) norm of a row's query over that of its pattern.
+        """
         logits, temperature, kernel = self.logits, self.logits.temperature, self.logits.within
         first, pattern = find_patterns(logits.prior, temperature, logits.biased)
         groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
@@ -194,27 +196,30 @@ class KernelAttention(RowAttention):
         pattern_temperature = _means(temperature, pattern)
         ends = np.cumsum([len(group) for group in groups])
         spans = [
-            slice(int(end) - len(one), int(end)) for end, one in zip(ends, groups, strict=True)
+            slice(int(end) - len(group), int(end)) for end, group in zip(ends, groups, strict=True)
         ]
-        shared = [_shared(patterns[span], logits.biased) for span in spans]
+        shared = [_class_prior(patterns[span], logits.biased) for span in spans]
         extended = np.vstack([patterns, *shared])
         means = [pattern_temperature[span].mean() for span in spans]
         self._statistics = rows_of_kernel(
             kernel, extended, np.concatenate([pattern_temperature, means]), logits.scale
         )
-        given = extended, self._statistics, kernel, logits.scale
-        classes = [_make_class(s, len(patterns) + k, *given) for k, s in enumerate(spans)]
+        classes = [
+            _make_class(span, len(patterns) + k, extended, self._statistics, kernel, logits.scale)
+            for k, span in enumerate(spans)
+        ]
         compact = np.zeros(patterns.shape)
         group = np.empty(len(patterns), dtype=np.intp)
-        for index, one in enumerate(classes):
-            compact[window(one.patterns, one.keys)] = one.weights
-            group[one.patterns] = index
+        for index, row_class in enumerate(classes):
+            compact[window(row_class.patterns, row_class.keys)] = row_class.weights
+            group[row_class.patterns] = index
         self._pattern, self._group, self._classes = pattern, group, classes
         self.mean_attention = self.weights = self.counted = compact[pattern]
         return np.asarray(np.sqrt(temperature / pattern_temperature[pattern]))
 
     def _joint_laws(self, norm: Array) -> None:
-        """Of every two classes at nodes of the correlation, and what reads them for two rows."""
+        """Form the joint laws of every two classes at nodes of the correlation, and the weights by
+        which they are interpolated for two rows."""
         logits, stats, rotation = self.logits, self._statistics, self.logits.rotation
         self._bare = lowest = logits.correlation()
         if rotation is not None:
@@ -227,68 +232,76 @@ class KernelAttention(RowAttention):
         self._laws = JointLaws(
             self._classes, self._pattern, calibration.exponent, nodes.slopes, logits
         )
-        turned = self._turned(logits.values)
-        self._turn: Array | float = 1.0
-        if rotation is not None and turned is not None:
-            self._turn = turn_of(rotation, turned, self._bare, nodes.low)
-        self._correlation = self._bare * self._turn
+        overlaps = self._gather_rotated(logits.values)
+        self._rotation_factor: Array | float = 1.0
+        if rotation is not None and overlaps is not None:
+            self._rotation_factor = rotation_factor(rotation, overlaps, self._bare, nodes.low)
+        self._correlation = self._bare * self._rotation_factor
         value, slope = nodes.basis(self._correlation)
         scales = scale[:, :, None] * scale[:, None, :]
         self._read, self._read_slope = ((scales * x).astype(np.float32) for x in (value, slope))
         self._rows = rows = stats.of(self._pattern)
         self._calibration = Calibration(*(x[self._group[self._pattern]] for x in calibration))
-        pairs = self._two_rows, rows, self._correlation
-        given = self._calibration, nodes, value, *pairs, self._widths
-        self._factors = factors = PathFactors.of(*given, None if rotation is None else self._bare)
+        self._factors = factors = PathFactors.of(
+            self._calibration,
+            nodes,
+            value,
+            self._two_rows,
+            rows,
+            self._correlation,
+            self._widths,
+            None if rotation is None else self._bare,
+        )
         self._key, self._terms = factors.key, None
         if rotation is not None and factors.along is not None:
             self._key = factors.key + rotation.queries * factors.along
             amplitude = np.sqrt(logits.scale * logits.temperature * rows.softening)
-            terms = np.concatenate([(rotation.queries - self._turn)[None], rotation.query_terms])
+            rest = rotation.queries - self._rotation_factor
+            terms = np.concatenate([rest[None], rotation.query_terms])
             self._terms = np.outer(amplitude, amplitude) * terms
 
     # --- sums over pairs of rows ---------------------------------------------------------------
 
-    def _turned(self, kernel: Array) -> Array | None:
+    def _gather_rotated(self, kernel: Array) -> Array | None:
         """(1 + t, Lq, Lq): tr(E J_i X_t E J_i' kernel^T) for each X_t of `Rotation.kernels`."""
         rotation = self.logits.rotation
         if rotation is None:
             return None
         parity = np.append(1.0, rotation.parity)
-        return self._laws.gather("turned", kernel, len(parity), parity)
+        return self._laws.gather("rotated", kernel, len(parity), parity)
 
     def _gather(self, kernel: Array) -> tuple[Array, Array]:
-        """Two (Lq, Lq): tr((F_ii' - w_i w_i'^T) kernel^T), and for the values' kernel its
-        derivative in the correlation of i and i'."""
+        """Two (Lq, Lq): tr((F_ii' - w_i w_i'^T) kernel^T), and, if `kernel` is the values', its
+        derivative in the correlation of queries i and i'."""
         values = self._laws.gather("overlap", kernel, len(self._nodes.rho))
         excess = np.einsum("rij,rij->ij", self._read, values)
-        slope = np.einsum("rij,rij->ij", self._read_slope, values) * self._turn
-        rest = self._turned(kernel)
+        slope = np.einsum("rij,rij->ij", self._read_slope, values) * self._rotation_factor
+        rest = self._gather_rotated(kernel)
         if self._terms is not None and rest is not None:
             rest = np.einsum("tij,tij->ij", self._terms, rest)
             excess, slope = excess + self._bare * rest, slope + rest
         return 0.5 * (excess + excess.T), 0.5 * (slope + slope.T)
 
     def _spread(self, gradient: Array) -> Array:
-        """(3, Lk, Lk): sum_ii' G_ii' times F_ii' - w_i w_i'^T, and its derivative times what the
-        key path and the correlation of the key and value paths have of it."""
+        """(3, Lk, Lk): sum_ii' G_ii' (F_ii' - w_i w_i'^T) in the value path, and sums of its
+        derivative times the factors of the key path and of `Paths.cross`."""
         rotation, laws = self.logits.rotation, self._laws
-        scale, given = single(gradient)
-        value = (given * self._read)[None]
-        driven = given * np.stack([self._key, self._factors.cross]).astype(np.float32)
+        scale, scaled = single(gradient)
+        value = (scaled * self._read)[None]
+        weighted = scaled * np.stack([self._key, self._factors.cross]).astype(np.float32)
         if self.logits.aligned:
-            weights = np.concatenate([value, driven[:, None] * self._read_slope])
+            weights = np.concatenate([value, weighted[:, None] * self._read_slope])
             return scale * laws.spread("overlap", laws.compressed(weights))
-        onward = laws.compressed(driven[:, None] * self._read)
+        weights = laws.compressed(weighted[:, None] * self._read)
         total = np.concatenate(
-            [laws.spread("overlap", laws.compressed(value)), laws.spread("response", onward)]
+            [laws.spread("overlap", laws.compressed(value)), laws.spread("response", weights)]
         )
         if self._terms is not None and rotation is not None:
             total[1:] *= rotation.keys
-            terms = laws.compressed(given * (self._bare * self._terms).astype(np.float32))
-            total[0] += laws.spread("turned", terms[None])[0]
-            plain = laws.spread("plain", terms[1:, None], rotation.parity)
-            total[1] += np.einsum("tij,tij->ij", plain, rotation.key_terms)
+            terms = laws.compressed(scaled * (self._bare * self._terms).astype(np.float32))
+            total[0] += laws.spread("rotated", terms[None])[0]
+            unrotated = laws.spread("unrotated", terms[1:, None], rotation.parity)
+            total[1] += np.einsum("tij,tij->ij", unrotated, rotation.key_terms)
         return scale * total
 
     # --- single rows ---------------------------------------------------------------------------
@@ -311,21 +324,21 @@ class KernelAttention(RowAttention):
                 compact[window(group.patterns, group.keys)] = 1.0
         return compact[self._pattern]
 
-    def _split(self, of_pairs: Array) -> Array:
-        return of_pairs
+    def _as_kernel(self, values: Array) -> Array:
+        return values
 
-    def _mean_of(self, name: str) -> Matrix:
+    def _mean_kernel(self, name: str) -> Matrix:
         kernel = getattr(self.logits, name)
         return np.diagonal(kernel), kernel
 
-    def _turned_keys(self) -> NDArray[np.complex128] | None:
+    def _key_phases(self) -> NDArray[np.complex128] | None:
         rotation = self.logits.rotation
         return None if rotation is None else np.exp(1j * rotation.key_angles)
 
-    def _products(self) -> Array:
+    def _shift_products(self) -> Array:
         rotation = self.logits.rotation
         if rotation is None:
-            return super()._products()
+            return super()._shift_products()
         shift = self._shift * np.exp(-1j * rotation.query_angles)
         return np.asarray(((shift * rotation.shares) @ shift.conj().T).real)
 
@@ -338,32 +351,32 @@ class KernelAttention(RowAttention):
         members = np.unique(self._pattern, return_index=True)[1]
         count = self._statistics.count[: len(self._group)]
         trace = exact_rows.jacobian_square(self._squares[members].sum(1), count)
-        trace = trace * (self.mean_attention[members] @ noise)  # tr J D J, were D uniform
-        bare = self._of_noise(np.eye(len(noise)))[members]
+        trace = trace * (self.mean_attention[members] @ noise)  # tr J D J as if D were uniform
+        bare = self._noise_overlap(np.eye(len(noise)))[members]
         usable = bare > 1e-300
         scale = np.where(usable, trace / np.where(usable, bare, 1.0), 0.0)
         self._noise_scale = scale[self._pattern]
 
     def _dropped_terms(self) -> tuple[Array, Array]:
-        overlap = self._noise_scale * self._of_noise(self.logits.within)
+        overlap = self._noise_scale * self._noise_overlap(self.logits.within)
         return self._squares @ np.diagonal(self.kernel), overlap
 
     def _spread_noise(self, row_weights: Array) -> Array:
-        """(2, Lk, Lk): sum_i h_i E[J_i D J_i] in the key path and in its correlation with the value
-        path, for (Lq,) weights h."""
-        scale, given = single(self._noise_scale * row_weights)
+        """(2, Lk, Lk): sum_i h_i E[J_i D J_i] in the key path and in `Paths.cross`, for (Lq,) h."""
+        scale, scaled = single(self._noise_scale * row_weights)
         factors = self._calibration.noise_key, self._calibration.noise_cross
         weights = np.zeros((2, 1, len(self._group), len(self._group)), dtype=np.float32)
         for total, factor in zip(weights[:, 0], factors, strict=True):
-            np.add.at(total, (self._pattern, self._pattern), given * factor)
+            np.add.at(total, (self._pattern, self._pattern), scaled * factor)
         return scale * self._laws.spread("noise", weights)
 
-    def _of_noise(self, kernel: Array) -> Array:
+    def _noise_overlap(self, kernel: Array) -> Array:
+        """(Lq,) tr(E[J D J] kernel) up to `_noise_scale`."""
         return np.diagonal(self._laws.gather("noise", kernel, 1)[0])
 
 
-def _shared(patterns: Array, biased: bool) -> Array:
-    """The prior of a class's own row: over every key that its patterns attend to."""
+def _class_prior(patterns: Array, biased: bool) -> Array:
+    """Prior of a class's representative row, over every key that its patterns attend to."""
     if biased:
         return np.asarray(patterns.mean(0))
     union = (patterns > 0.0).any(0)
@@ -371,30 +384,40 @@ def _shared(patterns: Array, biased: bool) -> Array:
 
 
 def _make_class(
-    span: slice, leader: int, extended: Array, stats: AttentionRows, kernel: Array, scale: float
+    span: slice, leader: int, priors: Array, stats: AttentionRows, kernel: Array, scale: float
 ) -> RowClass:
-    keys = as_slice(np.flatnonzero(extended[leader]))
+    """Class of the patterns `span`, whose representative row is row `leader` of the priors."""
+    keys = as_slice(np.flatnonzero(priors[leader]))
     members = np.append(np.arange(span.start, span.stop), leader)
     inside = kernel[window(keys, keys)]
-    prior = extended[members][:, keys]
+    prior = priors[members][:, keys]
     weights = mean_attention(inside, prior, stats, members, scale)
     response = np.zeros_like(inside)
     if len(inside) > 1:
-        one, every, ones = weights[-1:], slice(0, len(inside)), np.ones((1, len(inside)))
-        aims = ones[..., None]
-        sums = Sums.of(ALIKE, (every, every), (one, one), (one, one), (aims, aims))
-        given = np.diagonal(inside), [inside[None]], [ones], ones > 0.0, prior[-1:]
-        ((excess, pairs),), _ = own_response(sums, *given, stats.of(members[-1:]), scale)
-        response = pairs[0] + np.diag(excess[0])
+        own, every, ones = weights[-1:], slice(0, len(inside)), np.ones((1, len(inside)))
+        targets = ones[..., None]
+        sums = Sums.of(ALIKE, (every, every), (own, own), (own, own), (targets, targets))
+        ((excess, off_diagonal),), _ = softmax_response(
+            sums,
+            np.diagonal(inside),
+            [inside[None]],
+            [ones],
+            ones > 0.0,
+            prior[-1:],
+            stats.of(members[-1:]),
+            scale,
+        )
+        response = off_diagonal[0] + np.diag(excess[0])
     return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 
 
 def _means(values: Array, group: Indices) -> Array:
+    """Mean of the values in each group."""
     return np.asarray(np.bincount(group, values) / np.bincount(group))
 
 
 def square(name: str, kernel: ArrayLike, length: int | None = None) -> Array:
-    """The symmetric part of a finite square matrix, of the given length where there is one."""
+    """Check a finite square matrix, of the given length if any; return its symmetric part."""
     array = np.asarray(kernel, dtype=np.float64)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or not len(array):
         raise domain_error(name, kernel, "a square matrix", f"its shape is {array.shape}")

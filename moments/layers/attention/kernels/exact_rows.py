@@ -1,5 +1,5 @@
-"""Exact statistics of exchangeable softmax rows, many rows at a time: the tables of `softmax`, for
-rows of different lengths and of one, continued where the variance lies beyond (`softmax.peaked`).
+"""Exact statistics of exchangeable softmax rows, vectorised over rows: the tables of `softmax`,
+continued to larger variances by `softmax.peaked`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from ..softmax.table import (
 Array = NDArray[np.float64]
 
 THETA_PEAKED = 200.0
-"""Logit variances beyond are moved here: the joint laws in single precision were finite up to it,
-and queries and keys then lack a factor of the root of the rest."""
+"""Cap on the logit variance, up to which joint laws in single precision are finite. Beyond it the
+gradients of queries and keys are low by the root of the ratio."""
 
 THETA_LEAST = 1e-9
-"""Variances below are moved here, where every statistic is linear to nine digits."""
+"""Floor of the logit variance, at which every statistic is linear to nine digits."""
 
 
 def tabulated(theta: Array) -> Array:
-    """The variance at which a row of logit variance `theta` is evaluated."""
+    """The logit variance, limited to the range of the exact statistics."""
     return np.asarray(np.minimum(np.maximum(theta, THETA_LEAST), THETA_PEAKED))
 
 
 def rows(theta: Array, keys: Array) -> RowStatistics:
-    """Statistics of single rows, arguments that broadcast; beyond the tables by `peaked`."""
+    """Statistics of single rows; arguments broadcast. Beyond the tables by `softmax.peaked`."""
     inside = SquareTable.load().single(np.minimum(theta, THETA_MAX), keys)
     if not np.any(theta > THETA_MAX):
         return inside
@@ -54,14 +54,13 @@ def rows(theta: Array, keys: Array) -> RowStatistics:
 
 
 class AlikeRows:
-    """Statistics of rows of one length n, at any logit variance; as the functions of this module,
-    which take rows of many lengths.
+    """Statistics of rows of one length n at any logit variance, with the interface of this module.
 
-    Relative errors: up to theta = 8 those of one row are 1e-4 at most, of a pair with rho >= -0.3
-    likewise (radial_overlap's over jacobian_overlap, overlap_slope's over psi times
-    jacobian_overlap), 1e-3 as rho nears -1 at theta > 4. Up to theta = 32 a second table
-    interpolates rows, and pairs with rho >= -0.3, to 1e-4. What is left follows `softmax.peaked`:
-    negative correlations of such rows, whose overlap is next to nothing, and all beyond.
+    Relative errors up to theta = 8: at most 1e-4 for one row and for a pair with rho >= -0.3
+    (of radial_overlap relative to jacobian_overlap, of overlap_slope relative to psi times
+    jacobian_overlap), 1e-3 as rho approaches -1 at theta > 4. Up to theta = 32 a second table
+    interpolates rows, and pairs with rho >= -0.3, to 1e-4. `softmax.peaked` covers more negative
+    correlations, where overlaps are almost 0, and larger theta.
     """
 
     def __init__(self, keys: float) -> None:
@@ -70,7 +69,7 @@ class AlikeRows:
     @classmethod
     @functools.lru_cache(maxsize=256)
     def of(cls, keys: float) -> AlikeRows:
-        """The same for the same."""
+        """Cached instance."""
         return cls(keys)
 
     @functools.cached_property
@@ -78,13 +77,13 @@ class AlikeRows:
         return SquareTable.load_far().contracted(self._keys)
 
     def rows(self, theta: Any, keys: Any = None) -> RowStatistics:
-        """Of one row.
+        """Statistics of one row.
 
         Raises:
             DomainError: theta negative or not finite.
         """
-        given = np.minimum(checked_theta(theta), THETA_PEAKED)
-        flat = given.reshape(-1)
+        theta = np.minimum(checked_theta(theta), THETA_PEAKED)
+        flat = theta.reshape(-1)
         inside = np.minimum(flat, THETA_MAX)
         result = decode_row(inside, self._keys, self._near.rows(theta_coordinate(inside)))
         beyond = flat > THETA_MAX
@@ -93,10 +92,10 @@ class AlikeRows:
             functions = self._far.rows(far_coordinate(flat[far]))
             _assign(result, far, decode_row(flat[far], self._keys, functions))
             _assign(result, peaked, rows(flat[peaked], np.full(int(peaked.sum()), self._keys)))
-        return RowStatistics(*[np.reshape(field, given.shape) for field in result])
+        return RowStatistics(*[np.reshape(field, theta.shape) for field in result])
 
     def pairs(self, theta: Any, keys: Any, rho: Any) -> PairStatistics:
-        """Of two rows whose logits correlate by rho.
+        """Statistics of two rows whose logits have the correlation rho.
 
         Raises:
             DomainError: theta negative or not finite, rho outside [-1, 1].
@@ -111,8 +110,9 @@ class AlikeRows:
         if beyond.any():
             far = beyond & (flat <= THETA_FAR) & (flat_rho >= RHO_FAR)
             peaked = beyond & ~far
-            of_far = far_coordinate(flat[far]), far_rho_coordinate(flat_rho[far])
-            functions = self._far.pairs(*of_far)
+            functions = self._far.pairs(
+                far_coordinate(flat[far]), far_rho_coordinate(flat_rho[far])
+            )
             psi = flat_rho[far] * flat[far]
             _assign(result, far, decode_square_pair(psi, self._keys, functions))
             count = np.full(int(peaked.sum()), self._keys)
@@ -128,13 +128,13 @@ def _assign(result: RowStatistics | PairStatistics, where: Any, values: Any) -> 
 
 @functools.cache
 def _by_length(functions: int) -> Array:
-    """(log n, theta * functions * rho) coefficients of the first functions of a pair."""
+    """(log n, theta * functions * rho) coefficients of the first tabulated functions of a pair."""
     pair = SquareTable.load().pair[:, :, :functions].swapaxes(0, 1)
     return np.ascontiguousarray(pair.reshape(len(pair), -1))
 
 
 def _functions(theta: Array, keys: Array, rho: Array, count: int) -> Array:
-    """(count, m, s) of the tabulated functions; arguments as those of `pairs`."""
+    """(count, m, s) values of the first tabulated functions; arguments as in `pairs`."""
     thetas, lengths, _, orders = SquareTable.load().pair.shape
     in_length = chebyshev_basis(length_coordinate(keys), lengths).T @ _by_length(count)
     in_length = in_length.reshape(len(keys), thetas, count * orders)
@@ -150,12 +150,12 @@ def _functions(theta: Array, keys: Array, rho: Array, count: int) -> Array:
 
 
 def pairs(theta: Array, keys: Array, rho: Array) -> PairStatistics:
-    """Statistics of two alike rows at several correlations.
+    """Statistics of two rows of equal law at several correlations.
 
     Args:
-        theta: (m, 1) or (m, s) logit variance within the table.
-        keys: (m,) number of keys of either row.
-        rho: (s,) correlations of their logits, or (m, s) where each row has its own.
+        theta: (m, 1) or (m, s) logit variance.
+        keys: (m,) number of keys.
+        rho: (s,) correlations of the logits, or (m, s).
 
     Returns:
         (m, s) arrays.
@@ -169,17 +169,17 @@ def pairs(theta: Array, keys: Array, rho: Array) -> PairStatistics:
 def _beyond(theta: Array, keys: Array, rho: Array) -> PairStatistics:
     theta, count, rho = np.broadcast_arrays(theta, keys[:, None], rho)
     edge = SquareTable.load().single(np.full(len(keys), THETA_MAX), keys)
-    edge = RowStatistics(*[np.asarray(one)[:, None] for one in edge])
-    moved, _ = at_edge(theta, rho, edge)
+    edge = RowStatistics(*[np.asarray(field)[:, None] for field in edge])
+    edge_rho, _ = at_edge(theta, rho, edge)
     inside = np.minimum(theta, THETA_MAX)
-    correlation = np.where(theta > THETA_MAX, np.clip(moved, -1.0, 1.0), rho)
+    correlation = np.where(theta > THETA_MAX, np.clip(edge_rho, -1.0, 1.0), rho)
     functions = _functions(inside, keys, correlation, 4)
     result = decode_square_pair(inside * correlation, keys[:, None], functions)
     return pairs_beyond(theta, count, rho, edge, result)
 
 
 def overlaps(theta: Array, keys: Array, rho: Array) -> Array:
-    """(m, s): C2 = E sum a a' alone; arguments as those of `pairs`."""
+    """(m, s): C2 = E sum a a' alone; arguments as in `pairs`."""
     if np.any(theta > THETA_MAX):
         return np.asarray(_beyond(theta, keys, rho).overlap)
     functions = _functions(theta, keys, rho, 1)
@@ -187,10 +187,8 @@ def overlaps(theta: Array, keys: Array, rho: Array) -> Array:
 
 
 def jacobian_square(sum_square: Array, count: Array) -> Array:
-    """E tr J^2 of exchangeable rows of `count` keys with the given E sum a^2; one shape.
-
-    Newton's method for the logit variance, in its logarithm.
-    """
+    """E tr J^2 of exchangeable rows of `count` keys with the given E sum a^2, entry by entry, by
+    Newton's method for the logarithm of the logit variance."""
     keys = np.maximum(count, 1.0 + 1e-9)
     sum_square = np.clip(sum_square, (1.0 + 1e-9) / keys, 1.0 - 1e-9)
     odds = (keys - 1.0) * sum_square / (1.0 - sum_square)
@@ -198,16 +196,16 @@ def jacobian_square(sum_square: Array, count: Array) -> Array:
     square, jacobian, slope = _squares(theta, keys)
     for _ in range(6):
         error = (square - sum_square) / np.maximum(slope, 1e-300)
-        moved = tabulated(theta * np.exp(np.minimum(np.maximum(-error, -1.0), 1.0)))
-        if (np.abs(moved - theta) <= 1e-6 * theta).all():
+        update = tabulated(theta * np.exp(np.minimum(np.maximum(-error, -1.0), 1.0)))
+        if (np.abs(update - theta) <= 1e-6 * theta).all():
             break
-        theta = moved
+        theta = update
         square, jacobian, slope = _squares(theta, keys)
     return np.where(count > 1.0 + 1e-6, jacobian, 0.0)
 
 
 def _squares(theta: Array, keys: Array) -> tuple[Array, Array, Array]:
-    """E sum a^2, E tr J^2 and dP2/dlog theta of `rows`."""
+    """E sum a^2, E tr J^2 and dP2/dlog theta of single rows."""
     if theta.max() > THETA_MAX:
         row = rows(theta, keys)
         square, jacobian = np.asarray(row.sum_square), np.asarray(row.jacobian_square)

@@ -1,9 +1,9 @@
-"""What the logits of one attention layer look like, for one pattern of weights.
+"""Covariance of the logits of one attention layer, and the grouping of its rows.
 
 Rows with the same keys and nearly the same query norm are one *pattern*; patterns with nearly the
-same keys form a *class*, which stands for the row that attends to every key its members attend to,
-and shares that row's self-consistent overlaps. Rotary positions are split as rho(delta - D) =
-rho(D) rho(delta) + sum_t U_t(D) V_t(delta), offsets D of the rows and delta of the keys. See
+same keys form a *class* with a representative row, which attends to every key of its members and
+whose overlaps A they share. Rotary positions are split as rho(delta - D) = rho(D) rho(delta) +
+sum_t U_t(D) V_t(delta), for offsets D of the rows and delta of the keys. See
 docs/theory/attention.md, The closure.
 """
 
@@ -24,10 +24,10 @@ from ....model.positions import Rotary
 Array = NDArray[np.float64]
 
 TURNS = 2.0
-"""Circles over the whole sequence beyond which a frequency counts as fast."""
+"""Full turns over the whole sequence beyond which a frequency counts as fast."""
 
 TERM_TOLERANCE = 0.01
-"""Largest slow remainder left out of the sum over t."""
+"""Largest neglected slow term of the sum over t."""
 
 
 class _Split(NamedTuple):
@@ -47,9 +47,9 @@ def _split(frequencies: tuple[float, ...], shares: tuple[float, ...], reach: int
 
 
 def _split_phases(phases: Array, share: Array, slow: NDArray[np.bool_]) -> _Split:
-    """The same of offsets that turn frequencies by `phases` (g, m), each with its opposite."""
+    """The split on offsets with these phases (g, m); every offset occurs with its opposite."""
     whole = np.cos(phases) @ share
-    # rest = slow cos cos + slow sin sin - whole whole^T, of few vectors: eigenvalues of each parity
+    # remainder = slow cos cos + slow sin sin - whole whole^T, of low rank: eigenvalues per parity
     even = np.column_stack([np.cos(phases[:, slow]), whole])
     queries, keys, parity = [], [], []
     for vectors, weights, sign in (
@@ -70,8 +70,8 @@ def _split_phases(phases: Array, share: Array, slow: NDArray[np.bool_]) -> _Spli
 def _split_places(
     angles: Sequence[Array], speeds: Array, shares: Array
 ) -> tuple[_Split, list[Indices]]:
-    """The split for patches of a picture, and the offset of every pair of them, by the angles that
-    frequencies turn them by: half are those of a place down, half of one across."""
+    """The split for patches of an image, and the offset of every pair of patches, from their rotary
+    angles: one half for the vertical position, one half for the horizontal."""
     half = len(shares) // 2
     pairs = [a[None, :, [0, half]] - a[:, None, [0, half]] for a in angles]
     flat = np.concatenate([p.reshape(-1, 2) for p in pairs])
@@ -79,7 +79,7 @@ def _split_places(
     phases = np.repeat(offsets, half, axis=1) * (speeds / speeds[0])
     split = _split_phases(phases, shares, np.ones(len(shares), bool))
     parts = np.split(index.ravel(), np.cumsum([p.shape[0] * p.shape[1] for p in pairs])[:-1])
-    return split, [one.reshape(p.shape[:2]) for one, p in zip(parts, pairs, strict=True)]
+    return split, [part.reshape(p.shape[:2]) for part, p in zip(parts, pairs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Rotation:
         queries: (Lq, Lq) rho(D), the factor on the queries' correlation.
         keys: (Lk, Lk) rho(delta), the factor on the keys' kernel.
         query_terms, key_terms: (t, Lq, Lq) and (t, Lk, Lk), U_t and V_t.
-        parity: (t,) 1 where both are even functions, -1 where both are odd.
-        shares: s_m.
-        query_angles, key_angles: (Lq, m) and (Lk, m) by which frequencies turn the tokens.
+        parity: (t,) 1 if both are even functions, -1 if both are odd.
+        shares: (m,) s_m.
+        query_angles, key_angles: (Lq, m) and (Lk, m) rotation angles of the tokens.
     """
 
     queries: Array
@@ -109,20 +109,20 @@ class Rotation:
         cls, frequencies: Array, shares: Array, query_positions: Array, key_positions: Array
     ) -> Rotation:
         """The split above for tokens at the given positions."""
-        where = query_positions, key_positions
-        offsets = [np.subtract.outer(p, p).T for p in where]
+        places = query_positions, key_positions
+        offsets = [np.subtract.outer(p, p).T for p in places]
         reach = max(1.0, *(float(np.abs(offset).max()) for offset in offsets))
         split = _split(tuple(frequencies), tuple(shares), round(reach))
         index = [np.rint(offset + reach).astype(np.intp) for offset in offsets]
-        return cls._of(split, index, shares, [np.multiply.outer(p, frequencies) for p in where])
+        return cls._of(split, index, shares, [np.multiply.outer(p, frequencies) for p in places])
 
     @classmethod
-    def of_rotary(cls, rotary: Rotary, d_head: int, *where: Array) -> Rotation:
-        """The same of a declaration, for queries' and keys' positions in their sequences."""
+    def of_rotary(cls, rotary: Rotary, d_head: int, *places: Array) -> Rotation:
+        """The split of declared rotary positions, for the positions of queries and of keys."""
         speeds, shares = rotary.frequencies(d_head)
         if rotary.grid is None:
-            return cls.of(speeds, shares, *where)
-        angles = [rotary.angles(p, d_head) for p in where]
+            return cls.of(speeds, shares, *places)
+        angles = [rotary.angles(p, d_head) for p in places]
         return cls._of(*_split_places(angles, speeds, shares), shares, angles)
 
     @classmethod
@@ -147,21 +147,21 @@ class Rotation:
 # --- covariance -----------------------------------------------------------------------------------
 
 LEAST_WEIGHT = 1e-3
-"""Keys whose bias leaves them less than this fraction of a row's largest weight are left out."""
+"""Fraction of a row's largest weight below which keys with a bias are left out."""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Covariance of the logits s_ij and s_i'j': scale Cq_ii' Ck_jj', rotated where there is one.
+    """Covariance of the logits s_ij and s_i'j': scale Cq_ii' Ck_jj', after rotation if any.
 
     Attributes:
         queries: (Lq, Lq) Cq.
         keys: (Lk, Lk) Ck.
-        values: (Lk, Lk) second moments of what the weights average.
+        values: (Lk, Lk) second moments of the tokens that attention averages.
         prior: (Lq, Lk) softmax of the deterministic part of the logits: uniform over a row's keys
             unless `biased`; rows sum to 1.
-        biased: whether a row prefers some of its keys.
-        rotation: rotary positions; None: none.
+        biased: whether the deterministic part differs among a row's keys.
+        rotation: None without rotary positions.
     """
 
     queries: Array
@@ -184,18 +184,18 @@ class Logits:
 
     @property
     def aligned(self) -> bool:
-        """Whether rows differ in their queries alone and the keys are what is averaged: then moving
-        along the correlation of two queries moves along the values' kernel."""
+        """Whether there is no rotation and values have the kernel of the keys: the derivative in
+        the correlation of two queries is then along the values' kernel."""
         return self.rotation is None and self.keys is self.values
 
     def correlation(self) -> Array:
-        """(Lq, Lq) correlation of the logits of two rows for one key, before rotation."""
+        """(Lq, Lq) correlation of the queries, before rotation."""
         norm = np.sqrt(np.outer(self.temperature, self.temperature))
         return np.asarray(np.clip(self.queries / norm, -1.0, 1.0))
 
 
 def prior_weights(allowed: NDArray[np.bool_], bias: Array | None) -> Array:
-    """(Lq, Lk) softmax of the bias over the allowed keys; uniform where there is no bias."""
+    """(Lq, Lk) softmax of the bias over the allowed keys; uniform without a bias."""
     if bias is None:
         return np.asarray(allowed / allowed.sum(1, keepdims=True))
     logits = np.where(allowed, bias, -np.inf)
@@ -204,7 +204,7 @@ def prior_weights(allowed: NDArray[np.bool_], bias: Array | None) -> Array:
     return np.asarray(weights / weights.sum(1, keepdims=True))
 
 
-# --- rows that are alike --------------------------------------------------------------------------
+# --- groups of similar rows -----------------------------------------------------------------------
 
 Indices = NDArray[np.intp]
 
@@ -215,7 +215,7 @@ SUPPORT_SLACK = 0.3
 """Fraction of the keys beyond `EXACT_KEYS` by which two patterns of one class may differ."""
 
 NORM_STEP = 0.05
-"""Queries whose log C_ii round to the same multiple of this may share a pattern."""
+"""Queries with log C_ii in the same interval of this width may share a pattern."""
 
 
 @dataclass(frozen=True)
@@ -223,12 +223,12 @@ class RowClass:
     """One class of patterns.
 
     Attributes:
-        patterns: the a indices of its patterns.
-        keys: the n indices of the keys that any of them attends to.
-        row: index of the class's own row in the row statistics.
+        patterns: range of its a patterns.
+        keys: indices of the n keys that any of them attends to.
+        row: index of the representative row in the row statistics.
         weights: (a, n) mean attention of its patterns.
-        leader_weights: (n,) mean attention of the class's own row.
-        response: (n, n) 1 - A with A_jl = E[a_j a_l]/E a_j: how logit shifts move the softmax.
+        leader_weights: (n,) mean attention of the representative row.
+        response: (n, n) 1 - A, see `joint_laws.softmax_response`.
     """
 
     patterns: slice
@@ -239,7 +239,7 @@ class RowClass:
     response: NDArray[Any]
 
     def in_single(self) -> RowClass:
-        """The same in single precision."""
+        """The class in single precision."""
         arrays = (self.weights, self.leader_weights, self.response)
         return RowClass(self.patterns, self.keys, self.row, *(x.astype(np.float32) for x in arrays))
 
@@ -250,7 +250,7 @@ def find_patterns(prior: Array, temperature: Array, biased: bool) -> tuple[Indic
     Args:
         prior: (L, n) weights of every row's keys at vanishing logits, of sum 1.
         temperature: (L,) second moments C_ii of the queries.
-        biased: whether a row prefers some of its keys; otherwise only which it holds is compared.
+        biased: whether to compare the weights; otherwise only the sets of keys are compared.
 
     Returns:
         (P,) the first row of every pattern, and (L,) the pattern of every row.
@@ -273,8 +273,8 @@ def group_patterns(prior: Array, temperature: Array, biased: bool) -> list[Indic
     Args:
         prior: (P, n) weights of the keys at vanishing logits, of sum 1.
         temperature: (P,) second moments of the queries.
-        biased: whether a row prefers some of its keys: then what two patterns do not share is not
-            a number of keys but half the distance of their weights, on the same scale.
+        biased: whether to measure the difference of two patterns by half the distance of their
+            weights, instead of the number of keys that they do not share.
     """
     allowed = (prior > 0.0).astype(np.float64)
     shared = allowed @ allowed.T
@@ -300,7 +300,7 @@ def group_patterns(prior: Array, temperature: Array, biased: bool) -> list[Indic
 
 
 def stacked(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """(c, ...) of parts of one shape: a view where there is but one."""
+    """(c, ...) stack of parts of one shape; a view of a single part."""
     if len(parts) == 1:
         return parts[0][None]
     whole = np.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype)
@@ -310,7 +310,7 @@ def stacked(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def as_slice(indices: Indices) -> slice | Indices:
-    """The same increasing indices, as a slice where they are consecutive: a view, not a copy."""
+    """Increasing indices, as a slice if they are consecutive, to index by view."""
     low, high = int(indices[0]), int(indices[-1]) + 1
     return slice(low, high) if high - low == len(indices) else indices
 

@@ -1,8 +1,8 @@
-"""Relative positions on classes: rotation and biases by relative position, by cells of positions.
+"""Relative positions on classes: rotary positions and biases by relative position.
 
 Rotation multiplies the kernel of two keys of one row by rho(j' - j), and the covariance of two
-rows' logits by rho(j' - j - (i' - i)), with rho(x) = sum_m s_m cos(w_m x): cells hold its mean, a
-token with itself left out. See docs/theory/state.md, Classes of positions.
+rows' logits by rho(j' - j - (i' - i)), rho(x) = sum_m s_m cos(w_m x). On classes it is averaged
+over the pairs of different tokens of two cells. See docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RotaryMeans:
     """Means of rho on classes.
 
     Attributes:
-        within: (P, P, P) [p, q, r] of two different keys of a row.
-        keys: (P, P, m) of e^{i w j} over a row's keys in a cell.
+        within: (P, P, P) [row, key, key] mean rho of two different keys of a row.
+        keys: (P, P, m) [row, key] mean e^{i w j} over a row's keys in a cell.
         shares: (m,) s_m.
     """
 
@@ -46,23 +46,23 @@ class RotaryMeans:
 
     @classmethod
     def of(cls, key_counts: KeyCounts, frequencies: Array, shares: Array) -> RotaryMeans:
-        """The same for the same nodes and frequencies."""
+        """Cached instance for these nodes and frequencies w_m with shares s_m."""
         return _rotary_means(key_counts, tuple(map(float, frequencies)), tuple(map(float, shares)))
 
     def of_rows(self, long: Indices, short: Indices) -> Phases:
         """(C, m) mean e^{i w (i - i')} of two different rows."""
-        sums, mass, twice = self._rows
-        same, pairs = twice[long, short], mass[long] * mass[short]
+        sums, mass, same_token = self._rows
+        same, pairs = same_token[long, short], mass[long] * mass[short]
         usable = pairs - same > LEAST_PAIRS * pairs
         result = sums[long] * sums[short].conj() - same[:, None]
         result /= np.where(usable, pairs - same, 1.0)[:, None]
         return np.asarray(np.where(usable[:, None], result, np.exp(1j * self._speed)))
 
     def pair_count(self) -> Array:
-        """(P, P) ordered pairs of different positions of two cells: by what their means weigh,
-        which what turns between two rows of one cell is rounded to."""
-        _, mass, twice = self._rows
-        return np.asarray(np.outer(mass, mass) - twice)
+        """(P, P) ordered pairs of different positions of two cells, over which `of_rows` averages
+        rotations."""
+        _, mass, same_token = self._rows
+        return np.asarray(np.outer(mass, mass) - same_token)
 
     def between(
         self, long: Indices, short: Indices, rows: Phases, left: slice, right: slice
@@ -70,49 +70,54 @@ class RotaryMeans:
         """(C, n, k) mean rho(j' - j - (i' - i)) of two rows and a key of each.
 
         Args:
-            long, short: rows, seeing keys i' behind those of the latter alone.
+            rows: (C, m) of `of_rows`.
+            left, right: ranges of the keys of the longer and the shorter row.
         """
         first = self.keys[long, left].conj() * (rows * self.shares)[:, None, :]
         total = (first @ np.swapaxes(self.keys[short, right], -1, -2)).real
         mass = self._mass[long, left][:, :, None] * self._mass[short, right][:, None, :]
-        turned = (rows @ self.shares).real[:, None, None]
-        return of_pairs(total, mass, self._same[short][:, left, right], turned, turned)
+        same_key = (rows @ self.shares).real[:, None, None]
+        return of_pairs(total, mass, self._same[short][:, left, right], same_key, same_key)
 
 
-def _turns(count: int, speed: Array) -> tuple[Phases, Phases]:
-    """(b, m) and (n, m) whose products are e^{i w j} of j = k n + l, at least `count` in all: b + n
-    exponentials for b n positions."""
+def _phase_factors(count: int, speed: Array) -> tuple[Phases, Phases]:
+    """(b, m) and (n, m) whose products are e^{i w j}, j = k n + l, for at least `count` positions:
+    b + n instead of b n exponentials."""
     size = max(1, math.isqrt(count))
     rows = -(-count // size)
-    ahead, inside = (np.arange(one, dtype=float) for one in (rows, size))
+    ahead, inside = (np.arange(n, dtype=float) for n in (rows, size))
     return np.exp(1j * np.outer(size * ahead, speed)), np.exp(1j * np.outer(inside, speed))
 
 
 def turned_sums(weights: Array, first: int, speed: Array) -> Phases:
     """(k, m) sums over j of weights (k, n) times e^{i w (first + j)}."""
-    several, count = weights.shape
-    ahead, inside = _turns(count, speed)
-    nodes_inside = np.zeros((several, len(ahead) * len(inside)))
-    nodes_inside[:, :count] = weights
-    # real times complex, as real times pairs of real
-    blocks = nodes_inside.reshape(-1, len(inside)) @ inside.view(float)
-    sums = (blocks.view(complex).reshape(several, len(ahead), -1) * ahead).sum(1)
+    rows, count = weights.shape
+    ahead, inside = _phase_factors(count, speed)
+    padded = np.zeros((rows, len(ahead) * len(inside)))
+    padded[:, :count] = weights
+    # complex numbers as pairs of real ones, for a real matrix product
+    blocks = padded.reshape(-1, len(inside)) @ inside.view(float)
+    sums = (blocks.view(complex).reshape(rows, len(ahead), -1) * ahead).sum(1)
     return np.asarray(sums * np.exp(1j * first * speed))
 
 
 def turned_means(count: int, speed: Array, share: Array) -> Phases:
-    """(count,) sums over frequencies of shares times e^{i w j}, from j = 0 on."""
-    ahead, inside = _turns(count, speed)
+    """(count,) sums over frequencies of shares times e^{i w j}, j = 0 ... count - 1."""
+    ahead, inside = _phase_factors(count, speed)
     return np.asarray(((ahead * share) @ inside.T).ravel()[:count])
 
 
 LEAST_PAIRS = 1e-6
-"""Share of two different tokens in two cells' pairs below which there are none."""
+"""Fraction of pairs of different tokens among all pairs of two cells below which it counts as 0."""
 
 
 def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, otherwise: Any) -> Array:
-    """Mean over two different tokens, from one over all pairs of which `itself` are one token
-    twice; `of_itself` is what those have, `otherwise` what stands in where there are no others."""
+    """Mean over pairs of different tokens.
+
+    Args:
+        mean: over all `pairs`, of which `itself` are a token with itself, of value `of_itself`.
+        otherwise: result if there are no pairs of different tokens.
+    """
     rest = pairs - itself
     usable = rest > LEAST_PAIRS * pairs
     result = (mean * pairs - itself * of_itself) / np.where(usable, rest, 1.0)
@@ -126,7 +131,7 @@ def _rotary_means(
     speed, share = np.array(frequencies), np.array(shares)
     size = len(key_counts.classes.nodes)
     basis = basis_of(key_counts.classes, speed)
-    # A window begins inside a cell that its counts reach into: they are of what whole cells hold.
+    # A causal window may begin inside a cell; sums are over whole cells up to its end.
     whole = isinstance(key_counts.classes, BothSides | OneClass)
     ends = np.full(size, key_counts.classes.length) if whole else key_counts.ends
     result = [basis.sums(0, int(end)) for end in ends]
@@ -147,8 +152,8 @@ class LinearBasis:
         self._parts: dict[tuple[int, int, int], tuple[Phases, Array, Array]] = {}
 
     def _part(self, cell: int, low: int, high: int) -> tuple[Phases, Array, Array]:
-        """Of low < j < high in the cell behind a node: phases and masses of both basis functions,
-        and their squares and product."""
+        """Sums over low < j < high, in the cell after a node: phases and masses of both basis
+        functions, and their squares and product."""
         if (cell, low, high) not in self._parts:
             ends = np.log(self._nodes[cell : cell + 2])
             rising = (np.log(np.arange(low + 1.0, high)) - ends[0]) / (ends[1] - ends[0])
@@ -158,28 +163,29 @@ class LinearBasis:
         return self._parts[cell, low, high]
 
     def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
-        """(P, m), (P,) and (P, P) of the positions behind `start` up to `end`."""
+        """(P, m) phases, (P,) masses and (P, P) products of basis functions, summed over the
+        positions start < j <= end."""
         nodes, size = self._nodes, len(self._nodes)
         phases = np.zeros((size, len(self._speed)), complex)
-        mass, twice = np.zeros(size), np.zeros((size, size))
+        mass, products = np.zeros(size), np.zeros((size, size))
         nodes_inside = np.flatnonzero((nodes > start) & (nodes <= end))
         phases[nodes_inside] += np.exp(
             1j * np.multiply.outer(nodes[nodes_inside].astype(float), self._speed)
         )
         mass[nodes_inside] += 1.0
-        twice[nodes_inside, nodes_inside] += 1.0
+        products[nodes_inside, nodes_inside] += 1.0
         for cell in range(size - 1):
             low, high = max(start, int(nodes[cell])), min(end + 1, int(nodes[cell + 1]))
             if high - low > 1:
                 part = self._part(cell, low, high)
                 phases[cell : cell + 2] += part[0]
                 mass[cell : cell + 2] += part[1]
-                twice[cell : cell + 2, cell : cell + 2] += part[2]
-        return phases, mass, twice
+                products[cell : cell + 2, cell : cell + 2] += part[2]
+        return phases, mass, products
 
 
 class ConstantBasis(LinearBasis):
-    """Sums over all positions alike."""
+    """Unweighted sums over all positions."""
 
     def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
         length = int(self._nodes[-1])
@@ -188,7 +194,7 @@ class ConstantBasis(LinearBasis):
 
 
 def basis_of(classes: PositionClasses, speed: Array) -> LinearBasis:
-    """Those of classes of positions, or of one class of all."""
+    """The basis functions of classes of positions, or of a single class."""
     return (
         ConstantBasis(classes, speed)
         if isinstance(classes, OneClass)
@@ -198,26 +204,26 @@ def basis_of(classes: PositionClasses, speed: Array) -> LinearBasis:
 
 # --- biases by relative position ------------------------------------------------------------------
 #
-# A bias shifts the logits of all keys of its bucket. With J = diag(w) - w w^T of rows of weights w
-# and M^b a row's keys in bucket b, its table's gradient has of two rows
+# A bias shifts the logits of all keys of its bucket. With J = diag(w) - w w^T for weights w, and
+# M^b the indicator of a row's keys in bucket b, the gradient of the table contains for two rows
 #
 #     sum_b M^b_i^T J_i C J_i'^T M^b_i' = sum_b U^b_i^T C U^b_i',    U^b = w o (M^b - w.M^b).
 
 SPREAD = 8.0
-"""Positions, and distances of two rows, for every doubling, that cells' means are taken of."""
+"""Sampled positions, and distances of two rows, per octave, for means over cells."""
 
 
 def shifted_together(weights: Array, bucket: Indices, kernel: Array) -> Array:
     """(L, L) sum_b U^b C U^b^T.
 
     Args:
-        weights: (L, n) of rows that sum to 1.
-        bucket: (L, n) of every row's keys.
+        weights: (L, n) rows of sum 1.
+        bucket: (L, n) bucket of every key in every row.
         kernel: (n, n) C.
     """
     result = np.zeros((len(weights), len(weights)))
-    for one in range(int(bucket.max()) + 1):
-        inside = weights * (bucket == one)
+    for number in range(int(bucket.max()) + 1):
+        inside = weights * (bucket == number)
         inside -= weights * inside.sum(1, keepdims=True)
         result += inside @ kernel @ inside.T
     return result
@@ -226,28 +232,28 @@ def shifted_together(weights: Array, bucket: Indices, kernel: Array) -> Array:
 def shifted_classes(
     key_counts: KeyCounts, table: RelativeBias, weights: Array, kernel: Matrix
 ) -> Matrix:
-    """The same on classes: what different keys share by counts of buckets in classes, and what a
-    key has of its own by rows that see their keys alike.
+    """`shifted_together` on classes: the off-diagonal kernel with counts of buckets in classes, its
+    diagonal excess with uniform attention.
 
     Args:
         weights: (P, P) mean attention [row, key] to one token of a class.
     """
-    diagonal, pairs = kernel
-    excess = (key_counts.keys * weights) @ (diagonal - diagonal_of(pairs))
-    alone, both = _of_own_keys(key_counts, table)
-    result = alone * excess, both * 0.5 * (excess[:, None] + excess)
-    if isinstance(key_counts.classes, OneClass):  # different keys share the same, and U sums to 0
+    diagonal, off_diagonal = kernel
+    excess = (key_counts.keys * weights) @ (diagonal - diagonal_of(off_diagonal))
+    of_row, of_rows = _uniform_overlaps(key_counts, table)
+    result = of_row * excess, of_rows * 0.5 * (excess[:, None] + excess)
+    if isinstance(key_counts.classes, OneClass):  # a constant off-diagonal kernel: U sums to 0
         return result
     keys = _keys_of_buckets(key_counts, table)
     portion = np.einsum("pbq,pq->pb", keys, weights)
     portion /= portion.sum(1, keepdims=True)
-    moved = weights[:, None, :] * (keys - portion[:, :, None] * keys.sum(1, keepdims=True))
-    together = np.einsum("pbq,qr,sbr->ps", moved, pairs, moved, optimize=True)
-    return result[0] + diagonal_of(together), result[1] + together
+    shifts = weights[:, None, :] * (keys - portion[:, :, None] * keys.sum(1, keepdims=True))
+    smooth = np.einsum("pbq,qr,sbr->ps", shifts, off_diagonal, shifts, optimize=True)
+    return result[0] + diagonal_of(smooth), result[1] + smooth
 
 
 def _runs(table: RelativeBias, causal: bool, length: int) -> tuple[Indices, Indices]:
-    """First and last offset of every bucket, a key's position minus its row's."""
+    """First and last offset (key's minus row's position) of every bucket."""
     most = table.max_distance + 1
     offsets = np.arange(-most, 1 if causal else most + 1)
     begins = np.flatnonzero(np.diff(table.bucket(offsets, causal), prepend=-1))[1:]
@@ -257,13 +263,13 @@ def _runs(table: RelativeBias, causal: bool, length: int) -> tuple[Indices, Indi
 
 
 def _grid(length: int) -> Indices:
-    """Edges of ranges of 0 ... length - 1, as wide as they are far from 0 over `SPREAD`."""
-    several = int(SPREAD * np.log2(length + 1.0)) + 2
-    return np.unique(np.geomspace(1.0, length + 1.0, several).round().astype(np.intp)) - 1
+    """Edges of ranges of 0 ... length - 1, with `SPREAD` ranges per octave."""
+    count = int(SPREAD * np.log2(length + 1.0)) + 2
+    return np.unique(np.geomspace(1.0, length + 1.0, count).round().astype(np.intp)) - 1
 
 
 def _linear_basis(classes: PositionClasses, place: Indices) -> Array:
-    """(P, n) of positions, as `PositionClasses.basis`."""
+    """(P, n) `PositionClasses.basis` at given positions."""
     size, every = len(classes.nodes), np.arange(len(place))
     if size == 1:
         return np.ones((1, len(place)))
@@ -274,7 +280,7 @@ def _linear_basis(classes: PositionClasses, place: Indices) -> Array:
 
 @functools.lru_cache(maxsize=8)
 def _keys_of_buckets(key_counts: KeyCounts, table: RelativeBias) -> Array:
-    """(P, b, P) keys of a row's buckets in a class."""
+    """(P, b, P) counts of a row's keys [row, bucket, class]."""
     classes, size = key_counts.classes, len(key_counts.classes.nodes)
     begins, _ = _runs(table, True, classes.length)
     result = np.zeros((size, len(begins), size))
@@ -282,28 +288,28 @@ def _keys_of_buckets(key_counts: KeyCounts, table: RelativeBias) -> Array:
         grid = _grid(row)
         edges = np.concatenate([grid, row - grid, 1 - begins[1:]])
         edges = np.unique(np.clip(edges, 0, min(row, key_counts.window)))
-        kind = np.searchsorted(begins, -edges[:-1], "right") - 1
+        bucket = np.searchsorted(begins, -edges[:-1], "right") - 1
         middle = row - (edges[:-1] + edges[1:] - 1) // 2
-        np.add.at(result[number], kind, (_linear_basis(classes, middle) * np.diff(edges)).T)
+        np.add.at(result[number], bucket, (_linear_basis(classes, middle) * np.diff(edges)).T)
     return result
 
 
 @functools.lru_cache(maxsize=8)
-def _of_own_keys(key_counts: KeyCounts, table: RelativeBias) -> Matrix:
-    """sum_b U^b.U^b of rows that see their keys alike: means over the rows of a cell, and over
-    pairs of different rows of two."""
+def _uniform_overlaps(key_counts: KeyCounts, table: RelativeBias) -> Matrix:
+    """sum_b U^b.U^b of rows with uniform attention: means over the rows of a cell, and over pairs
+    of different rows of two cells."""
     classes, grid = key_counts.classes, _grid(key_counts.classes.length)
     places, counts = (grid[:-1] + grid[1:] + 1) // 2, np.diff(grid)
-    rows, offset = (one.ravel() for one in np.meshgrid(places, np.append(0, places), indexing="ij"))
+    rows, offset = (x.ravel() for x in np.meshgrid(places, np.append(0, places), indexing="ij"))
     shares = np.outer(counts, np.append(1, counts)).ravel()
-    there = offset < rows
-    rows, others, shares = rows[there], (rows - offset)[there], shares[there]
-    common, itself = _of_two_rows(key_counts, table, rows, others), rows == others
+    valid = offset < rows
+    rows, others, shares = rows[valid], (rows - offset)[valid], shares[valid]
+    common, itself = _uniform_overlap(key_counts, table, rows, others), rows == others
     first, second = _linear_basis(classes, rows), _linear_basis(classes, others)
 
     def mean(sums: Callable[[Array], Array]) -> Array:
-        whole = sums(shares.astype(float))
-        return np.asarray(sums(shares * common) / np.where(whole > 0.0, whole, 1.0))
+        total = sums(shares.astype(float))
+        return np.asarray(sums(shares * common) / np.where(total > 0.0, total, 1.0))
 
     def of_pairs(weights: Array) -> Array:
         result = (first * np.where(itself, 0.0, weights)) @ second.T
@@ -312,26 +318,29 @@ def _of_own_keys(key_counts: KeyCounts, table: RelativeBias) -> Matrix:
     return mean(lambda weights: first @ np.where(itself, weights, 0.0)), mean(of_pairs)
 
 
-def _of_two_rows(
+def _uniform_overlap(
     key_counts: KeyCounts, table: RelativeBias, rows: Indices, others: Indices
 ) -> Array:
-    """(n,) the same of two rows each: buckets are ranges of positions."""
+    """(n,) sum_b U^b.U^b of n pairs of rows with uniform attention; buckets are ranges of keys."""
     length, causal = key_counts.classes.length, not isinstance(key_counts.classes, OneClass)
     begins, ends = _runs(table, causal, length)
 
     def size(*ranges: tuple[Indices, Indices]) -> Array:
+        """Number of positions in the intersection of ranges."""
         starts, stops = zip(*ranges, strict=True)
         last, first = functools.reduce(np.minimum, stops), functools.reduce(np.maximum, starts)
         return np.asarray(np.maximum(last - first + 1.0, 0.0))
 
-    ranges, seen = [], []
+    ranges, visible = [], []
     for row in (rows[:, None], others[:, None]):
         ranges.append((row + begins, row + ends))
         start, end = np.ones_like(row), np.full_like(row, length)
-        seen.append(
+        visible.append(
             (np.maximum(row - key_counts.window + 1, start), row) if causal else (start, end)
         )
-    one, other = (size(k, s) / size(s) for k, s in zip(ranges, seen, strict=True))
-    common = size(*ranges, *seen) - size(ranges[0], *seen) * other - size(ranges[1], *seen) * one
-    common += size(*seen) * one * other
-    return np.asarray(common.sum(1) / (size(seen[0]) * size(seen[1]))[:, 0])
+    # fraction of each row's keys in the bucket
+    first, second = (size(k, s) / size(s) for k, s in zip(ranges, visible, strict=True))
+    common = size(*ranges, *visible) - size(ranges[0], *visible) * second
+    common -= size(ranges[1], *visible) * first
+    common += size(*visible) * first * second
+    return np.asarray(common.sum(1) / (size(visible[0]) * size(visible[1]))[:, 0])

@@ -1,8 +1,8 @@
 """Statistics of single attention rows: variance, participation, entropy and mean attention.
 
-A row is compared with one of n_e keys whose logits have covariance tau (b + (spread) delta_jk):
-theta and n_e reproduce the overlap distribution of the row's keys. See docs/theory/attention.md,
-The closure.
+Every row has a reference: an exchangeable row of n_e keys with logit variance theta around their
+common part, chosen to match the distribution of the overlaps of the row's keys. See
+docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from . import exact_rows
 Array = NDArray[np.float64]
 
 FEWEST_KEYS = 3.0
-"""Floor of n_e where the row allows that many: the response in `mean_attention` is 0/0 at 2."""
+"""Floor of n_e in rows of at least this many keys: the response in `mean_attention` is 0/0 at 2."""
 
 
 class ReferenceRow(NamedTuple):
-    """Exchangeable rows, one per attention row; arrays (L,).
+    """The exchangeable reference of every attention row; arrays (L,).
 
     Attributes:
         theta: variance of the logits around their common part.
@@ -38,7 +38,7 @@ class ReferenceRow(NamedTuple):
 
 
 Mean = Callable[[Callable[[Array], Array]], Array]
-"""Means over every row's pairs of keys of a function of C - max C."""
+"""Mean over the pairs of keys of every row of a function of C - max C."""
 
 
 def annealed_moments(mean: Mean, relative: Array, spread: float, tau: float) -> tuple[Array, Array]:
@@ -50,7 +50,7 @@ def annealed_moments(mean: Mean, relative: Array, spread: float, tau: float) -> 
         tau: covariance of logits per unit of the kernel, at the rows' average query.
     """
     shift = -tau * relative
-    if tau * spread < 1.0:  # logarithms of numbers near one: keep their excess
+    if tau * spread < 1.0:  # logarithms of numbers near 1, without cancellation
         first = np.log1p(mean(lambda below: np.expm1(tau * below)))
         second = np.log1p(mean(lambda below: np.expm1(2.0 * tau * below)))
     else:
@@ -65,14 +65,12 @@ def _annealed(theta: Array, keys: Array) -> Array:
 
 
 NEWTON_STEPS = 30
-"""More than were ever needed to the last digits."""
+"""Cap on Newton steps, never reached."""
 
 
 def _theta_of(keys: Array, target: Array, theta: Array, steps: int = NEWTON_STEPS) -> Array:
-    """Root of `_annealed(theta, keys) = target`, convex and increasing in theta: Newton's method.
-
-    One step from anywhere lands at or above the root, after which the descent is monotone.
-    """
+    """Solve `_annealed(theta, keys) = target`, convex and increasing in theta, by Newton's method:
+    the first step lands at or above the root, further ones descend monotonically."""
     share, logs = 1.0 / keys, np.log(keys)
     others = np.log1p(-share)
     bound = (target + logs) / (1.0 - share)
@@ -88,10 +86,10 @@ def _theta_of(keys: Array, target: Array, theta: Array, steps: int = NEWTON_STEP
 
 
 def _roots(first: Array, second: Array, low: Array, high: Array) -> tuple[Array, Array]:
-    """theta and log n of rows with both moments, log n between two ends: Newton's method.
+    """theta and log n of rows with both moments, log n in [low, high], by Newton's method.
 
-    It starts where third cumulants of few keys, or the last key of peaked rows, put the root, and
-    corrects theta alone before every step.
+    Starts from an estimate by third cumulants or, for peaked rows, by the largest key, and corrects
+    theta alone before every step.
     """
     size = np.maximum(first, 1e-300)
     small = 0.75 * np.maximum(second / size - 4.0, 1e-3)
@@ -108,28 +106,27 @@ def _roots(first: Array, second: Array, low: Array, high: Array) -> tuple[Array,
         for times, target in ((1.0, first), (2.0, second)):
             scaled = times * theta
             value = np.logaddexp(rest, scaled - logs) - scaled * share
-            alike = np.exp(scaled - logs - value - scaled * share)  # the share of equal keys
+            equal = np.exp(scaled - logs - value - scaled * share)  # weight of pairs of equal keys
             errors.append(value - target)
-            by_theta.append(times * np.maximum(alike - share, 1e-12))
-            by_logs.append(scaled * share + odds * (1.0 - alike) - alike)
-        whole = by_theta[0] * by_logs[1] - by_theta[1] * by_logs[0]
+            by_theta.append(times * np.maximum(equal - share, 1e-12))
+            by_logs.append(scaled * share + odds * (1.0 - equal) - equal)
+        determinant = by_theta[0] * by_logs[1] - by_theta[1] * by_logs[0]
         step = by_theta[0] * errors[1] - by_theta[1] * errors[0]
-        step = -step / np.where(whole == 0.0, 1.0, whole)
-        before, last = logs, theta
+        step = -step / np.where(determinant == 0.0, 1.0, determinant)
+        last_logs, last_theta = logs, theta
         logs = np.minimum(np.maximum(logs + step, low), high)
-        theta = theta - (errors[0] + by_logs[0] * (logs - before)) / by_theta[0]
+        theta = theta - (errors[0] + by_logs[0] * (logs - last_logs)) / by_theta[0]
         theta = np.maximum(theta, 1e-12)
-        moved = float((np.abs(logs - before) + np.abs(theta - last) / last).max())
-        # Quadratic: the next step would be nothing; or, where logits all but vanish, these are no
-        # longer steps but rounding.
-        if moved <= 1e-8 or (smallest < 1e-4 and moved > 0.5 * smallest):
+        change = float((np.abs(logs - last_logs) + np.abs(theta - last_theta) / last_theta).max())
+        # Stop when the next (quadratic) step is negligible, or when steps are rounding errors.
+        if change <= 1e-8 or (smallest < 1e-4 and change > 0.5 * smallest):
             break
-        smallest = min(moved, smallest)
+        smallest = min(change, smallest)
     return theta, logs
 
 
 def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
-    """The exchangeable rows of these `annealed_moments`, of at most `count` keys."""
+    """The exchangeable rows with these `annealed_moments`, of at most `count` keys."""
     several = count > 1.0 + 1e-6
     ceiling = np.where(several, count, 2.0)
     floor = np.minimum(FEWEST_KEYS, ceiling)
@@ -138,26 +135,26 @@ def matched(first: Array, second: Array, count: Array) -> ReferenceRow:
         theta = _theta_of(keys, first[of], theta)
         return np.abs(second[of] - _annealed(2.0 * theta, keys)), theta
 
-    # above the root: by the last key alone, and by second order where theta is small
+    # upper bounds of the root: by the largest key alone, and to second order in small theta
     theta = (first + np.log(ceiling)) / (1.0 - 1.0 / ceiling)
     theta = np.minimum(theta, np.sqrt(2.0 * first / (1.0 - 1.0 / ceiling) * ceiling))
     all_keys, theta = excess(ceiling, ..., theta)
     keys = ceiling.copy()
-    # else exchangeable to rounding: all keys count
+    # other rows are exchangeable to rounding, with n_e = n
     inside = np.flatnonzero((all_keys > 1e-6 * second) & (ceiling > floor) & several)
     if inside.size:
         ends = np.log(floor[inside]), np.log(ceiling[inside])
-        moved, logs = _roots(first[inside], second[inside], *ends)
+        root, logs = _roots(first[inside], second[inside], *ends)
         result = np.exp(logs)
-        between = (logs > ends[0]) & (logs < ends[1])
-        between &= np.abs(second[inside] - _annealed(2.0 * moved, result)) <= 1e-9 * second[inside]
-        if not between.all():  # no such row: the nearer end
-            rest = inside[~between]
-            few_keys, fewer = excess(floor[rest], rest, theta[rest])
-            nearer = few_keys < all_keys[rest]
-            result[~between] = np.where(nearer, floor[rest], ceiling[rest])
-            moved[~between] = np.where(nearer, fewer, theta[rest])
-        keys[inside], theta[inside] = result, moved
+        solved = (logs > ends[0]) & (logs < ends[1])
+        solved &= np.abs(second[inside] - _annealed(2.0 * root, result)) <= 1e-9 * second[inside]
+        if not solved.all():  # without a root: the end with the smaller error
+            rest = inside[~solved]
+            few_keys, theta_few = excess(floor[rest], rest, theta[rest])
+            at_floor = few_keys < all_keys[rest]
+            result[~solved] = np.where(at_floor, floor[rest], ceiling[rest])
+            root[~solved] = np.where(at_floor, theta_few, theta[rest])
+        keys[inside], theta[inside] = result, root
     return ReferenceRow(np.where(several, theta, 0.0), np.where(several, keys, 1.0))
 
 
@@ -168,32 +165,32 @@ Indices = NDArray[np.intp]
 ONE_KEY = 1.0 + 1e-9
 
 LEAST_SCALE = 1e-3
-"""Logit variance over a kernel's range below which its reference row is taken at that scale: it has
-a limit, linear from there."""
+"""Floor of the logit variance over a kernel's range at which the reference row is matched; it has a
+limit, and is linear below."""
 
 LEAST_RESPONSE = 1e-3
-"""Floor of x, which divides; rows of several keys have .5 to 1."""
+"""Floor of x, which divides; it is .5 to 1 in rows of several keys."""
 
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """One entry per attention row, from the exact statistics of its reference row; arrays (rows,).
+    """Exact statistics of the reference row of every attention row; arrays (rows,).
 
     Attributes:
         count: number of keys, 1/sum prior^2.
-        temperature: C_ii of the query (the class mean for a class's own row).
+        temperature: C_ii of the query (the class mean for a class's representative row).
         logit_variance: theta of the reference row.
-        unshared: the same per unit of logit scale and query norm: C_jj - b.
-        unshared_fraction: the same over the mean C_jj of the row's keys.
-        unshared_by_mean: fraction of C_jj that n_e alike keys do not share if their mean overlap is
-            the row's; as `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
-        theta: the same within the tables, where the exact statistics were taken.
+        unshared: theta per unit of logit scale and temperature: C_jj - b.
+        unshared_fraction: `unshared` over the mean C_jj of the row's keys.
+        unshared_by_mean: fraction of C_jj that n_e equal keys do not share if their mean overlap is
+            the row's; `unshared_fraction` for exchangeable keys, 2 for two opposite ones.
+        theta: `logit_variance`, limited to the range of the exact statistics.
         keys: effective number of keys n_e.
         entropy: E[-sum a log a] in nats, over all allowed keys.
         strength: (1 - P2)/(1 - 1/n_e), the exact response of the softmax to its own logits.
         odds: log-odds of P2 per logit variance.
-        own_response: x, the response of a mean weight to its key's own logit: `odds` within the
-            tables, like the responses below.
+        own_response: x, the response of a mean weight to its key's own logit: `odds`, at most at
+            the edge of the tables, like the responses below.
         kernel_response: y, the response of a mean weight to a correlation of its key.
         variance_response: the response of a mean weight to its key's own variance.
     """
@@ -214,21 +211,21 @@ class AttentionRows:
     variance_response: Array
 
     def of(self, rows: Indices | slice) -> AttentionRows:
-        """Of some rows, or of each as often as it is named."""
-        return AttentionRows(*(getattr(self, one.name)[rows] for one in fields(self)))
+        """The statistics of an index or slice of rows."""
+        return AttentionRows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @property
     def variance_kept(self) -> Array:
-        """1, and below 1 for rows beyond all laws: the factor on their logit variance."""
+        """theta over the logit variance: 1, and less for rows beyond the exact statistics."""
         return self.theta / np.maximum(self.logit_variance, exact_rows.THETA_LEAST)
 
     @property
     def step(self) -> Array:
-        """What part of a change of a row's overlap A with itself is to be taken.
+        """Step size of the iteration for A in `joint_laws.softmax_response`.
 
-        Of exchangeable keys the iteration of A (`joint_laws.own_response`) has one number, p - q of
-        a key with itself and with another, and its derivative there is -2 l p (1 - p)/(1 - p + q),
-        l the log-odds of p: with this step what is left of it is of second order.
+        For exchangeable keys that iteration has one variable, p - q of a key with itself and with
+        another one, and the derivative -2 l p (1 - p)/(1 - p + q), l the log-odds of p: this step
+        makes it converge quadratically.
         """
         keys = np.maximum(self.keys, ONE_KEY)
         contrast = self.strength * (keys - 1.0) / keys
@@ -280,20 +277,21 @@ def attention_rows(
     diagonal: Array,
     uniform: Array,
 ) -> AttentionRows:
-    """Rows whose references have the distribution of their keys' overlaps.
+    """Reference statistics of rows, from the distribution of the overlaps of their keys.
 
     Args:
         mean: over pairs of keys.
-        between: the least and the largest entry of their kernel.
+        between: smallest and largest entry of the keys' kernel.
         temperature: (rows,) second moment of each row's query, and its average.
-        logit_scale: tau, per unit of it and of the kernel.
+        logit_scale: tau.
+        count, diagonal, uniform: as in `statistics_of`.
 
     Source:
         derived here; which annealed moments to match was decided by measurement.
     """
     low, top = between
     of_rows, average = temperature
-    # Where logits vanish the reference has a limit, taken at a small scale without cancellation.
+    # The limit of vanishing logits is taken at a small scale, without cancellation.
     scale = max(logit_scale * average, LEAST_SCALE / max(top - low, 1e-12))
     relative = mean(lambda below: below)
     reference = matched(*annealed_moments(mean, relative, top - low, scale), count)
@@ -314,10 +312,10 @@ def statistics_of(
     """Exact statistics of the rows' references.
 
     Args:
-        reference, scale: the references, and that scale.
+        reference, scale: the references, and the logit scale times temperature they belong to.
         count: (rows,) number of keys.
         diagonal, overlap: (rows,) means of C_jj over a row's keys and of C_jl over their pairs.
-        uniform: (rows,) entropy without any logits.
+        uniform: (rows,) entropy at vanishing logits.
     """
     unshared = reference.theta / scale
     variance = unshared * logit_scale * temperature
@@ -329,8 +327,8 @@ def statistics_of(
     rest = np.maximum(1.0 - square, 1e-300)
     strength = np.where(several, (1.0 - square) * keys / (keys - 1.0), 1.0)
     odds = np.where(several, np.log(square * (keys - 1.0) / rest) / theta, 1.0)
-    # Mean weights respond as at the edge of the tables: first order in how keys differ, which
-    # exponentials carry too far in rows that all but pick a key.
+    # Responses of mean weights are capped at the edge of the tables: being of first order in the
+    # differences of keys, they would be exponentiated too far in rows that select one key.
     near = theta
     if theta.max() > THETA_MAX:
         near = np.minimum(theta, THETA_MAX)
@@ -344,9 +342,9 @@ def statistics_of(
         response_own = np.where(several, np.log(square * (keys - 1.0) / rest) / near, 1.0)
     wide = reference.keys > 2.0 + 1e-6
     response = np.where(wide, keys / np.maximum(keys - 2.0, 1e-6) * curvature / rest, 0.0)
-    # the pull `response` already contains a share P2 of the key's own variance: added back
+    # `response` already contains a fraction P2 of the key's own variance, which is added back
     own_variance = np.where(several, 0.5 * keys / (keys - 1.0) * curvature + response * square, 0.0)
-    sized = np.where(diagonal > 0.0, diagonal, 1.0)  # of keys without any size there is no part
+    sized = np.where(diagonal > 0.0, diagonal, 1.0)  # keys that are 0 have no unshared fraction
     diagonal_factor = (1.0 - overlap / sized) / (1.0 - 1.0 / keys)
     return AttentionRows(
         count,
@@ -371,10 +369,10 @@ def mean_attention(
 ) -> Array:
     """(a, n) mean attention E a_ij of some rows over n common keys.
 
-    E a_j is proportional to p_j (sum_k p_k e^{x tau C_jk})^{-y/x}, p the prior: a key crowded by
-    others like it shares its weight with them. x and y are the exact responses of an exchangeable
-    row to one key's own logit and to one key's correlations, so the law is exact to first order
-    around such a row; for any prior it is exact to first order in tau.
+    E a_j is proportional to p_j (sum_k p_k e^{x tau C_jk})^{-y/x}, p the prior: similar keys share
+    their weight. x and y are the exact responses of an exchangeable row to one key's own logit and
+    to one key's correlations, so the law is exact to first order around such a row; for any prior
+    it is exact to first order in tau.
 
     Args:
         kernel: (n, n) second moments of the keys.
@@ -408,7 +406,7 @@ def log_weights(
     Args:
         relative: (a, n) a key's variance less the row's mean.
         crowd: (a, n) logarithm of the mean e^{x tau C_jk} over the row's keys k.
-        response: x, of every row or of all.
+        response: x, per row or for all.
     """
     lift = scale * statistics.temperature[rows] * statistics.softening[rows]
     lift = lift * statistics.variance_response[rows]
@@ -419,16 +417,16 @@ def log_weights(
 # --- saturation -----------------------------------------------------------------------------------
 
 FAINT = 1e-9
-"""A product of correlation and logit variance below which rows are read as independent."""
+"""Product of correlation and logit variance below which the limit of independent rows is used."""
 
 LEAST_OWN = 0.05
-"""Least share of its own that a key is taken to have where dropped weights are distinct."""
+"""Floor of the unshared fraction of keys in `dropped_by_own`, which divides."""
 
 
 def saturation(
     correlation: Array, keys: Array, theta: Array, odds: Array
 ) -> tuple[Array, Array, Array]:
-    """R1, R2 and rho dR2/drho of rows with these statistics."""
+    """R1, R2 and rho dR2/drho of two rows with these statistics; see docs/theory/band.md."""
     free = (keys - 1) / keys**2
     share = 1 / (1 + (keys - 1) * np.exp(-correlation * odds))
     slope = odds / theta * share * (1 - share) / free
@@ -440,11 +438,11 @@ def saturation(
 
 
 def dropped_by_own(dropped: Any, unshared: Array) -> Array:
-    """What dropout adds to a row with itself, per unit of what its logits move: they matter by what
-    their keys have of their own, whatever they share.
+    """Relative addition of attention dropout to the response of a row with itself: the undropped
+    response contains only the unshared part of the keys.
 
     Args:
         dropped: p/(1 - p).
-        unshared: share of their own that keys have.
+        unshared: unshared fraction of the keys.
     """
     return np.asarray(dropped / np.maximum(unshared, LEAST_OWN))

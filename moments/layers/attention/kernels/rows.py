@@ -1,11 +1,12 @@
-"""What attention makes of the joint laws of its rows, whichever way these are grouped.
+"""Output and gradient factors of attention from the joint laws of its rows.
 
-Finite widths add at order 1/d_model what a row's direction moves, and what tokens of fixed norm
-lack. Where delta is the deficit of the norms' fluctuation and u the fraction of a key that it does
-not share,
+Finite widths add terms of order 1/d_model: a row attends to tokens in the direction of its query,
+which shifts its output, and tokens of fixed norm fluctuate less. If delta is the deficit of the
+norms' fluctuation and u the fraction of a key's second moment that it does not share with others,
 
-    the same token's overlap keeps e^{-x (1 + rho)}, x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
-    that of different tokens that both attend to falls by u (1 + u) delta theta (1 - 3 P2 + 2 P3).
+    the overlap of a token with itself is multiplied by e^{-x (1 + rho)},
+        x = u^2 delta theta (2 P2 - 5 P3 + 3 P4)/P2;
+    that of different tokens falls by the fraction u (1 + u) delta theta (1 - 3 P2 + 2 P3).
 
 See docs/theory/attention.md, The closure.
 """
@@ -27,20 +28,16 @@ Indices = NDArray[np.intp]
 
 
 FAINT = 1e-5
-"""Logit variance, and share of the largest query's variance, that stand for less: attention is
-linear in them to five digits there, and what is linear is scaled on."""
+"""Floor of the logit variance and of a query's variance over the largest: attention is linear below
+it to five digits, and results are scaled linearly from there."""
 
 
 Moments = TypeVar("Moments")
 
 
 class Paths(NamedTuple, Generic[Moments]):
-    """Per-feature second moments of the gradient at the attention's input, by path: arrays (L, L),
-    kernels, or matrices on classes.
-
-    Attributes:
-        cross: correlation of the value and key paths, of order 1/d_model.
-    """
+    """Second moments per feature of the gradient at attention's input, by path; `cross` is the
+    correlation of the value and key paths, of order 1/d_model."""
 
     value: Moments
     query: Moments
@@ -49,20 +46,20 @@ class Paths(NamedTuple, Generic[Moments]):
 
     @property
     def total(self) -> Any:
-        """Their sum, where the tokens that ask are those attended to."""
+        """Sum of the paths, for self-attention."""
         parts: Any = self
         return parts.value + parts.query + parts.key + parts.cross
 
 
 class PathFactors(NamedTuple):
-    """What the widths make of a joint law's derivative in the paths, of every two rows.
+    """Factors at finite width that multiply dF/drho in each gradient path, per pair of rows.
 
     Attributes:
         query: factor of the query path.
-        key: factor of the key path, which includes the correlation; with rotary positions, of what
-            comes of fluctuating products alone, whatever the queries' correlation.
-        cross: that of the correlation of the key and value paths.
-        along: with rotary positions, the rest of `key`, as the rows turn; None without.
+        key: factor of the key path, correlation of the queries included; with rotary positions only
+            the part due to fluctuating products, which does not depend on that correlation.
+        cross: factor of the correlation of the key and value paths.
+        along: with rotary positions, the rest of `key`, before rotation; None otherwise.
     """
 
     query: Array
@@ -80,15 +77,14 @@ class PathFactors(NamedTuple):
         reference: AttentionRows,
         correlation: Array,
         widths: Widths,
-        turned: Array | None,
+        query_correlation: Array | None,
     ) -> PathFactors:
         """Args:
-        calibration: of every row.
-        basis: (r, ...) what multiplies values at the nodes, of every pair.
+        calibration, reference: per row.
+        basis: (r, ...) interpolation weights of the nodes, per pair.
         pairs: both rows of every pair.
-        reference: of every row.
-        correlation: of every pair, at which the joint law is read.
-        turned: correlation of the queries, with rotary positions; None without.
+        correlation: at which the joint law is evaluated, per pair.
+        query_correlation: before rotation, with rotary positions; None otherwise.
         """
         first, second = pairs
         weights, sharp = np.moveaxis(basis, 0, -1), sharpening(reference, *pairs, correlation)
@@ -97,24 +93,24 @@ class PathFactors(NamedTuple):
             return np.asarray(np.vecdot(weights, 0.5 * (values[first] + values[second])))
 
         query, growth = between(calibration.query) * sharp, between(calibration.growth)
-        cross = 2.0 / widths.d_model * growth * sharp  # of overlaps that values and keys share
-        if turned is None:
+        cross = 2.0 / widths.d_model * growth * sharp  # from overlaps that values and keys share
+        if query_correlation is None:
             return cls(query, between(calibration.key) * sharp, cross, None)
-        # Products fluctuate together where keys are turned alike, however far apart their rows are.
+        # The fluctuating products depend on the keys' rotation alone, not on that of the rows.
         key = between(calibration.key - nodes.rho * calibration.along) * sharp
-        return cls(query, key, cross, between(calibration.along) * turned * sharp)
+        return cls(query, key, cross, between(calibration.along) * query_correlation * sharp)
 
 
 class RowAttention:
-    """Moments of a layer of attention from its rows, of which subclasses say how they are grouped.
+    """Moments of an attention layer from the joint laws of its rows; subclasses group the rows.
 
     Attributes:
         output: second moments per feature of sum_j a_ij x_j, attention dropout included.
-        response: what the query path is per unit of G.
-        overlap_path: what the query path gains per unit of G and of the relative variance of two
+        response: query path per unit of the gradient kernel G.
+        overlap_path: growth of the query path per unit of G and of the relative variance of two
             tokens' overlap.
-        logit_variance: of every row, of its logits around their common part, theta.
-        weights, counted: (rows, keys) mean attention, to one token and to all of a key.
+        logit_variance: (rows,) theta, variance of a row's logits around their common part.
+        weights, counted: (rows, keys) mean attention to one token, and to all tokens of a key.
     """
 
     output: Any
@@ -125,58 +121,58 @@ class RowAttention:
     weights: Array
     counted: Array
 
-    _rows: AttentionRows  # of every row
-    _calibration: Calibration  # likewise
+    _rows: AttentionRows  # per row
+    _calibration: Calibration  # per row
     _factors: PathFactors
     _widths: Widths
-    _dropped: float
-    _two_rows: tuple[Indices, Indices]  # of every pair
-    _alone: Any  # which pairs are a row with itself
-    _bare: Array  # correlation of every two queries
-    _correlation: Array  # at which the joint law is read
+    _dropped: float  # p/(1 - p) of attention dropout
+    _two_rows: tuple[Indices, Indices]  # per pair of rows
+    _self_pairs: Any  # index of the pairs that are a row with itself
+    _bare: Array  # correlation of the queries before rotation, per pair
+    _correlation: Array  # at which the joint law is evaluated, per pair
     _shift: Array
     _sizes: Array  # (keys,) second moments of values
-    _linear: float = 1.0
+    _linear: float = 1.0  # factor by which results are scaled below `FAINT`
 
-    def _split(self, of_pairs: Array) -> Any:
-        """A symmetric number for every pair, in the layout of kernels."""
+    def _as_kernel(self, values: Array) -> Any:
+        """Values per pair of rows, symmetric in them, in the layout of kernels."""
         raise NotImplementedError
 
-    def _mean_of(self, name: str) -> Matrix:
-        """Means over cells of the kernel of `keys` or `values`."""
+    def _mean_kernel(self, name: str) -> Matrix:
+        """Kernel of `keys` or `values`, averaged over relations of two tokens."""
         raise NotImplementedError
 
-    def _turned_keys(self) -> NDArray[np.complex128] | None:
-        """(..., keys, m) e^{i w j} of keys that turn with their positions; None: they do not."""
+    def _key_phases(self) -> NDArray[np.complex128] | None:
+        """(..., keys, m) e^{i w j} of rotary positions; None without."""
         raise NotImplementedError
 
     def _rows_times(self, kernel: Matrix) -> Array:
-        """(rows, keys) of W C."""
+        """(rows, keys) product W C of mean attention and a kernel."""
         excess = kernel[0] - diagonal_of(kernel[1])
         return np.asarray(self.counted @ kernel[1] + self.weights * excess)
 
     def _unshared(self, name: str) -> Array:
-        """(rows,) what the keys or values that a row attends to do not share, at least 0."""
-        kernel = self._mean_of(name)
+        """(rows,) attended second moment of keys or values minus that of their weighted mean."""
+        kernel = self._mean_kernel(name)
         shared = (self.counted * self._rows_times(kernel)).sum(1)
         return np.asarray(np.maximum(self.counted @ kernel[0] - shared, 0.0))
 
-    def _directed(self, shift: Array) -> Array:
-        """What a row's direction adds to the tokens that it attends to: (rows,), or (rows, m) of
-        keys that turn, each of which has a part w_ij (C_jj - sum_l w_il C_lj)."""
-        turned, kernel = self._turned_keys(), self._mean_of("values")
-        if turned is None:
+    def _rotated_shift(self, shift: Array) -> Array:
+        """Shift of a row's output along its query: (rows,), or with rotary positions (rows, m) sums
+        of the keys' parts, in proportion to w_ij (C_jj - sum_l w_il C_lj), times their phases."""
+        phases, kernel = self._key_phases(), self._mean_kernel("values")
+        if phases is None:
             return shift
-        parts = of_shift(self.counted * (kernel[0] - self._rows_times(kernel)), shift)
-        return np.asarray((parts[:, None, :] @ turned)[:, 0])
+        parts = shift_by_key(self.counted * (kernel[0] - self._rows_times(kernel)), shift)
+        return np.asarray((parts[:, None, :] @ phases)[:, 0])
 
-    def _products(self) -> Array:
-        """Products of two rows' `_shift`, for every pair."""
+    def _shift_products(self) -> Array:
+        """Product of both rows' `_shift`, per pair."""
         first, second = self._two_rows
         return np.asarray(self._shift[first] * self._shift[second])
 
     def _dropped_terms(self) -> tuple[Array, Array]:
-        """(rows,) E a^2 times the values' second moments, and tr(E[J D J] C)."""
+        """Two (rows,): sum_j E a_ij^2 C_jj of the values, and tr(E[J D J] C)."""
         raise NotImplementedError
 
     def _evaluate(
@@ -185,79 +181,81 @@ class RowAttention:
         excess: Array,
         slope: Array,
         queries: Array,
-        together: Array | None,
+        common_weights: Array | None,
         itself: bool = True,
     ) -> None:
-        """Form the attributes.
+        """Form `output`, `response` and `overlap_path`.
 
-        Args: of every pair:
+        Args: per pair of rows:
             mean: overlap of mean outputs.
-            excess: what the joint laws add to it.
-            slope: its derivative in the correlation of two queries.
+            excess: addition of the joint laws to it.
+            slope: derivative of `excess` in the correlation of the two queries.
             queries: kernel of the queries.
-            together: sum_j w_ij w_i'j over the tokens of both; None: there are none.
-            itself: whether pairs of a row with itself are of one query.
+            common_weights: sum_j w_ij w_i'j over common tokens; None: there are none.
+            itself: whether a row paired with itself is one query, as it is within one document.
         """
-        logits, rows, widths, alone = self.logits, self._rows, self._widths, self._alone
+        logits, rows, widths, same = self.logits, self._rows, self._widths, self._self_pairs
         (first, second), calibration = self._two_rows, self._calibration
         temperature, attended = logits.temperature, self.counted @ self._sizes
         if itself:
-            shift = attended - (mean + excess)[alone]
-            if logits.keys is not logits.values:  # the row looks at the keys, and moves the values
-                looked, moved = self._unshared("keys"), self._unshared("values")
-                shift = shift * toward_keys(moved, looked, attended)
-            self._shift = self._directed(shift)
-        looking = logits.scale * self._products()
-        gained = excess + looking * queries / widths.d_model
+            shift = attended - (mean + excess)[same]
+            if logits.keys is not logits.values:  # the query selects keys, the output moves values
+                keys, values = self._unshared("keys"), self._unshared("values")
+                shift = shift * shift_by_values(values, keys, attended)
+            self._shift = self._rotated_shift(shift)
+        shift_products = logits.scale * self._shift_products()
+        gained = excess + shift_products * queries / widths.d_model
         if widths.deficit > 0.0:
             common = np.zeros_like(mean)
-            if together is not None:
-                squares = together[alone]
-                unshared = np.sqrt(unshared_part(rows.keys, attended - mean[alone], squares))
-                common = together * unshared[first] * unshared[second]
+            if common_weights is not None:
+                squares = common_weights[same]
+                unshared = np.sqrt(unshared_part(rows.keys, attended - mean[same], squares))
+                common = common_weights * unshared[first] * unshared[second]
             of_rows = calibration.stiffness, calibration.against
             gained += fixed_norms(self._two_rows, self._correlation, *of_rows, mean, excess, common)
         output, norm = mean + self._linear * gained, np.sqrt(temperature)
         query = self._factors.query * slope / (norm[first] * norm[second])
-        query = query + looking / widths.d_model
+        query = query + shift_products / widths.d_model
         if itself:
-            query[alone] += calibration.common * slope[alone] / temperature
+            query[same] += calibration.common * slope[same] / temperature
         if self._dropped > 0.0:
             squares, noise = self._dropped_terms()
-            output[alone] += self._dropped * squares
-            query[alone] += self._dropped * logits.scale * calibration.noise_query * noise
-        several = output, self._linear * query, self._linear * looking
-        self.output, self.response, self.overlap_path = map(self._split, several)
+            output[same] += self._dropped * squares
+            query[same] += self._dropped * logits.scale * calibration.noise_query * noise
+        self.output = self._as_kernel(output)
+        self.response = self._as_kernel(self._linear * query)
+        self.overlap_path = self._as_kernel(self._linear * shift_products)
 
     @property
     def amplification(self) -> Any:
-        """`amplification` of every two rows."""
+        """`amplification` of every two rows, in the layout of kernels."""
         result = amplification(self._rows, *self._two_rows, self._bare)
-        result[self._alone] *= 1.0 + dropped_by_own(self._dropped, self._rows.unshared_fraction)
-        return self._split(result)
+        unshared = self._rows.unshared_fraction
+        result[self._self_pairs] *= 1.0 + dropped_by_own(self._dropped, unshared)
+        return self._as_kernel(result)
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
-        """(rows,) whether theta is beyond 8, where rows are those of `softmax.peaked`."""
+        """(rows,) whether theta exceeds 8, where statistics are those of `softmax.peaked`."""
         return np.asarray(self.logit_variance > THETA_MAX)
 
 
 def amplification(
     rows: AttentionRows, first: Indices, second: Indices, correlation: Array
 ) -> Array:
-    """How much more two rows move together than rows of their mean weights would: as those of
-    exchangeable keys whose log odds grow in proportion to the correlation of their queries.
+    """Joint response of two rows over that of rows at their mean weights: R2 of exchangeable keys
+    whose log-odds grow in proportion to the correlation of the queries.
 
     Args:
-        first, second: which of them, of every pair.
-        correlation: of every pair's queries.
+        first, second: indices of both rows, per pair.
+        correlation: of the queries, per pair.
     """
     keys = np.maximum(rows.keys, 1.0 + 1e-6)
     theta = np.maximum(rows.theta, FAINT)
     odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
     slopes = [
-        saturation(correlation, *(one[side] + 0.0 * correlation for one in (keys, theta, odds)))[1]
-        for side in (first, second)
+        saturation(correlation, *(x[row] + 0.0 * correlation for x in (keys, theta, odds)))[1]
+        for row in (first, second)
     ]
     kept = np.sqrt(rows.variance_kept)
     return np.asarray(kept[first] * kept[second] * 0.5 * (slopes[0] + slopes[1]))
@@ -266,7 +264,7 @@ def amplification(
 def sharpening(
     stats: AttentionRows, first: Indices, second: Indices, correlation: Array
 ) -> Array | float:
-    """Growth of dF/drho beyond the tables, of pairs of rows with these statistics.
+    """Growth of dF/drho beyond the tables, per pair of rows.
 
     At rho = 1 a hard softmax is sensitive only where two logits nearly tie, E tr J^2 of order
     theta^{-1/2}; correlations with theta (1 - rho) >> 1 have reached their limit.
@@ -280,27 +278,27 @@ def sharpening(
     return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + unlike)))
 
 
-def toward_keys(moved: Array, looked: Array, size: Array) -> Array:
-    """(Lq,) factor on a row's shift where it looks at keys and moves values.
+def shift_by_values(values: Array, keys: Array, size: Array) -> Array:
+    """(Lq,) factor on a row's shift along its query if keys and values have different kernels.
 
     Args:
-        moved, looked: what the attended tokens' values do not share, and their keys.
-        size: of the attended values.
+        values, keys: attended second moments that are not shared.
+        size: attended second moment of the values.
     """
-    usable = moved > 1e-9 * size
-    return np.sqrt(np.where(usable, looked / np.where(usable, moved, 1.0), 0.0))
+    usable = values > 1e-9 * size
+    return np.sqrt(np.where(usable, keys / np.where(usable, values, 1.0), 0.0))
 
 
-def of_shift(parts: Array, shift: Array) -> Array:
-    """(Lq, Lk) the keys' parts of a row's shift, in proportion to these."""
+def shift_by_key(parts: Array, shift: Array) -> Array:
+    """(Lq, Lk) a row's shift, distributed over keys in proportion to `parts`."""
     total = parts.sum(1)
     usable = np.abs(total) > 1e-300
     return np.asarray(parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None])
 
 
 def unshared_part(effective_keys: Array, unshared_sum: Array, square: Array) -> Array:
-    """(Lq,) own part of a row's keys, those that move together counting as one: n_e of them, of
-    which a row holds 1/n_e in common with itself. Rows of one key have nothing to fluctuate.
+    """(Lq,) unshared second moment per key of a row, of which only n_e - 1 of its n_e effective
+    keys fluctuate independently; 0 for rows of one key.
 
     Args:
         unshared_sum: w.diag(C) - w^T C w.
@@ -321,14 +319,14 @@ def fixed_norms(
     excess: Array,
     common: Array,
 ) -> Array:
-    """What tokens of fixed norm add to the output, for pairs of rows; see above.
+    """Change of the output because tokens have fixed norms, per pair of rows; see above.
 
     Args:
-        rows: both indices of every pair.
-        stiffness, against: (Lq,) of every row.
-        common: what two rows have in common of the same tokens' own parts.
+        rows: indices of both rows, per pair.
+        stiffness, against: (Lq,) of `Calibration`.
+        common: part of `mean` that comes from the same tokens' unshared second moments.
     """
-    one, two = rows
-    kept = np.expm1(-0.5 * (stiffness[one] + stiffness[two]) * (1.0 + correlation))
-    lost = 0.5 * (against[one] + against[two])
-    return np.asarray(kept * (common + excess) - lost * (mean - common))
+    first, second = rows
+    same_token = np.expm1(-0.5 * (stiffness[first] + stiffness[second]) * (1.0 + correlation))
+    different_tokens = 0.5 * (against[first] + against[second])
+    return np.asarray(same_token * (common + excess) - different_tokens * (mean - common))

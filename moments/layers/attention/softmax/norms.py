@@ -1,9 +1,9 @@
-"""How much the logits of an attention row vary over draws, and what fixed norms take from that.
+"""Fluctuation of a row's logit variance over draws, and corrections for tokens of fixed norm.
 
-A row's logits are w.x_j with w = W_k^T W_q x_i; averages over |w|^2 are by Gaussian quadrature.
-Tokens of fixed norm lack 2 delta of the fluctuation of |x_j|^2, delta = 1/d - Var|x|^2 / (2
-E^2|x|^2): overlaps of two queries fluctuate less (`pair_spreads`), and keys' logits are those of
-Gaussian ones at another covariance (`KeyCorrections`). See docs/theory/softmax.md, Tokens of fixed
+A row's logits are w.x_j with w = W_k^T W_q x_i; averages over |w|^2 are by Gaussian quadrature. The
+relative variance of |x_j|^2 of tokens of fixed norm is 2 delta smaller, delta = 1/d - Var|x|^2 / (2
+E^2|x|^2): overlaps of two queries fluctuate less (`pair_spreads`), and logits are equivalent to
+Gaussian ones of another covariance (`KeyCorrections`). See docs/theory/softmax.md, Tokens of fixed
 norm.
 """
 
@@ -28,14 +28,14 @@ from .table import (
 
 
 class ChiSquareRule(NamedTuple):
-    """nodes (points,) of mean 1, and weights (points,) that sum to 1."""
+    """Nodes (points,) of mean 1, and weights (points,) of sum 1."""
 
     nodes: Array
     weights: Array
 
 
 def _frozen(array: Array) -> Array:
-    """`array`, read-only: what a cache hands out must not be changed."""
+    """Make an array read-only, because a cache returns it."""
     array.flags.writeable = False
     return array
 
@@ -49,7 +49,7 @@ def chi_square_rule(nu: float, points: int | None = None) -> ChiSquareRule:
 
     Args:
         nu: degrees of freedom, > 0; infinity means no fluctuation.
-        points: how many nodes; by default 2 for nu >= 25, 3 for nu >= 8, else 5.
+        points: number of nodes; by default 2 for nu >= 25, 3 for nu >= 8, else 5.
 
     Raises:
         DomainError: nu not positive, or points < 1.
@@ -77,11 +77,11 @@ def chi_square_rule(nu: float, points: int | None = None) -> ChiSquareRule:
 # --- tokens whose norm is fixed -------------------------------------------------------------------
 
 STIFFNESS_LEAST = 1e-12
-"""Stands for a fourth cumulant of 0: Gaussian keys."""
+"""Floor of the fourth cumulant of the keys' logits, for Gaussian keys."""
 
 CORRECTED_MAX = 30.0
-"""Logit variance beyond which what is of first order in the widths stays as it is there: a row that
-all but picks a key sees no annealed sum. Within the table of `key_corrections`."""
+"""Cap on the logit variance in first-order terms of the widths, inside the table of
+`key_corrections`: they assume an annealed sum over keys, not a row that selects a single key."""
 
 
 class PairSpreads(NamedTuple):
@@ -102,10 +102,10 @@ class PairSpreads(NamedTuple):
 def pair_spreads(rho: Any, shared: Any, share: Any) -> PairSpreads:
     """Fluctuations of two queries of correlation rho over keys that share the fraction k.
 
-    With o = x_i.x_k/d and phi the relative fluctuation of the keys' own variance, over delta:
-    Var phi = 2 k^2, Var o = (1 - rho^2)^2, Cov = -2 s^2 (1 - rho), where queries and keys correlate
-    by s; |p|^2 = (1+o)(1+phi)/(1+rho) and |q|^2 = (1-o)(1+phi)/(1-rho). Queries being tokens of the
-    same kind, s^2 = k rho stands for what they share with the keys: exact for tokens alike.
+    With o = x_i.x_k/d and phi the relative fluctuation of the keys' unshared variance, over delta:
+    Var phi = 2 k^2, Var o = (1 - rho^2)^2, Cov = -2 s^2 (1 - rho), s the correlation of queries and
+    keys; |p|^2 = (1+o)(1+phi)/(1+rho) and |q|^2 = (1-o)(1+phi)/(1-rho). s^2 = k rho is used, exact
+    for exchangeable tokens.
 
     Args:
         rho, shared: rho and k, in [0, 1].
@@ -132,8 +132,8 @@ class KeyCorrections(NamedTuple):
     """Corrections for keys of fixed norm.
 
     Attributes:
-        dimension: of the sphere whose coordinates have the keys' fourth cumulant.
-        share: of the shift of many keys that finite rows see.
+        dimension: of the sphere whose coordinates have the fourth cumulant of the logits.
+        share: fraction of the shift for infinitely many keys that occurs with n keys.
         curvature: theta sum_l E d^2 (J^2)_ll / ds_l^2, over E tr J^2.
     """
 
@@ -142,11 +142,8 @@ class KeyCorrections(NamedTuple):
     curvature: Any
 
     def covariance(self, theta: Any, psi: Any) -> Any:
-        """The logit covariance at which Gaussian keys have these keys' statistics.
-
-        Rows that all but pick a key see no annealed sum: its relative shift stays what it is at
-        `CORRECTED_MAX`.
-        """
+        """Covariance of the equivalent Gaussian logits; its relative shift is constant beyond
+        `CORRECTED_MAX`."""
         inside = np.minimum(1.0, CORRECTED_MAX / np.maximum(theta, CORRECTED_MAX))
         theta, psi = inside * theta, inside * psi
         joint = sphere(2 * (theta + psi), self.dimension) - 2 * sphere(theta, self.dimension)
@@ -160,8 +157,8 @@ def _table() -> Array:
 
 
 def key_corrections(theta: Any, keys: Any, dimension: Any) -> KeyCorrections:
-    """The corrections of rows, from the exact integrals' table: 1e-4 of the share and .003 of the
-    curvature.
+    """Corrections by a table of exact integrals, with relative errors of 1e-4 in the share and .003
+    in the curvature.
 
     Args:
         theta, keys: (m,) logit variance, and number of keys.

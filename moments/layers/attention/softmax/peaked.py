@@ -1,8 +1,8 @@
-"""Softmax rows of logit variances beyond the tables, from the law of rows that all but pick a key.
+"""Softmax rows of logit variances beyond the tables, where one key has almost all attention.
 
-Lines of equal C2 run along d log rho/d log theta = -kappa/theta, kappa = pi^2/6 + c/theta, back to
-the edge of the tables. Of single rows 1 - P2 is f/sigma, less a part in 1/theta that the edge
-gives; other moments are those of Poisson's and Dirichlet's law of this P2 (Pitman 1995). See
+Lines of equal C2 follow d log rho/d log theta = -kappa/theta, kappa = pi^2/6 + c/theta, back to the
+edge of the tables. For single rows 1 - P2 is f/sigma minus a term in 1/theta that is fixed by the
+edge; other moments are those of the Poisson-Dirichlet law with this P2 (Pitman 1995). See
 docs/theory/softmax.md, Beyond the tables.
 """
 
@@ -39,12 +39,13 @@ def _powers(row: RowStatistics) -> tuple[Any, Any, Any]:
 
 
 def _falling(theta: Array, gap: Array, edge: Array) -> Array:
-    """dP2/dlog theta of what `_deficit` gives, by a difference: its law is smooth."""
+    """dP2/dlog theta of `_deficit`, by a difference quotient."""
     step = 1e-4
     return np.asarray((_deficit(theta, gap, edge) - _deficit(theta * (1 + step), gap, edge)) / step)
 
 
 def _of_keys(keys: Array) -> tuple[Array, Array]:
+    """`extremes` of every number of keys."""
     distinct, where = np.unique(keys, return_inverse=True)
     result = np.array([extremes(max(n, 1.0 + 1e-6)) for n in distinct.tolist()])[where.ravel()]
     result = result.reshape(*np.shape(keys), 2)
@@ -56,15 +57,15 @@ def _deficit(theta: Array, gap: Array, edge: Array) -> Array:
     sigma, first = np.sqrt(theta), math.sqrt(THETA_MAX)
     at_edge = edge * first
     frozen = (gap - (gap - at_edge) * THETA_MAX / theta) / sigma
-    # Rows of so many keys that none yet has a share: odds grow by sigma/f.
+    # In rows of so many keys that none has a sizeable share yet, odds grow by sigma/f.
     spread = 1.0 / (1.0 / edge + (sigma - first) / gap)
     return np.where(gap < 1.5 * at_edge, frozen, spread)
 
 
 def _partitions(square: Array) -> tuple[Array, Array, Array, Array]:
-    """E tr J^2, P3, P4 and E (1 - S)^2 of Poisson and Dirichlet's law of this P2.
+    """E tr J^2, P3, P4 and E (1 - S)^2 of the Poisson-Dirichlet law with this P2.
 
-    E S^2 = [P2 (1 + P2)(2 + P2) + (1 - P2) P2^2]/6, keys drawn four times falling in one or two.
+    E S^2 = [P2 (1 + P2)(2 + P2) + (1 - P2) P2^2]/6, by the partitions of four draws of a key.
     """
     cube = square * (1 + square) / 2
     fourth = cube * (2 + square) / 3
@@ -73,7 +74,7 @@ def _partitions(square: Array) -> tuple[Array, Array, Array, Array]:
 
 
 TIES = (math.pi**2 - 6) / 6
-"""theta U/E tr J^2 where two keys compete: x^2/2 averaged under (a (1 - a))^2 of their distance."""
+"""theta U/E tr J^2 with two competing keys: mean of x^2/2 under (a (1 - a))^2, x their distance."""
 
 
 def _radial(theta: Array, edge: RowStatistics) -> Array:
@@ -84,17 +85,17 @@ def _radial(theta: Array, edge: RowStatistics) -> Array:
 
 
 def _curvature(theta: Array, deficit: Array, edge: RowStatistics) -> Array:
-    """E tr J^2 where 1 - P2 is `deficit`."""
+    """E tr J^2 at 1 - P2 = deficit."""
     square = np.asarray(edge.sum_square)
     ratio = np.asarray(edge.jacobian_square) / np.maximum(_partitions(square)[0], 1e-300)
     return np.asarray(_partitions(1 - deficit)[0] * (1 + (ratio - 1) * THETA_MAX / theta))
 
 
 def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics:
-    """Single rows where theta > THETA_MAX, and `edge` elsewhere.
+    """Statistics of single rows if theta > THETA_MAX, else `edge`.
 
     Args:
-        edge: at the lesser of theta and THETA_MAX.
+        edge: statistics at min(theta, THETA_MAX).
     """
     gap, top = _of_keys(keys)
     far = np.maximum(theta, THETA_MAX)
@@ -105,8 +106,8 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
     _, *before = _partitions(np.asarray(edge.sum_square))
     _, *laws = _partitions(1 - deficit)
     cube, fourth, vacancy = (
-        law * (1 + (np.asarray(one) / np.maximum(was, 1e-300) - 1) * THETA_MAX / far)
-        for one, was, law in zip(_powers(edge), before, laws, strict=True)
+        law * (1 + (np.asarray(exact) / np.maximum(law_at_edge, 1e-300) - 1) * THETA_MAX / far)
+        for exact, law_at_edge, law in zip(_powers(edge), before, laws, strict=True)
     )
 
     def towards(value: Any, limit: Any) -> Array:
@@ -131,7 +132,8 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
 def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array]:
     """Correlation at the edge of the tables with the same overlap, and its ratio to rho.
 
-    `edge` of single rows there; it broadcasts against theta and rho.
+    Args:
+        edge: statistics of single rows at THETA_MAX; broadcasts against theta and rho.
     """
     slope = np.asarray(edge.sum_square_slope)
     kappa = slope / np.maximum(np.asarray(edge.jacobian_square), 1e-300)
@@ -145,21 +147,20 @@ def at_edge(theta: Array, rho: Array, edge: RowStatistics) -> tuple[Array, Array
 def pairs_beyond(
     theta: Array, keys: Array, rho: Array, edge: RowStatistics, result: PairStatistics
 ) -> PairStatistics:
-    """Two alike rows where theta > THETA_MAX, and `result` elsewhere; all of one shape.
+    """Statistics of two rows if theta > THETA_MAX, else `result`; all of one shape.
 
     Args:
         theta, keys, rho: logit variance, number of keys and correlation of the logits.
         edge: single rows at THETA_MAX.
-        result: pairs at the lesser of theta and THETA_MAX, and at `at_edge`'s correlation, no
-            more than 1.
+        result: pairs at min(theta, THETA_MAX) and at the correlation of `at_edge`, at most 1.
     """
     gap, _ = _of_keys(keys)
     far = np.maximum(theta, THETA_MAX)
-    moved, stretch = at_edge(far, rho, edge)
+    edge_rho, stretch = at_edge(far, rho, edge)
     rest = np.maximum(1.0 - np.asarray(edge.sum_square), 1e-300)
     overlap = np.asarray(result.overlap)
     slope = THETA_MAX * np.asarray(result.jacobian_overlap) * stretch  # dC2/drho
-    # Hermite's cubic of (1 - C2)^2 between the line of equal rows at the edge and equal rows
+    # Hermite's cubic of (1 - C2)^2 in rho, from the line that meets the edge at 1 to rho = 1
     low, low_slope = 1 / stretch, THETA_MAX * np.asarray(edge.jacobian_square) * stretch
     deficit = _deficit(far, gap, rest)
     top_slope = far * _curvature(far, deficit, edge)
@@ -173,7 +174,7 @@ def pairs_beyond(
     square = square + width * (first * t * (1 - t) ** 2 - last * t * t * (1 - t))
     change = 6 * t * (1 - t) * chord + first * (1 - t) * (1 - 3 * t) + last * t * (3 * t - 2)
     near = np.sqrt(np.maximum(square, 1e-300))
-    within = (moved > 1.0) & (width > 1e-7)  # nearer to the edge it is the edge
+    within = (edge_rho > 1.0) & (width > 1e-7)
     overlap = np.where(within, 1.0 - near, overlap)
     slope = np.where(within, np.maximum(-change, 0.0) / (2 * near), slope)
     jacobian = slope / far

@@ -1,7 +1,7 @@
-"""Statistics of softmax rows by interpolation: microseconds, where the integrals take milliseconds.
+"""Statistics of softmax rows by interpolation.
 
 Tables interpolate bounded, smooth functions of theta, log n and rho: a statistic over its behaviour
-in the limits theta -> 0, n -> 1 and n -> infinity, so that errors are relative and those limits
+in the limits theta -> 0, n -> 1 and n -> infinity, so that errors are relative and these limits
 exact. `benchmarks/build_softmax_tables.py` makes them. See docs/theory/softmax.md, The integrals.
 """
 
@@ -29,7 +29,7 @@ class PairStatistics(NamedTuple):
         overlap: C2 = E sum_j a_j a'_j.
         jacobian_overlap: T = E tr(J J') = dC2/dpsi.
         radial_overlap: UD = E (J s).(J' s') / psi; (1 + psi) T for many keys.
-        overlap_slope: dC2/dlog theta at fixed rho, both rows' variances moving together.
+        overlap_slope: dC2/dlog theta at fixed rho, theta of both rows.
     """
 
     overlap: Array | float
@@ -78,7 +78,7 @@ def decode_participation(theta: Array, n: Array | float, functions: Array) -> tu
 
 
 def decode_row(theta: Array, n: Array | float, functions: Array) -> RowStatistics:
-    """One row, from the functions that are tabulated; theta and their trailing axes broadcast."""
+    """Statistics of one row from the tabulated functions, whose trailing axes are theta's."""
     p2, rest = decode_participation(theta, n, functions)
     jacobian = functions[1] * p2 * rest
     spread = theta * rest
@@ -97,7 +97,7 @@ def decode_row(theta: Array, n: Array | float, functions: Array) -> RowStatistic
 
 
 def decode_square_pair(psi: Array, n: Array | float, functions: Array) -> PairStatistics:
-    """Two rows of n keys, likewise."""
+    """Statistics of two rows of n keys from the tabulated functions."""
     c2, rest = decode_participation(psi, n, functions)
     jacobian = np.exp(functions[1]) * c2 * rest
     return PairStatistics(c2, jacobian, functions[2] * jacobian, functions[3] * psi * jacobian)
@@ -212,7 +212,7 @@ class Contracted:
         return np.asarray(self._row @ chebyshev_basis(theta, self._row.shape[1]))
 
     def pairs(self, theta: Array, rho: Array) -> Array:
-        """Likewise of pairs."""
+        """(functions, points) of pairs at coordinates (points,)."""
         in_rho = self._pair @ chebyshev_basis(theta, self._pair.shape[1])
         basis = chebyshev_basis(rho, self._pair_shape[1])
         return np.asarray((in_rho.reshape(*self._pair_shape, theta.size) * basis).sum(axis=1))
@@ -222,8 +222,8 @@ class SquareTable(NamedTuple):
     """Chebyshev coefficients for rows of equal length and equal logit variance, up to THETA_MAX.
 
     Attributes:
-        row: (theta, log n, functions) of one row, see `decode_row`.
-        pair: (theta, log n, functions, rho) of two, see `decode_square_pair`.
+        row: (theta, log n, functions) for one row, see `decode_row`.
+        pair: (theta, log n, functions, rho) for two rows, see `decode_square_pair`.
     """
 
     row: Array
@@ -239,12 +239,12 @@ class SquareTable(NamedTuple):
     @staticmethod
     @functools.cache
     def load_far() -> SquareTable:
-        """That of logit variances from THETA_MAX to THETA_FAR, and correlations from RHO_FAR."""
+        """The table for theta from THETA_MAX to THETA_FAR and correlations from RHO_FAR."""
         data = load_coefficients("softmax_far")
         return SquareTable(data["row"], data["pair"])
 
     def contracted(self, n: float) -> Contracted:
-        """Its coefficients at n keys."""
+        """The coefficients at n keys."""
         coordinate = length_coordinate(np.array([min(n, LENGTH_MAX)]))
         row_basis = chebyshev_basis(coordinate, self.row.shape[1])[:, 0]
         pair_basis = chebyshev_basis(coordinate, self.pair.shape[1])[:, 0]
@@ -267,7 +267,7 @@ class SquareTable(NamedTuple):
         return RowStatistics(*[np.reshape(field, shape) for field in result])
 
     def row_functions(self, theta: Array, n: Array, count: int) -> Array:
-        """(count, points) of the first functions of `decode_row`, likewise."""
+        """(count, points) of the first functions of `decode_row`; arguments as in `single`."""
         shape = np.broadcast_shapes(theta.shape, n.shape)
         one_theta = theta.size == 1
         variance = theta.reshape(-1) if one_theta else _flat(theta, shape)
