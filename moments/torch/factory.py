@@ -49,7 +49,7 @@ def _repeated(module: nn.Module) -> Iterator[Finding]:
     for path, part in module.named_modules():
         if not isinstance(part, nn.ModuleList | nn.Sequential):
             continue
-        entries = [one for one in part if any(True for _ in one.parameters())]
+        entries = [one for one in part if one is not None and any(True for _ in one.parameters())]
         distinct = len({id(one) for one in entries})
         if distinct < len(entries):
             yield Finding(
