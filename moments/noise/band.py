@@ -257,8 +257,7 @@ def _at_points(
         near = np.geomspace(1, layers, most // 2).round() - 1
         targets = np.union1d(near, np.linspace(0, layers - 1, most // 2).round())
     targets = np.unique(np.append(targets, layers)).astype(int)
-    parts = sum(len(group.places) for group in network.walk.groups)
-    size = max(1, CHUNK_ENTRIES // (network.last_gradient.size * parts))
+    size = max(1, CHUNK_ENTRIES // (network.last_gradient.size * network.parts))
     result = [
         variance(targets[first : first + size].tolist()) for first in range(0, len(targets), size)
     ]

@@ -71,8 +71,8 @@ class Prediction(Shown):
         batch: number of sequences that share the weights.
         outer_weights: embedding and head, with their squared gradient norms.
         top: returns the source of the last gradient, for the band; None: it is given.
-        alone: if one kernel on classes contains several documents, or one a text's words, returns
-            the prediction of a single document and the number of such documents; else None.
+        alone: for several documents on classes, returns the prediction of a single document and the
+            number of such documents; else None.
         asked: arguments of `predict` as given, except the model.
         again: repeats the prediction; None for an encoder's, which is part of another.
     """
