@@ -303,13 +303,7 @@ class Elementwise:
             slope = without_diagonal(entrywise(ratio, at - decorrelated, step))
             return slope, (enlarged - at) / STEP - slope * tokens
 
-        fields = (
-            *derivatives(*outputs),
-            factors[0],
-            *derivatives(*factors),
-            tokens,
-            grad_out,
-        )
+        fields = (*derivatives(*outputs), factors[0], *derivatives(*factors), tokens, grad_out)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:

@@ -193,8 +193,8 @@ class _Memory(NamedTuple):
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
         kernel = modes.kernel(base * (1 + steps.reshape(5, *(1,) * (base.ndim - 1), 2)))
         fixed = Fluctuation.fixed(kernel)
-        perturbed = Signal(kernel, modes.seq_len, width=memory.width, fluctuation=fixed)
-        return cls(stacked([perturbed]), modes, batch, shape)
+        signal = Signal(kernel, modes.seq_len, width=memory.width, fluctuation=fixed)
+        return cls(stacked([signal]), modes, batch, shape)
 
 
 def _contribution(record: Record, reader: Record, memory: _Memory) -> _Contribution:

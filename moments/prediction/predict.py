@@ -133,40 +133,24 @@ def predict(
     resolved = resolution(model, theory, tokens, inputs, other, grad_kernel, targets)
     stack = Stack(model, theory, inputs, resolved, shape)
     stack.notes += tuple(notes_of(model, stack.classes))
-    stacks = [stack]
-    if model.encoder is not None:
-        of_encoder = resolved is True  # with classes, the encoder's tokens are exchangeable
-        stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
-    if inputs.sequences > 1:
-        if batch not in (1, inputs.sequences):
-            remedy = "the sequences given are counted already"
-            raise domain_error("batch", batch, f"1 or {inputs.sequences}", remedy)
-        # One kernel contains all sequences, unless tokens are exchangeable.
-        batch = 1 if stack.layout.sequences > 1 else inputs.sequences
-    runs = [s.run for s in stacks]
-    with (
-        computing(theory, runs, max(s.rows for s in stacks)),
-        _followed(stacks, progress),
-    ):
-        if model.encoder is not None:
-            stacks[0].forward()
-            stack.reads(stacks[0])
-        signal = stack.forward()
-        outcome = last_gradient(
-            stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
-        )
-        stack.backward(outcome)
-        if model.encoder is not None:
-            stacks[0].backward(stacks[0].read_back(stack.trace.grad_memory()))
     encoder = None
-    if model.encoder is not None:
-        read = functools.partial(_read_by, model, stack.layout, stack.trace, outcome.output)
-        encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
+    if model.encoder is not None:  # on classes, the encoder's tokens are exchangeable
+        encoder = Stack(model.encoder, theory, other, resolved is True, shape)
+    stacks = [stack] if encoder is None else [encoder, stack]
+    batch = _checked_batch(stack, batch)
+    gradient = grad_variance, grad_correlation, grad_kernel
+    rows = max(one.rows for one in stacks)
+    with computing(theory, [one.run for one in stacks], rows), _progress(stacks, progress):
+        outcome = _run(stack, encoder, gradient, targets, batch)
+    of_encoder = None
+    if encoder is not None:
+        top = functools.partial(_decoder_top, model, stack.layout, stack.trace, outcome.output)
+        zero = Outcome(Gradient(Kernel(0.0, 0.0), 2))
+        of_encoder = encoder.prediction(batch, zero, None, top)
     alone = None
     if stack.classes is not None and stack.classes.of_one is not stack.classes:
-        given = (grad_variance, grad_correlation)
-        alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
-    result = stack.prediction(batch, outcome, encoder, alone=alone)
+        alone = functools.partial(_of_one_document, stack, gradient[:2], batch)
+    result = stack.prediction(batch, outcome, of_encoder, alone=alone)
     again = functools.partial(predict, model, **asked)
     result = dataclasses.replace(result, asked=asked, again=again)
     for note in result.warnings:
@@ -174,20 +158,37 @@ def predict(
     return result
 
 
+def _run(
+    stack: Stack,
+    encoder: Stack | None,
+    gradient: tuple[Any, Any, Any],
+    targets: Any,
+    batch: int,
+) -> Outcome:
+    """Run both passes; `gradient` is the variance, correlation and kernel given."""
+    if encoder is not None:
+        encoder.forward()
+        stack.reads(encoder)
+    outcome = last_gradient(stack, stack.forward(), *gradient, targets, batch)
+    stack.backward(outcome)
+    if encoder is not None:
+        encoder.backward(encoder.read_back(stack.trace.grad_memory()))
+    return outcome
+
+
 def _of_one_document(
-    stack: Stack, lengths: tuple[int, ...], given: tuple[Any, Any], batch: int
+    stack: Stack, gradient: tuple[Any, Any], batch: int
 ) -> tuple[Prediction, float]:
     """The prediction of a single document, and the number of documents of the longest's length that
-    have as many tokens."""
-    one = stack.alone()
+    have as many tokens as all."""
+    assert stack.classes is not None
+    lengths, one = stack.classes.ends, stack.alone()
     with computing(stack.theory, [one.run], one.rows):
-        signal = one.forward()
-        outcome = last_gradient(one, signal, *given, None, None, batch)
-        one.backward(outcome)
+        outcome = _run(one, None, (*gradient, None), None, batch)
     return one.prediction(batch, outcome, None), batch * sum(lengths) / max(lengths)
 
 
-def _read_by(
+def _decoder_top(
     decoder: Transformer,
     layout: SequenceLayout,
     trace: Trace,
@@ -206,6 +207,18 @@ def stack_of(model: Transformer, inputs: Inputs, tokens: bool | None = None) -> 
     return Stack(model, "refined", inputs, resolved, inputs.shape)
 
 
+def _checked_batch(stack: Stack, batch: int) -> int:
+    """Number of kernels like the stack's that share the weights, after a check of `batch`."""
+    given = stack.inputs.sequences
+    if given == 1:
+        return batch
+    if batch not in (1, given):
+        remedy = "the sequences given are counted already"
+        raise domain_error("batch", batch, f"1 or {given}", remedy)
+    # The kernel contains all sequences, unless tokens are exchangeable.
+    return 1 if stack.layout.sequences > 1 else given
+
+
 def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inputs:
     if given is None:
         return Inputs()
@@ -219,7 +232,7 @@ def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inpu
 
 
 @contextlib.contextmanager
-def _followed(stacks: list[Stack], progress: bool) -> Iterator[None]:
+def _progress(stacks: list[Stack], progress: bool) -> Iterator[None]:
     """Show a progress bar for the layers of both passes."""
     runs, layers = [s.run for s in stacks], sum(s.model.layers for s in stacks)
     if not progress:
