@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,59 +96,36 @@ class Measurement:
         if missing := [n for n in range(layers + 1) if (n, STREAM) not in draws[0].signal]:
             raise MomentsError(f"no '{STREAM}' was seen at layers {missing}; map one to each layer")
 
-        rows: list[dict[str, Any]] = []
-        stream: dict[str, list[Statistic]] = {}
-        for layer, site in places:
-            place = (layer, site)
-            signal = moments_over_draws([d.signal[place] for d in draws], site in CENTRED_SITES)
-            gradient = moments_over_draws([d.gradient[place] for d in draws], centred=False)
-            statistics = signal | {
-                "grad_variance": gradient["variance"],
-                "grad_correlation": gradient["correlation"],
-            }
+        statistics = {place: _statistics(draws, place) for place in places}
+        stream = [statistics[n, STREAM] for n in range(layers + 1)]
+        for point in stream:
+            point["grad_variance_typical"] = typical_over_draws(point["grad_variance"].samples)
+        rows = []
+        for (layer, site), point in statistics.items():
             row: dict[str, Any] = {"layer": layer, "site": site}
-            for name, statistic in statistics.items():
-                row |= statistic.row(name)
+            for name in ("mean", *QUANTITIES):
+                row |= point[name].row(name)
             rows.append(row)
-            if site == STREAM:
-                typical = typical_over_draws(gradient["variance"].samples)
-                for name, statistic in (statistics | {"grad_variance_typical": typical}).items():
-                    stream.setdefault(name, []).append(statistic)
-
-        def array(name: str, part: str) -> Array:
-            return np.array([getattr(statistic, part) for statistic in stream[name]])
-
-        def by_token(moments: Callable[[Draw], Mapping[Place, RawMoments]]) -> tuple[Array, Array]:
-            tokens = np.array(
-                [[moments(d)[n, STREAM].token_square for n in range(layers + 1)] for d in draws]
-            )
-            if len(draws) == 1:
-                return tokens[0], np.full_like(tokens[0], math.nan)
-            return tokens.mean(0), tokens.std(0, ddof=1) / math.sqrt(len(draws))
-
-        def scalar(values: list[float | None]) -> tuple[float | None, float | None]:
-            known = [value for value in values if value is not None]
-            if not known:
-                return None, None
-            statistic = mean_over_draws(np.array(known))
-            return statistic.value, statistic.stderr
-
         weight_rows = []
         for weight in draws[0].weight_gradients:
             norm = mean_over_draws(np.array([draw.weight_gradients[weight] for draw in draws]))
             weight_rows.append(weight._asdict() | norm.row("squared_norm"))
-        read = [draw.encoder for draw in draws if draw.encoder is not None]
+        encoders = [draw.encoder for draw in draws if draw.encoder is not None]
         encoder = None
-        if read:
-            encoder = cls.from_draws(read, batch=batch, source=f"the encoder of {source}")
+        if encoders:
+            encoder = cls.from_draws(encoders, batch=batch, source=f"the encoder of {source}")
+
+        def array(name: str, part: str) -> Array:
+            return np.array([getattr(point[name], part) for point in stream])
+
         result: dict[str, tuple[Any, Any]] = {
             name: (array(name, "value"), array(name, "stderr"))
             for name in (*QUANTITIES, "grad_variance_typical")
         }
-        result["token_variance"] = by_token(lambda draw: draw.signal)
-        result["token_grad_variance"] = by_token(lambda draw: draw.gradient)
-        result["loss"] = scalar([draw.loss for draw in draws])
-        result["logit_variance"] = scalar([draw.logit_variance for draw in draws])
+        result["token_variance"] = _by_token([draw.signal for draw in draws], layers)
+        result["token_grad_variance"] = _by_token([draw.gradient for draw in draws], layers)
+        result["loss"] = _scalar([draw.loss for draw in draws])
+        result["logit_variance"] = _scalar([draw.logit_variance for draw in draws])
         return cls(
             layers=layers,
             seq_len=result["token_variance"][0].shape[1],
@@ -238,6 +215,33 @@ class Measurement:
                 f"logit variance {_with_error(self.logit_variance, self.logit_variance_stderr)}"
             )
         return "\n".join([*lines, *([] if self.encoder is None else [repr(self.encoder)])])
+
+
+def _statistics(draws: Sequence[Draw], place: Place) -> dict[str, Statistic]:
+    """The mean and the `QUANTITIES` at one place."""
+    signal = [draw.signal[place] for draw in draws]
+    gradient = moments_over_draws([draw.gradient[place] for draw in draws], centred=False)
+    result = moments_over_draws(signal, place[1] in CENTRED_SITES)
+    result["grad_variance"] = gradient["variance"]
+    result["grad_correlation"] = gradient["correlation"]
+    return result
+
+
+def _by_token(draws: Sequence[Mapping[Place, RawMoments]], layers: int) -> tuple[Array, Array]:
+    """(N + 1, L) mean over draws of the stream's variance by token, and its standard error."""
+    tokens = np.array([[one[n, STREAM].token_square for n in range(layers + 1)] for one in draws])
+    if len(draws) == 1:
+        return tokens[0], np.full_like(tokens[0], math.nan)
+    return tokens.mean(0), tokens.std(0, ddof=1) / math.sqrt(len(draws))
+
+
+def _scalar(values: list[float | None]) -> tuple[float | None, float | None]:
+    """Mean over draws and its standard error; None without values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None, None
+    statistic = mean_over_draws(np.array(known))
+    return statistic.value, statistic.stderr
 
 
 def _some(count: int) -> list[int]:
