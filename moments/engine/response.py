@@ -241,15 +241,14 @@ STEP = 1e-4
 class Elementwise:
     """Adjoints of a leaf that acts on every token separately; all matrices (..., L, L).
 
-    An entry C'_ij of the output's kernel is a function of C_ij and of the sizes of tokens i and j.
-    So is the factor B_ij on the gradient, G_ij = B_ij G'_ij.
+    An entry C'_ij of the output's kernel is a function of C_ij and of the squared norms of tokens i
+    and j, and so is the factor B_ij on the gradient, G_ij = B_ij G'_ij.
 
     Attributes:
         slope: dC'_ij/dC_ij, 0 for i = j.
-        growth: dC'_ij by the relative growth of both tokens at constant correlation.
+        growth: derivative of C'_ij by the relative growth of both squared norms at constant C_ij.
         factor: B_ij.
-        factor_slope: dB_ij/dC_ij, 0 for i = j.
-        factor_growth: dB_ij by the relative growth of both tokens at constant correlation.
+        factor_slope, factor_growth: likewise of B_ij.
         kernel: C, second moments at the input.
         gradient: G', at the output.
     """

@@ -214,8 +214,8 @@ class Fluctuation(NamedTuple):
             sqrt(Y) and the kernel's signs: 2 C o C/width for Gaussian features. It ignores that a
             normalisation fixes norms. None: not tracked.
         free_norms: U before a normalisation fixed the norms; None: `norms`.
-        shared: covariances of overlaps, and of squared norms, with the overlap, or squared norm, of
-            the first token at the start of the branch, over that token's squared norm there; None:
+        shared: covariances of overlaps, and of squared norms, with those at the start of the
+            branch, where the first token of a pair is taken and its squared norm divided by; None:
             the branch starts here.
     """
 
