@@ -49,7 +49,7 @@ class PositionClasses:
     nodes: NDArray[np.intp]
 
     @classmethod
-    def of(
+    def for_length(
         cls,
         length: int,
         window: int | None = None,

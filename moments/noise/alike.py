@@ -27,7 +27,7 @@ _KERNEL_FIELDS = ("diagonal", "off_diagonal")
 _ZERO_OR_NOT = ("off_diagonal", "norm_response")
 
 
-class Alike(NamedTuple):
+class ExchangeableStack(NamedTuple):
     """A stack of exchangeable tokens, or of averaged ones.
 
     Attributes:
@@ -41,7 +41,7 @@ class Alike(NamedTuple):
     memory: Signal | None
 
     @classmethod
-    def of(cls, trace: Trace) -> Alike:
+    def from_trace(cls, trace: Trace) -> ExchangeableStack:
         """The stack of a trace, averaged over tokens where these are resolved."""
         passing, memory = trace.passing(), trace.memory
         length = trace.entering.seq_len

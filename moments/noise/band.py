@@ -36,7 +36,7 @@ from ..engine.response import (
 from ..engine.state import Array
 from ..engine.trace import Trace
 from ..errors import listed
-from .alike import Alike, across_sequences, sublayer_of, sublayer_starts
+from .alike import ExchangeableStack, across_sequences, sublayer_of, sublayer_starts
 from .network import Network, SensitivityWalk, SequentialWalk
 
 NORMAL_95 = 1.959963984540054
@@ -91,7 +91,7 @@ def log_variance(
     layers = _layers(declaration)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if top is None:
-            end: tuple[Matrix, Response] = GaussianSource.of(trace)
+            end: tuple[Matrix, Response] = GaussianSource.from_trace(trace)
         else:
             end = top.gradient_response(trace, _independent_kernels(trace, batch))
         network = _network(layers, trace, batch, end, across)
@@ -128,7 +128,11 @@ def _network(
     across: Sequence[Matrix] | None,
 ) -> Network:
     first, batch = trace.entering, _independent_kernels(trace, batch)
-    walk = SequentialWalk(_sublayers(trace)) if first.resolved else Alike.of(trace).walk(layers)
+    walk = (
+        SequentialWalk(_sublayers(trace))
+        if first.resolved
+        else ExchangeableStack.from_trace(trace).walk(layers)
+    )
     if across is None:
         covariances = mean_covariances(layers, trace, walk, batch)
     else:
@@ -154,7 +158,7 @@ def signal_log_variance(
         matrix_of(point.signal.second_moment(), point.signal.seq_len) for point in trace.stream()
     ]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        network = _network(layers, trace, batch, GaussianSource.of(trace), across)
+        network = _network(layers, trace, batch, GaussianSource.from_trace(trace), across)
         starts = sublayer_starts(layers)
 
         def variance(points: Sequence[int]) -> Array:
@@ -207,7 +211,7 @@ class GaussianSource:
     width: Array
 
     @classmethod
-    def of(cls, trace: Trace) -> tuple[Matrix, GaussianSource]:
+    def from_trace(cls, trace: Trace) -> tuple[Matrix, GaussianSource]:
         """The gradient at the last layer, over its trace, and its source."""
         signal, gradient = trace.passing()[-1]
         grad_out = matrix_of(gradient.kernel, signal.seq_len)

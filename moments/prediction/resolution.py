@@ -124,7 +124,9 @@ def _classes(model: Transformer, inputs: Inputs) -> PositionClasses | None:
             return None
         lengths = tuple(where[:, 2].tolist())
     words = repeating(model, inputs)
-    one = PositionClasses.of(max(lengths), _least_window(model), **_density(model, words, text))
+    one = PositionClasses.for_length(
+        max(lengths), _least_window(model), **_density(model, words, text)
+    )
     one = one if model.causal else both_sides(one)
     classes = one if len(lengths) == 1 else documents_on(one, lengths)
     if not words or not isinstance(model.embedding, Embedding):
@@ -299,11 +301,11 @@ given text, and in windows for an unknown text by Zipf's law."""
 
 LAST_PER_OCTAVE, WIDENING = 1.25, 0.05
 """Nodes for the last doubling of the position for an unknown text without windows, and relative
-growth of each earlier step (`PositionClasses.of`)."""
+growth of each earlier step (`PositionClasses.for_length`)."""
 
 
 def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
-    """Arguments of `PositionClasses.of`."""
+    """Arguments of `PositionClasses.for_length`."""
     on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
     if _waves(model) or (model.causal and on_stream > DEEPEST_POST):
         return {"per_octave": DENSE_PER_OCTAVE}
