@@ -292,7 +292,8 @@ def _covariance(
         noise = noise + own + cross[..., None] * np.eye(2)
         carried = carried + added
     noise = noise / (memory.batch * size[..., None, None] ** 2)
-    variances = network.with_walk(walk.with_side_outputs(side_outputs)).variance([0, 0, 0])
+    walk.side_outputs = side_outputs
+    variances = network.variance([0, 0, 0])
     cross = (variances[2] - variances[0] - variances[1]) / 2
     rows = np.stack([variances[0], cross], -1), np.stack([cross, variances[1]], -1)
     return noise + np.stack(rows, axis=-2)

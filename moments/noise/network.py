@@ -12,7 +12,6 @@ See docs/theory/band.md, What fluctuates. See docs/theory/band.md, The floor."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -176,11 +175,16 @@ class SideOutput(NamedTuple):
 
 class ExchangeableWalk:
     """Propagation of sensitivities for exchangeable tokens: a part is a 2 x 2 matrix that acts on
-    (diagonal, off-diagonal), and a group of parts is evaluated once."""
+    (diagonal, off-diagonal), and a group of parts is evaluated once.
+
+    Attributes:
+        side_outputs: if set, y is the sum of these contributions, by the index of the part behind
+            each; the `starts` of `forward` then only give the number of targets.
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
-        self._side_outputs: Mapping[int, SideOutput] | None = None
+        self.side_outputs: Mapping[int, SideOutput] | None = None
         count = sum(len(group.places) for group in groups)
         self._gradient_maps, self._signal_maps, self._grad_in = (
             [np.zeros(0)] * count for _ in range(3)
@@ -201,13 +205,6 @@ class ExchangeableWalk:
                 self._signal_maps[place] = of_signals[..., j, :, :]
                 self._grad_in[place] = coefficients[..., j, :]
 
-    def with_side_outputs(self, side_outputs: Mapping[int, SideOutput]) -> ExchangeableWalk:
-        """The walk of a y that sums these contributions, by the index of the part behind each; the
-        `starts` of `forward` then give the number of targets alone."""
-        result = copy.copy(self)
-        result._side_outputs = side_outputs
-        return result
-
     def forward(
         self, starts: Sequence[int], last_gradient: Matrix
     ) -> tuple[list[GroupSensitivity], Matrix]:
@@ -217,12 +214,12 @@ class ExchangeableWalk:
         share, identity, at_inputs = current[..., 0], np.array([1.0, 0.0]), []
         for k, grad_in in enumerate([*self._grad_in, _sum_coefficients(last_gradient)]):
             current = _with_share(current, grad_in, share)
-            if self._side_outputs is None:
+            if self.side_outputs is None:
                 begin = begins == k
                 current = np.where(begin, _with_share(identity, grad_in, 1.0), current)
                 share = share + begin[..., 0]
-            elif k in self._side_outputs:
-                side = self._side_outputs[k]
+            elif k in self.side_outputs:
+                side = self.side_outputs[k]
                 current = current + _with_share(side.sensitivity, grad_in, side.share)
                 share = share + side.share
             at_inputs.append(current)
@@ -256,8 +253,8 @@ class ExchangeableWalk:
             if k < count:
                 at_outputs[k] = current
                 current = matvec(self._signal_maps[k], current) + exposed[k]
-                if self._side_outputs is not None and k + 1 in self._side_outputs:
-                    current = current + self._side_outputs[k + 1].exposure
+                if self.side_outputs is not None and k + 1 in self.side_outputs:
+                    current = current + self.side_outputs[k + 1].exposure
             current = np.where(begins == k, initial, current)
         result = []
         for g, (group, sensitivity) in enumerate(self._at_groups(at_outputs, classes)):
@@ -331,12 +328,6 @@ class Network:
         self.parts = sum(len(group.places) for group in walk.groups)
         self.width = first.width
         self._coherence: dict[int, Array] = {}
-
-    def with_walk(self, walk: SensitivityWalk) -> Network:
-        """The same network with another walk through the same parts."""
-        result = copy.copy(self)
-        result.walk = walk
-        return result
 
     def variance(self, starts: Sequence[int]) -> Array:
         """(starts, ...): Var y for y at the inputs of these parts (or the network's output), in
