@@ -18,7 +18,7 @@ from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.structure import fields_of, flattened, joined
 from ..engine.trace import Record, Run, Trace
-from .network import ExchangeableWalk, Group
+from .network import Group
 
 ENDLESS = 10**9
 """Length of a sequence in whose averages a single token has no weight."""
@@ -77,9 +77,6 @@ class ExchangeableStack(NamedTuple):
                 shape = np.broadcast_shapes(*map(np.shape, axes))
                 result.append((Group(sublayer_of(one, shape), places, True), one))
         return result
-
-    def walk(self, layers: Sequence[Layer]) -> ExchangeableWalk:
-        return ExchangeableWalk([group for group, _ in self.sublayers(layers)])
 
 
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:

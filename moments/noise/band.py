@@ -37,7 +37,7 @@ from ..engine.state import Array
 from ..engine.trace import Trace
 from ..errors import listed
 from .alike import ExchangeableStack, across_sequences, sublayer_of, sublayer_starts
-from .network import Network, SensitivityWalk, SequentialWalk
+from .network import ExchangeableWalk, Network, SensitivityWalk, SequentialWalk
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -60,12 +60,8 @@ class GradientSource(Protocol):
     """Source of the gradient at the last layer: a loss, or a decoder that reads the stack."""
 
     def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
-        """The gradient at the last layer, over its trace, and the response of its source.
-
-        Args:
-            trace: both passes through the stack.
-            batch: number of sequences that share the weights.
-        """
+        """The gradient at the last layer, over its trace, and the response of its source, for
+        `batch` sequences that share the weights."""
 
 
 def log_variance(
@@ -128,11 +124,12 @@ def _network(
     across: Sequence[Matrix] | None,
 ) -> Network:
     first, batch = trace.entering, _independent_kernels(trace, batch)
-    walk = (
-        SequentialWalk(_sublayers(trace))
-        if first.resolved
-        else ExchangeableStack.from_trace(trace).walk(layers)
-    )
+    walk: SensitivityWalk
+    if first.resolved:
+        walk = SequentialWalk(_sublayers(trace))
+    else:
+        parts = ExchangeableStack.from_trace(trace).sublayers(layers)
+        walk = ExchangeableWalk([group for group, _ in parts])
     if across is None:
         covariances = mean_covariances(layers, trace, walk, batch)
     else:
@@ -149,9 +146,7 @@ def signal_log_variance(
 ) -> Array:
     """Var log v of the signal's variance at every point of the stream, shape (..., N + 1).
 
-    Args:
-        declaration, trace, batch, across: as `log_variance`.
-        real: (n,) by token, 1 for real tokens and 0 for padding; None: all are real.
+    `real` is (n,) by token, 1 for real tokens and 0 for padding; None: all are real.
     """
     layers = _layers(declaration)
     kernels = [

@@ -87,12 +87,8 @@ class Modes:
 
 @dataclass(frozen=True, eq=False)
 class DecoderTop:
-    """The decoder as the source of its encoder's gradient (a `band.GradientSource`).
-
-    Attributes:
-        declaration, trace: of the decoder.
-        top: source of the decoder's own last gradient; None: an independent Gaussian tensor.
-    """
+    """The decoder as the source of its encoder's gradient (a `band.GradientSource`); `top` is the
+    source of its own last gradient, None: an independent Gaussian tensor."""
 
     declaration: Chain
     trace: Trace

@@ -69,13 +69,8 @@ class Group(NamedTuple):
 
 
 class GroupSensitivity(NamedTuple):
-    """Sensitivities at a group of parts.
-
-    Attributes:
-        sensitivity: of the forward pass to the gradients at the parts' inputs, of the backward pass
-            to the signals at their outputs.
-        adjoint: the `GradientAdjoint` or `SignalAdjoint` of that sensitivity.
-    """
+    """Sensitivities to the gradients at the inputs of a group of parts (forward pass), or to the
+    signals at their outputs (backward), and their `GradientAdjoint` or `SignalAdjoint`."""
 
     group: Group
     sensitivity: Matrix
@@ -141,9 +136,8 @@ class SequentialWalk:
             sensitivity = stacked([sensitivity, *begun]) if begun else sensitivity
             if k and len(sensitivity):
                 group = self.groups[k - 1]
-                adjoint = _signal_adjoint(
-                    group.sublayer, sensitivity, passed[k - 1] if passed else None
-                )
+                forward = passed[k - 1] if passed else None
+                adjoint = _signal_adjoint(group.sublayer, sensitivity, forward)
                 result.append(GroupSensitivity(group, sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
         return result, sensitivity
@@ -158,14 +152,12 @@ def _signal_adjoint(
 
 
 class SideOutput(NamedTuple):
-    """Contribution to y of the gradient that one part sends to another tensor it reads, a decoder's
-    layer to its memory. Exchangeable tokens; shapes (targets, ..., 2) or (targets, ...).
+    """Contribution to y of the gradient that a part sends to another tensor it reads, the memory.
 
     Attributes:
-        sensitivity: to the gradient at the part's output, in any unit: to its diagonal and its
-            off-diagonal entry.
-        share: fraction of y that this contribution makes up.
-        exposure: sensitivity to the signal at the part's input.
+        sensitivity: (targets, ..., 2) to the gradient at the part's output, in any unit.
+        share: (targets, ...) fraction of y.
+        exposure: (targets, ..., 2) to the signal at the part's input.
     """
 
     sensitivity: Array
