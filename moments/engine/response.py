@@ -631,17 +631,18 @@ def in_units(kernel: Matrix, unit: Array) -> Matrix:
 def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
     """Stack signals that differ in their kernels on a new first axis."""
 
-    def entries(values: Several[Array], axis_count: int) -> Array:
+    def entries(values: Several[Array], token_axes: int) -> Array:
         shape = np.shape(values[0])
-        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - axis_count :])
+        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - token_axes :])
         return np.stack([np.broadcast_to(value, shape) for value in values])
 
     def together(values: Several[Any]) -> Any:
         first = values[0]
         if isinstance(first, Kernel):
-            axis_count, several = int(bool(first.resolved)), [one.diagonal for one in values]
-            off_diagonal = entries([one.off_diagonal for one in values], 2 * axis_count)
-            return Kernel(entries(several, axis_count), off_diagonal, first.resolved)
+            token_axes = int(bool(first.resolved))
+            diagonal = entries([one.diagonal for one in values], token_axes)
+            off_diagonal = entries([one.off_diagonal for one in values], 2 * token_axes)
+            return Kernel(diagonal, off_diagonal, first.resolved)
         if isinstance(first, tuple):
             result = [together(one) for one in zip(*values, strict=True)]
             return type(first)(*result) if hasattr(first, "_fields") else tuple(result)
