@@ -338,7 +338,7 @@ class Sequence:
 
     @property
     def shares(self) -> list[Array]:
-        """Those of the parallel branches in the sequence."""
+        """`Sum.shares` of the parallel branches in the sequence."""
         inner = [part for part in self.parts if isinstance(part, Sum | Sequence)]
         return inner[0].shares
 

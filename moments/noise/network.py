@@ -456,7 +456,7 @@ class Network:
         return result
 
     def _added_overlap(self, carried: Array, added: Array, kappa: Any) -> Array:
-        """What an addition adds to q; `carried` and `added` are shares of its sum."""
+        """Increase of q by an addition; `carried` and `added` are shares of its sum."""
         return np.asarray((2 * carried + kappa / 2 * added) * added / self.width)
 
     def _cross_sequence_noise(self, sensitivity: Matrix, group: Group) -> Array:

@@ -218,8 +218,8 @@ class Stack:
 
     def _first(self, real: np.ndarray | None) -> Kernel:
         """The kernel of the tables' sum, or of the tensor that enters layer 1."""
-        given = self.resolved, self.inputs, self.ids, self.documents
-        one = first_kernel(self.model, self.theory, *given)
+        source = self.resolved, self.inputs, self.ids, self.documents
+        one = first_kernel(self.model, self.theory, *source)
         if self.resolved is True and real is not None:
             one = _with_padding_variance(one, real)
         length, texts = self.model.seq_len, self.inputs.sequences
@@ -725,8 +725,8 @@ def first_kernel(
             "moments.layers.images.photograph), or variance and correlation; an encoder's in "
             "encoder_inputs"
         )
-    given = token_ids, segment_ids, model.d_model, documents, resolved, theory
-    return text_kernel(embedding, model.seq_len, *given)
+    text = token_ids, segment_ids, model.d_model, documents, resolved, theory
+    return text_kernel(embedding, model.seq_len, *text)
 
 
 def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
@@ -790,13 +790,13 @@ def last_kernel(
         raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
     if sequences > 1 and np.shape(kernel)[-1:] == (sequences * model.seq_len,):
         return check_kernel("grad_kernel", kernel, sequences * model.seq_len)
-    given = check_kernel("grad_kernel", kernel, model.seq_len)
+    single = check_kernel("grad_kernel", kernel, model.seq_len)
     if sequences == 1:
-        return given
+        return single
     length = model.seq_len
     joint = np.zeros((sequences, length, sequences, length))
     index = np.arange(sequences)
-    joint[index, :, index, :] = given.off_diagonal
+    joint[index, :, index, :] = single.off_diagonal
     return Kernel.of_matrix(joint.reshape(sequences * length, sequences * length))
 
 
