@@ -603,7 +603,7 @@ def test_halving_the_classes_of_a_long_context(name: str, monkeypatch: pytest.Mo
     coarse = predicted(model)
     assert coarse.layout.classes is not None
     assert len(coarse.layout.classes.inside.nodes) < len(fine.nodes)
-    monkeypatch.setattr(PositionClasses, "of", classmethod(lambda *_, **__: fine))
+    monkeypatch.setattr(PositionClasses, "for_length", classmethod(lambda *_, **__: fine))
     finer = predicted(model)
     np.testing.assert_allclose(coarse.variance, finer.variance, rtol=2e-3)
     np.testing.assert_allclose(coarse.grad_variance, finer.grad_variance, rtol=5e-3)
