@@ -265,12 +265,8 @@ def entrywise_overlap(
     laws: ComponentLaws | None = None,
     square: float = 1.0,
 ) -> UnsharedOverlap:
-    """Unshared overlap at the output of an entrywise function.
-
-    Args:
-        laws: of the function; None: slopes of features are independent between tokens.
-        square: factor on the input's variance in these laws.
-    """
+    """Unshared overlap at the output of an entrywise function with these `laws` at inputs times the
+    root of `square`; None: slopes of features are independent between tokens."""
     before, after, units = record.input, record.output, 1.0
     if laws is not None:
         variance = float(before.kernel.mean_diagonal(real))

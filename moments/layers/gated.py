@@ -286,13 +286,8 @@ def _unsteady(signal: Signal) -> tuple[str, ...]:
 def _fluctuation(
     signal: Signal, output: Signal, norms: Kernel, ends: Any, step: Array | None
 ) -> Fluctuation:
-    """Fluctuation of the unit's output: overlaps change with those of the input, by the slope
-    between the two overlaps at which pairs are evaluated, averaged over pairs of tokens.
-
-    Args:
-        ends: off-diagonal moments at both overlaps.
-        step: of the overlap; None: overlaps of the input are unknown.
-    """
+    """Fluctuation of the unit's output: overlaps change with those of the input, by the mean slope
+    between the `ends`, off-diagonal moments at two overlaps a `step` from the mean."""
     if step is None:
         return Fluctuation(norms)
     overlaps, moment = followed(signal), output.second_moment()
