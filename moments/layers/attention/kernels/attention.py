@@ -385,9 +385,9 @@ def _make_class(
         own, every, ones = weights[-1:], slice(0, len(inside)), np.ones((1, len(inside)))
         targets = ones[..., None]
         sums = Sums.of(ALIKE, (every, every), (own, own), (own, own), (targets, targets))
-        kernel = np.diagonal(inside), [inside[None]]
+        entries = np.diagonal(inside), [inside[None]]
         row = prior[-1:], stats.of(members[-1:])
-        ((excess, off_diagonal),), _ = softmax_response(sums, *kernel, [ones], *row, scale)
+        ((excess, off_diagonal),), _ = softmax_response(sums, *entries, [ones], *row, scale)
         response = off_diagonal[0] + np.diag(excess[0])
     return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 

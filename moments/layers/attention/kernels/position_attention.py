@@ -483,9 +483,10 @@ class PositionAttention(RowAttention):
         """1 - A for a range of rows, over the range of keys that these attend to."""
         logits = self.logits
         counts, weights = logits.key_counts.keys[rows, keys], self.weights[rows, keys]
-        every, class_weights = slice(0, weights.shape[1]), counts * weights
-        row = every, class_weights, weights, self._by_word[rows, keys]
-        sums = Sums.of(logits.mixture(keys, keys), *((x, x) for x in row))
+        every, targets = slice(0, weights.shape[1]), self._by_word[rows, keys]
+        ranges, classes = (every, every), (counts * weights, counts * weights)
+        tokens = weights, weights
+        sums = Sums.of(logits.mixture(keys, keys), ranges, classes, tokens, (targets, targets))
         kernel = logits.keys[0][keys], logits.among(rows, keys), self._counts(counts)
         reference = logits.prior[rows, keys], self._rows.of(rows)
         parts, single = softmax_response(sums, *kernel, *reference, logits.scale)
