@@ -1,9 +1,9 @@
-"""What every number in the engine that no argument gives changes in predictions.
+"""Measure the effect of every number in the engine that has no derivation.
 
-Each constant is set to other values, one at a time, and a few small models are predicted that meet
-the place where it stands. Stored is the largest relative change, over those models and over layers
-and matrices, of forward variance, token correlation (absolute), gradient variance, weight gradients
-and the deviation of one draw.
+Each constant is set to other values, one at a time, and a few small models that use it are
+predicted. Stored is the largest change, over those models and over layers and matrices, of forward
+variance, token correlation (absolute), gradient variance, weight gradients and the standard
+deviation of one draw.
 
     python benchmarks/constants.py         # measures and stores, some ten minutes
     python benchmarks/constants.py page > docs/theory/constants.md
@@ -38,14 +38,14 @@ SOFTMAX = "layers.attention.softmax"
 
 
 class Constant(NamedTuple):
-    """A number, where it stands, and other values that would do.
+    """A constant and the values to try instead.
 
     Attributes:
-        module: below `moments`.
-        name: in it; a function where the choice is one.
+        module: its module, below `moments`.
+        name: its name there; a function if the choice is one.
         others: values or functions tried instead.
-        why: what kind of number it is.
-        models: which of `MODELS` meet it; the first is the one that meets it most.
+        why: its kind, a key of `WORDS`.
+        models: the models of `MODELS` that use it, the one that depends on it most first.
     """
 
     module: str
@@ -129,10 +129,10 @@ TABLE = (
 )
 
 WORDS = {
-    "precision": "how finely something known is computed; the error falls with it",
-    "step": "of a difference: its error grows with it, rounding against it",
-    "range": "an edge that keeps numbers finite, or that few models reach",
-    "choice": "a rule that another would do as well",
+    "precision": "resolution of a computation with a known exact result; finer means less error",
+    "step": "step of a numerical difference; larger means more error, smaller more rounding",
+    "range": "a limit that keeps numbers finite, or that few models reach",
+    "choice": "a rule in whose place another would do as well",
 }
 
 # --- models ---------------------------------------------------------------------------------------
@@ -281,18 +281,18 @@ DESCRIBED = {
     "grouped": "4 of 16 experts, of 2 of 4 groups, sigmoid gates",
     "state space": "Mamba-2 of 32 heads of 8 and 16 states",
     "delta rule": "gated delta nets of 8 heads of 16",
-    "alike": "Post-LN, tokens alike, masked loss",
+    "alike": "Post-LN, exchangeable tokens, masked loss",
     "hybrid": "HybridNorm with heads of 4 features",
     "hot": "causal at logit variances of 60 to 80",
     "narrow": "width 16",
     "close": "causal, tokens that correlate by .95",
     "bare": "causal, no normalisation",
     "deep": "12 layers, by token",
-    "thousand": "1000 layers, tokens alike",
-    "encoder": "an encoder below its decoder, tokens alike",
-    "long": "1024 tokens on classes",
+    "thousand": "1000 layers, exchangeable tokens",
+    "encoder": "an encoder and its decoder, exchangeable tokens",
+    "long": "1024 tokens on classes of positions",
     "long rotary": "rotary, 512 tokens on classes",
-    "one class": "rotary without a mask, 256 tokens alike",
+    "one class": "rotary without a mask, 256 exchangeable tokens",
     "packed": "rows of two documents, 128 tokens on classes",
     "no text": "2048 tokens of an unknown text on classes, a head",
     "long text": "512 tokens of a text on classes, a head",
@@ -481,13 +481,13 @@ def page() -> str:
     lines = [_ABOVE.strip(), ""]
     for kind, words in WORDS.items():
         lines += [f"## {kind.capitalize()}", "", f"{words[0].upper()}{words[1:]}.", ""]
-        lines += ["| constant | value | instead | " + " | ".join(QUANTITIES) + " | models |"]
+        lines += ["| constant | value | tried instead | " + " | ".join(QUANTITIES) + " | models |"]
         lines += ["| --- | --- | --- | " + "--- | " * len(QUANTITIES) + "--- |"]
         for constant in (c for c in TABLE if c.why == kind):
             lines += _rows(constant, stored[f"{constant.module}.{constant.name}"])
         lines.append("")
     lines += ["## Limits", "", *_LIMITS.strip().splitlines(), ""]
-    lines += ["| limit | value | at | " + " | ".join(QUANTITIES) + " | text |"]
+    lines += ["| limit | value | value of the text | " + " | ".join(QUANTITIES) + " | text |"]
     lines += ["| --- | --- | --- | " + "--- | " * len(QUANTITIES) + "--- |"]
     for edge in EDGES:
         lines += _rows(edge, stored[f"{edge.module}.{edge.name}"])
@@ -517,35 +517,39 @@ def _printed(change: float) -> str:
 _ABOVE = """
 # Constants
 
-Every number in the engine that no argument gives, and what predictions change by where it is
-another: the largest relative change (of correlation: the change) over the models named, over their
-layers and matrices. Written by `python benchmarks/constants.py page` from
-`benchmarks/data/constants.json`; do not edit. Numbers that have a derivation (as 3.5 in
-`moments/layers/attention/projections.py`) stand on the other pages; limits of the logit variance
-stand together in [softmax statistics](softmax.md); nodes of position with their own measured effect
-in `moments/engine/classes.py`. Zeros mean that no model here reaches the edge.
+This page lists every number in the engine that has no derivation, and its effect on predictions.
+Each constant was set to the values in the column "tried instead". The other columns have the
+resulting change: the largest relative change (for correlation the largest change) over the models
+named, their layers and their matrices; "deviation" is the standard deviation of one draw. A zero
+means that no model here reaches the limit. The models are described at the end of the page.
+
+Numbers with a derivation (such as 3.5 in `moments/layers/attention/projections.py`) are on the
+other pages. Limits of the logit variance are in [softmax statistics](softmax.md), the number of
+nodes of position with its measured effect in `moments/engine/classes.py`.
+
+The page is written by `python benchmarks/constants.py page` from `benchmarks/data/constants.json`;
+do not edit it.
 """
 
 _LIMITS = """
-From where on a text is refused on classes of positions (`MOST_CROWDED`: the pairs of a row's keys
-that are of one word beyond what its frequency in the text allows) or said to be one of copies
-(`COPIES`: the share of places at which two texts hold one word). Two causal layers of width 128
-with a head, predicted on classes whatever the limit says: their difference from every token by
-itself.
+Two limits decide when classes of positions do not describe a text. Beyond `MOST_CROWDED` a text is
+refused: it is the share of pairs of a row's keys that are the same word, beyond what the word's
+frequency in the text explains. Beyond `COPIES` a note says that texts are copies: it is the share
+of places at which two texts have the same word. The table has two causal layers of width 128 with a
+head, predicted on classes whatever the limit: the difference from the prediction token by token.
 """
 
 _BELOW = """
 ## Numbers that move no prediction
 
-Thresholds of notes and warnings say from where on something is mentioned:
+Thresholds of notes and warnings:
 `moments/layers/attention/projections.py::LOGIT_VARIANCE_NOTED`,
 `moments/layers/attention/layers.py::ALIKE_NOTED`,
 `moments/layers/attention/layers.py::TURNED_NOTED`,
 `moments/layers/attention/projections.py::CAP_NOTED`,
 `moments/layers/attention/projections.py::TABLE_NOTED`, `moments/layers/normalization.py::_FAR`,
 `moments/layers/normalization.py::_NOT_GAUSSIAN`, `moments/layers/head/output.py::_PEAKED`,
-`moments/prediction/resolution.py::OFTEN`,
-`moments/layers/attention/projections.py::TABLE_NOTED`. Others bound work or memory:
+`moments/prediction/resolution.py::OFTEN`. Limits of work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
 `moments/layers/attention/kernels/row_groups.py::STACK_ENTRIES`.
 """

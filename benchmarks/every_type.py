@@ -116,6 +116,7 @@ _ROLES: dict[str, str] = {
     r"\bqkv_proj": "query key value",
     r"in_proj": "mixer_query mixer_key mixer_value mixer_gate mixer_step|"
     "query key value mixer_gate mixer_step|value mixer_gate",
+    r"output_gate": "mixer_gate",
     r"x_proj": "mixer_step_down key query",
     r"dt_proj": "mixer_step",
     r"gate_up_proj": "gate ffn_in",
@@ -151,6 +152,8 @@ def config_of(kind: str, layers: int) -> dict[str, Any]:
     defaults = READERS[kind].defaults
     sized = sized_config(kind, layers, WIDTH, vocab_size=VOCAB, seq_len=LENGTH)
     sized |= {name: value for name, value in CHANGES.items() if name in defaults}
+    if kind == "lfm2_moe":  # whose default says nothing; every third layer attends, as released
+        sized["layer_types"] = ["full_attention" if n % 3 == 2 else "conv" for n in range(layers)]
     return sized | _OWN.get(kind, {})
 
 
@@ -183,7 +186,10 @@ def measured(kind: str, layers: int, draws: int) -> dict[str, Any]:
             out.retain_grad()
             stream.append(out)
 
-        for layer in blocks:
+        giving = list(blocks)
+        if kind == "minimax":  # whose stream is what norms leave: the next layer's, and the last
+            giving = [*(layer.input_layernorm for layer in blocks[1:]), module.model.norm]
+        for layer in giving:
             layer.register_forward_hook(kept)
         module.train()
         loss = module(input_ids=ids, labels=ids, use_cache=False).loss

@@ -230,10 +230,10 @@ def _views(graph: Graph, states: dict[int, Field]) -> dict[int, list[int]]:
             if m != n
             and torch.equal(states[m].site, s.site)
             and torch.equal(states[m].feature, s.feature)
-            and not graph.rests_on(m, n)
-            and not graph.rests_on(n, m)
+            and not graph.depends_on(m, n)
+            and not graph.depends_on(n, m)
         ]
-        first = [m for m in others if not any(graph.rests_on(m, k) for k in others if k != m)]
+        first = [m for m in others if not any(graph.depends_on(m, k) for k in others if k != m)]
         alike[n] = [n, *first]
     return alike
 

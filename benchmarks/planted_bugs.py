@@ -215,6 +215,16 @@ def _dropping(x: Any, norm: Any, inner: Any, of: Any, half: int) -> Any:
     return x + f.dropout(inner(norm(x)), 0.4, of.training)
 
 
+def _unsummed(without: int) -> Any:
+    return lambda x, norm, inner, of, half: inner(norm(x)) + (x if half != without else 0)
+
+
+def _one_block(module: Any, parts: Parts, style: str) -> None:
+    held = module.transformer.h if style in ("nanoGPT", "GPT-2") else module.layers
+    for number in range(1, len(held)):
+        held[number] = held[0]
+
+
 def _scale(factor: float) -> Any:
     return lambda m, p, s: operate(m, lambda args, kwargs: kwargs.update(scale=factor))
 
@@ -287,6 +297,14 @@ SLIPS = (
          _form(_scaled(lambda n: 1 / DEPTH)), words="stands on top of"),
     Slip("rotary on values", ("rotary on values",), lambda m, p, s: operate(m, _turned_values),
          "", None, OWN_MASK, words="turn the values"),
+    Slip("no sum around attention", ("no residual path", "not what its config gives"),
+         _form(_unsummed(0))),
+    Slip("no sum around the feed-forward block",
+         ("no residual path", "not what its config gives"), _form(_unsummed(1))),
+    Slip("no sum around attention in one layer", ("skip scale", "odd layer"),
+         _form(_unsummed(0), 3)),
+    Slip("one block in every place", ("one block several times",), _one_block, "", None,
+         ("nanoGPT", "torch")),
     Slip("huge epsilon", ("norm epsilon",), _epsilon, "", None, STYLES, "gpt2", "epsilon"),
     Slip("one layer as torch draws it", WIDE,
          _uniform(lambda s, i: i**-0.5, *MATRICES, layer=3), "ffn_in", 3),

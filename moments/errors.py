@@ -1,4 +1,4 @@
-"""Everything the package raises or warns on purpose, and imports that only an extra brings."""
+"""Exceptions and warnings of the package, the texts of its error messages, and optional imports."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class MomentsError(Exception):
 
 
 class DomainError(MomentsError, ValueError):
-    """A value outside what is allowed; the message names it, what is allowed, and the remedy.
+    """A value that is not allowed; the message names it, what is allowed, and the remedy.
 
     Attributes:
-        argument: name of the value, where it is one value.
+        argument: name of the value; None if the error is about several.
     """
 
     argument: str | None = None
 
 
 class Undeclared(DomainError):
-    """A config that is right, and whose module does what no Transformer says."""
+    """A valid config whose module no `Transformer` can describe."""
 
 
 class ValidityWarning(UserWarning):
@@ -33,14 +33,14 @@ class ValidityWarning(UserWarning):
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Inside, notes on validity are not shown: they stand in what is returned."""
+    """Suppress ValidityWarnings inside the block; results keep them in `warnings`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ValidityWarning)
         yield
 
 
 def domain_error(argument: str, value: object, allowed: str, remedy: str = "") -> DomainError:
-    """Build the one sentence every bad input gets.
+    """Build the error for a bad value, in the form that every such message has.
 
     >>> str(domain_error("dropout", 1.2, "a probability in [0, 1)", "pass 0.1 for ten percent"))
     'dropout = 1.2: must be a probability in [0, 1); pass 0.1 for ten percent'
@@ -52,12 +52,12 @@ def domain_error(argument: str, value: object, allowed: str, remedy: str = "") -
 
 
 def unknown_name(argument: str, value: object, known: Iterable[str], more: str = "") -> DomainError:
-    """The error for a name that is none of those known: it says the nearest, else all of them.
+    """Build the error for an unknown name: it lists the nearest known ones, else all of them.
 
     Args:
-        argument: what was to be named.
-        value: the name given.
-        known: the names there are.
+        argument: the argument that takes the name.
+        value: the name passed.
+        known: the names that exist.
         more: what else is allowed, in words.
 
     >>> str(unknown_name("norm", "pots", ["pre", "post"]))
@@ -74,7 +74,7 @@ def unknown_name(argument: str, value: object, known: Iterable[str], more: str =
 
 
 class _Brief(reprlib.Repr):
-    """`repr` of at most a line or two."""
+    """`repr` shortened to a line or two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object, most: int = 240) -> str:
-    """A value as an error shows it: its `repr`, what is long cut in its middle.
+    """The `repr` of a value for an error message, cut in the middle if it is long.
 
     >>> brief("x" * 10**6, 20)
     "'xxxxxxx...xxxxxxxx'"
@@ -108,11 +108,11 @@ _BRIEF = _Brief()
 
 @contextmanager
 def optional(extra: str, *packages: str) -> Iterator[None]:
-    """Turn a missing `packages` import inside the block into an error that names the extra.
+    """Turn a missing import of `packages` inside the block into an error that names the extra.
 
     Args:
-        extra: the extra of `transformer-moments` that brings the packages.
-        packages: top-level import names; any other failing import passes through untouched.
+        extra: the extra of `transformer-moments` that installs the packages.
+        packages: top-level import names; any other failing import is raised unchanged.
 
     Raises:
         MomentsError: one of the packages is not installed.
@@ -129,7 +129,7 @@ def optional(extra: str, *packages: str) -> Iterator[None]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """1 to 4, 7."""
+    """Write numbers with runs merged: "1 to 4, 7"."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][-1] + 1:
@@ -141,7 +141,7 @@ def listed(numbers: Sequence[int]) -> str:
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """What another library, or a user's own code, raises over what a user gave, as a bad input.
+    """Turn any exception of another library or of a user's code into a DomainError.
 
     Raises:
         DomainError: anything was raised inside the block.

@@ -39,12 +39,14 @@ class Checked(pytest.Item):
     def runtest(self) -> None:
         """Fails by `Unhealthy`, whose text is the report."""
         from . import check
-        from .cli.check import made
+        from .cli.check import load_user_module
 
         file, colon, name = self.subject.rpartition(":")
         if not colon or not file.endswith(".py"):
             raise DomainError(f"--moments {self.subject}: name a file and a factory, FILE.py:NAME")
-        module, batch = made(str(self.config.invocation_params.dir / file), name, "--moments")
+        module, batch = load_user_module(
+            str(self.config.invocation_params.dir / file), name, "--moments"
+        )
         check(module, batch).assert_healthy()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

@@ -49,7 +49,7 @@ from moments.noise.loss_noise import (
     logit_effect,
     mean_square,
 )
-from moments.noise.network import Network, OneByOne
+from moments.noise.network import Network, SequentialWalk
 from moments.prediction.stack import gaussian
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -722,13 +722,13 @@ def test_sequences_that_share_weights_share_noise() -> None:
     part: Any = Sublayer(
         branch_alone, True, np.ones((1, 1)), 1.0, *kernels, *kernels, 2.0, 2.0, float(width), None
     )
-    walk = OneByOne([part])
+    walk = SequentialWalk([part])
     entering = gaussian(Kernel(carried, 0.0), tokens, width, True)
     overlaps = [np.array(kept / tokens), np.array((kept + branch) / tokens)]
     network = Network(walk, entering, batch, overlaps, (kernels[1], part))
     predicted = part.signal_adjoint(mean_mode(1.0), None).noise / batch
     assert predicted == pytest.approx(own)
-    predicted = float(predicted + network._across(mean_mode(1.0), walk.groups[0]))
+    predicted = float(predicted + network._cross_sequence_noise(mean_mode(1.0), walk.groups[0]))
     # A variance of so many draws is known to .7 %; the shared part is a third of it.
     assert predicted == pytest.approx(variance, rel=0.025)
 
@@ -781,7 +781,7 @@ def test_tokens_that_grow_keep_their_overlaps_in_every_draw(name: str) -> None:
     assert output.kernel.off_diagonal == pytest.approx(square)
     received = ClassMatrix(np.ones(1), np.ones((1, 1)), one_class(2))
     moved = Elementwise.of(leaf.forward, signal, Gradient(Kernel(1.0, 1.0), 2), received, False)
-    by_overlap, by_growth = (float(one.off_diagonal[0, 0]) for one in (moved.onward, moved.growth))
+    by_overlap, by_growth = (float(one.off_diagonal[0, 0]) for one in (moved.slope, moved.growth))
     assert by_overlap * found["overlap"] + by_growth == pytest.approx(2 * square, rel=1e-3)
     measured, error = found["by_growth"]
     assert abs(by_growth - measured) < measured - 3 * error

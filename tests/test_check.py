@@ -429,7 +429,7 @@ def test_a_class_token_of_zeros_is_why_the_gradient_explodes() -> None:
     module = transformers.DeiTForImageClassification(config)
     (finding,) = moments.check(module).findings
     assert finding.kind == "gradient explodes"
-    assert "2 tokens alone, which enter as 0" in finding.reason
+    assert "2 tokens that enter as 0" in finding.reason
     assert "class token" in finding.mend
     assert "deit.embeddings.cls_token" in finding.where
     with torch.no_grad():
@@ -632,7 +632,7 @@ def test_a_module_of_ones_own_is_audited(tmp_path: Path) -> None:
     for words, said in (
         ([f"{file}:right"], "pass --scheme or --plan"),
         ([f"{file}:number"], "must be an nn.Module"),
-        ([f"{file}:right", "--layers", "3"], "--layers is for a module drawn afresh"),
+        ([f"{file}:right", "--layers", "3"], "--layers is only for a preset"),
         ([str(file)], "mine.py:NAME"),
         (["model.pt"], "a pickle"),
     ):

@@ -266,7 +266,7 @@ def test_a_good_command_says_nothing_on_standard_error() -> None:
         (["predict", "missing.json"], "missing.json"),
         (["predict", "--layers", "3"], "add --d-model, --heads, --seq-len"),
         (["solve", "--layers", "3"], "no MODEL given: name a preset or a config.json\n"),
-        (["audit", "gpt2", "--option", "per_head=false"], "give its --scheme too"),
+        (["audit", "gpt2", "--option", "per_head=false"], "add --scheme"),
         (["solve", "bert-tiny", "--option", "per_head"], "must be NAME=VALUE"),
         (["predict", *OWN, "--dropout", "1.5"], "dropout = 1.5"),
         (["predict", *OWN, "--heads", "5"], "heads = 5"),
@@ -405,7 +405,7 @@ def test_scheme_options_are_read_as_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["predict", *OWN, "--option", "a=1"], "--option is of a scheme: add --scheme"),
+        (["predict", *OWN, "--option", "a=1"], "--option sets an option of a scheme: add --scheme"),
         (["predict", *OWN, "--scheme", "xavier", "--option", "per_head"], "must be NAME=VALUE"),
         (["predict", *OWN, "--scheme", "deepnrm"], "did you mean 'deepnorm'?"),
         (["solve", "bert-tiny", "--objective", "final_varience"], "did you mean 'final_variance'"),
@@ -564,7 +564,7 @@ def test_values_of_axes() -> None:
         (("--axis", "layers=log:0:3:4"), "positive numbers"),
         (("--axis", "dropout=lin:0:1"), "lin:LEAST:MOST:COUNT"),
         (("--axis", "layers=range:5:1"), "whole numbers"),
-        (("--axis", "layers=1,,2"), "between its commas"),
+        (("--axis", "layers=1,,2"), "between commas"),
         (("--axis", "layers=1", "--axis", "layers=2"), "given twice"),
         (("--axis", "layers=1", "--quantity", "varience"), "did you mean 'variance'"),
         (("--axis", "layers=1", "--x", "dropout"), "--x"),
@@ -584,7 +584,10 @@ def test_a_bad_sweep_says_what_is_wrong(arguments: tuple[str, ...], said: str) -
     ("arguments", "said"),
     [
         (("solve", "bert-tiny", "dslm"), "`moments solve --help` has examples"),
-        (("predict", "mine.py:make"), "`moments check` and `moments audit`, as FILE.py:NAME"),
+        (
+            ("predict", "mine.py:make"),
+            "`moments check` and `moments audit` take your own module, as FILE.py:NAME",
+        ),
         (("schemes", "bert-tiny", "--correlation", "nan"), "correlation = nan"),
         (("report", "bert-tiny", "--scheme", "nope"), "scheme = 'nope'"),
     ],
@@ -623,9 +626,9 @@ def test_a_type_that_is_no_stack_is_refused_by_name(tmp_path: Path) -> None:
 
 
 GIVEN = {
-    "(nn.Linear(3, 3), 1, 2)": "what .*gives.*a module, or \\(module, batch\\)",
-    "(nn.Linear(3, 3), 'words')": "what .*gives.*a module, or \\(module, batch\\)",
-    "(nn.Linear(3, 3), nn.Linear(3, 3))": "what .*gives.*a module, or \\(module, batch\\)",
+    "(nn.Linear(3, 3), 1, 2)": "result of .*a module or \\(module, batch\\)",
+    "(nn.Linear(3, 3), 'words')": "result of .*a module or \\(module, batch\\)",
+    "(nn.Linear(3, 3), nn.Linear(3, 3))": "result of .*a module or \\(module, batch\\)",
     "(stack, torch.zeros(2, 3, 5))": "running it raised",
     "None": "must be an nn.Module",
 }

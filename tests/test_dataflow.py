@@ -306,7 +306,7 @@ def test_a_reading_follows_the_module() -> None:
     module.blocks[0].ln1 = nn.Identity()
     reading = anatomy_of(module)
     assert reading is not None
-    assert reading.odd == ((1, "attention"),)
+    assert reading.unnormed == ((1, "attention"),)
 
 
 def test_a_pass_leaves_the_module_as_it_was() -> None:

@@ -156,7 +156,7 @@ def test_the_points_are_the_band() -> None:
         (lambda m: m.replace(norm="sandwich"), "sandwich-ln"),
         (
             lambda m: m.replace(weights=m.weights.replace(value=9 * m.weights.value)),
-            "value alone with three times the deviation",
+            "value alone with three times the std",
         ),
     ],
 )
@@ -171,7 +171,7 @@ def test_what_would_give_it_is_named(slip: Any, named: str) -> None:
     assert any(named in cause.words for cause in found.causes), str(found)
     best = found.causes[0]
     assert best.off < 0.5
-    assert "what would give it" in str(found)
+    assert "what would explain it" in str(found)
     assert named in found.to_frame()["causes"][0]
 
 
@@ -210,7 +210,7 @@ def test_nothing_that_gives_it() -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({}, "nothing was measured"),
+        ({}, "no measured numbers"),
         ({"variance": {5: 1.0}}, "layer = 5"),
         ({"variance": {1: -1.0}}, r"variance\[1\]"),
         ({"variance": 20.0}, "a mapping"),
@@ -268,7 +268,7 @@ def test_what_the_command_does_not_read(text: str, config: Path) -> None:
 
 
 def test_a_number_for_each_place(config: Path) -> None:
-    with pytest.raises(DomainError, match="one number for each place"):
+    with pytest.raises(DomainError, match="one number per place"):
         told(config, "--measured", "20@2", "--measured", "variance@2=21")
 
 

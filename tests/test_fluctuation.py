@@ -268,3 +268,44 @@ def test_a_gradient_that_falls_with_norms_meets_shorter_tokens() -> None:
     assert found == pytest.approx(each.mean(), abs=3 * error + 0.02 * found)
     loose = first.grad_out.kernel * tokens.kernel
     assert width**2 * loose.total(2) > each.mean() + 5 * error + 0.03 * found
+
+
+def test_what_other_tokens_send_falls_with_their_norms() -> None:
+    """Averages send a token what others receive, which does not fall with its own norm: the
+    elasticity of a gradient in the token's square, against draws of tokens of few features."""
+    few, width, length, blocks, draws = 12, 96, 24, 2, 400
+
+    def linear(fan_in: int, label: str) -> Linear:
+        sizes = {"fan_in": fan_in, "fan_out": width, "weight_variance": 1.0 / fan_in}
+        return Linear(LINEAR, "refined", label, sizes, width, label)
+
+    norm = FiniteNormalization(RMSNORM, "norm", centres=False)
+    averages = SelfAttention("heads", width, 1, width, 0.0, 0.0, 2 / width, 0.0, kv_heads=1)
+    branch = Residual(Chain((norm, averages, linear(width, "projection"))))
+    tokens = gaussian(alike(1.0, 0.0, length, False), length, few, True)
+    _, record = forward(Chain((linear(few, "matrix"), *(branch,) * blocks, norm)), tokens)
+    first = record.backward(Gradient(Kernel(1.0, 0.0), length)).children[0]
+
+    random = np.random.default_rng(3)
+
+    def drawn(fan_in: int, square: float = 1.0) -> np.ndarray:
+        return random.normal(scale=math.sqrt(square / fan_in), size=(draws, fan_in, width))
+
+    def averaged(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x.mean(1, keepdims=True))
+
+    def back(x: np.ndarray, sent: np.ndarray) -> np.ndarray:
+        size, unit = np.sqrt((x * x).mean(-1, keepdims=True)), normalised(x)
+        return np.asarray((sent - unit * (unit * sent).mean(-1, keepdims=True)) / size)
+
+    streams = [random.normal(size=(draws, length, few)) @ drawn(few)]
+    maps = [drawn(width, 2.0) @ drawn(width) for _ in range(blocks)]
+    for one in maps:
+        streams.append(streams[-1] + averaged(normalised(streams[-1])) @ one)
+    sent = back(streams[-1], random.normal(size=streams[0].shape))
+    for one, x in zip(reversed(maps), reversed(streams[:-1]), strict=True):
+        sent = sent + back(x, averaged(sent) @ np.swapaxes(one, 1, 2))
+    size, falls = (np.log((one * one).mean(-1)) for one in (streams[0], sent))
+    size, falls = size - size.mean(0), falls - falls.mean(0)
+    elasticity = -float((size * falls).sum() / (size * size).sum())
+    assert float(first.grad_out.norm_response) == pytest.approx(elasticity, abs=0.05)

@@ -127,7 +127,9 @@ def test_a_report_names_the_choices_that_a_loss_is_over() -> None:
     words = moments.preset("bert-base", seq_len=8).replace(layers=1)
     head = moments.Head(loss="classification", tied=False, weight_variance=4e-4, classes=3)
     for model, said in ((words, "30522 words"), (words.replace(head=head), "3 labels")):
-        assert f"evenly among {said} costs" in moments.report(model, schemes=False).to_html()
+        assert (
+            f"uniformly among {said} has a loss" in moments.report(model, schemes=False).to_html()
+        )
 
 
 def test_bad_reports_are_refused(tmp_path: Path) -> None:

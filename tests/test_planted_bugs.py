@@ -49,6 +49,10 @@ SLIPS = {slip.name: slip for slip in planted_bugs.SLIPS}
         ("residual multiplier forgotten", "nanoGPT", "named"),
         ("shared matrix", "einsum", "named"),
         ("huge epsilon", "Llama", "named"),
+        ("no sum around attention", "nanoGPT", "named"),
+        ("no sum around the feed-forward block", "torch", "named"),
+        ("no sum around attention in one layer", "einsum", "named"),
+        ("one block in every place", "nanoGPT", "named"),
         ("frozen layer", "torch", "noted"),
         ("dropout in one layer", "einsum", "noted"),
         ("rotary on values", "Llama", "noted"),
@@ -88,7 +92,7 @@ def test_blocks_that_start_as_the_identity_are_by_design(style: str) -> None:
             block.zero_()
     report = moments.check(module)
     assert report.healthy, str(report)
-    assert "blocks are the identity at step 0, by design" in str(report)
+    assert "layers are the identity at step 0, by design" in str(report)
 
 
 def test_outward_matrices_of_zeros_break_no_promise_of_a_config() -> None:
@@ -102,7 +106,7 @@ def test_outward_matrices_of_zeros_break_no_promise_of_a_config() -> None:
         torch.nn.init.zeros_(block.mlp.c_proj.weight)
     report = moments.check(module)
     assert report.healthy, str(report)
-    assert "blocks are the identity at step 0, by design" in str(report)
+    assert "layers are the identity at step 0, by design" in str(report)
     assert not moments.check(module, scheme="scaled-init").healthy
 
 
@@ -303,13 +307,13 @@ def test_tables_and_head_around_torchs_encoder_are_described() -> None:
 
 def test_reading_is_linear_in_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the questions that are asked of the graph."""
-    count, plain = [0], Graph.rests_on
+    count, plain = [0], Graph.depends_on
 
     def counted(self: Graph, value: int, other: int) -> bool:
         count[0] += 1
         return plain(self, value, other)
 
-    monkeypatch.setattr(Graph, "rests_on", counted)
+    monkeypatch.setattr(Graph, "depends_on", counted)
     asked = []
     for layers in (6, 24):
         count[0] = 0

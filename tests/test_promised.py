@@ -12,6 +12,7 @@ import moments
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import moments.torch as torch_door  # noqa: E402
 from moments.torch.open_check import NEAR  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -63,7 +64,35 @@ def test_a_matrix_of_another_variance_is_named() -> None:
     (finding,) = [f for f in checked(module).findings if f.kind == "wrong variance"]
     assert finding.where == ("model.layers.*.self_attn.o_proj.weight",)
     assert finding.measured == pytest.approx(9 * 0.02**2, rel=2 * NEAR)
-    assert finding.expected == pytest.approx(0.02**2)
+    assert finding.expected == pytest.approx(0.02**2, rel=NEAR)
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        ("model.layers.*.mamba.in_proj.weight", "mul", 0.5),
+        ("model.layers.*.mamba.D", "mul", 2.0),
+        ("model.layers.*.mamba.dt_bias", "fill", 3.0),
+        ("model.embed_tokens.weight", "mul", 3.0),
+    ],
+)
+def test_a_parameter_that_is_drawn_otherwise_is_named_whatever_its_role(
+    spoiled: tuple[str, str, float],
+) -> None:
+    """What a variance should be is the class's word, not any variance that some matrix has."""
+    pattern, how, number = spoiled
+    sizes = SIZES | {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
+    sizes |= {"mamba_n_groups": 1, "attn_layer_indices": [1], "num_key_value_heads": 2}
+    torch.manual_seed(5)
+    module = transformers.BambaForCausalLM(transformers.BambaConfig(**sizes))
+    assert "wrong variance" not in {f.kind for f in checked(module).findings}
+    head, _, tail = pattern.partition("*")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.startswith(head) and name.endswith(tail):
+                parameter.mul_(number) if how == "mul" else parameter.fill_(number)
+    (finding,) = [f for f in checked(module).findings if f.kind == "wrong variance"]
+    assert [name.replace(".0.", ".*.") for name in finding.where] == [pattern]
 
 
 def test_a_block_that_is_scaled_is_seen_in_the_stream() -> None:
@@ -115,3 +144,17 @@ def test_a_matrix_of_zeros_is_named() -> None:
     (finding,) = [f for f in checked(module).findings if f.kind == "wrong variance"]
     assert finding.where == ("model.layers.*.self_attn.o_proj.weight",)
     assert finding.measured == 0.0
+
+
+def test_a_description_falls_back_on_the_config() -> None:
+    module = experts(5)
+    described = torch_door.describe(module)
+    assert described.model is not None
+    assert described.model.layers == 2
+    assert described.model.ffn is not None
+    assert any("could not be read" in note for note in described.notes)
+    frame = described.to_frame().set_index("parameter")
+    assert set(frame.index) == {name for name, _ in module.named_parameters()}
+    gate = "model.layers.1.mlp.gate.weight"
+    square = float(module.get_parameter(gate).detach().double().square().mean())
+    assert frame.loc[gate, "variance"] == pytest.approx(square)

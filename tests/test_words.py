@@ -261,11 +261,11 @@ def test_a_law_is_scaled_as_if_token_by_token() -> None:
     token = np.full((1, 1), 1.0 / length)
     every = slice(0, 1)
     sums = Sums.of(mixture, (every, every), (weight, weight), (token, token), (each, each))
-    by_relation = [
+    by_word = [
         (np.full((1, 1), own[kind] - value), np.full((1, 1, 1), value))
         for kind, value in enumerate((others, same))
     ]
-    found, _ = sums.balanced_with(by_relation, 200, ())
+    found, _ = sums.balanced_with(by_word, 200, ())
     off = ~np.eye(length, dtype=bool)
     of_one = (ids[:, None] == ids[None, :]) & off
     assert found[1][1].item() == pytest.approx(dense[of_one].mean(), rel=1e-6)
@@ -293,10 +293,10 @@ def test_matrices_of_words_multiply_as_by_token() -> None:
         same /= often
         others /= length
         dense.append(np.where(one_word, same, others) * off + np.diag(np.full(length, own)))
-        by_relation = classes.of_relations(np.full((1, 1), others), np.full((1, 1), same))
-        found.append(ClassMatrix(np.full(2, own), by_relation, classes))
+        by_word = classes.of_relations(np.full((1, 1), others), np.full((1, 1), same))
+        found.append(ClassMatrix(np.full(2, own), by_word, classes))
     both, product = dense[0] @ dense[1], found[0] @ found[1]
-    others, same = (part.item() for part in classes.by_relation(product.off_diagonal))
+    others, same = (part.item() for part in classes.by_word(product.off_diagonal))
     assert same == pytest.approx(both[one_word & off].mean(), rel=2e-3)
     assert others == pytest.approx(both[~one_word].mean(), rel=2e-2)
     assert product.diagonal[0] == pytest.approx(np.diag(both).mean(), rel=2e-3)

@@ -1,6 +1,6 @@
-"""The command `moments`: thin wrappers that parse, call the library and print.
+"""The command `moments`: thin functions that parse arguments, call the library and print.
 
-The commands stand in `predict`, `pages`, `check` and `reference`, in the order of the help.
+The commands are in `predict`, `pages`, `check` and `reference`, in the order of the help.
 """
 
 from . import predict, pages, check, reference  # isort: skip

@@ -1,4 +1,4 @@
-"""The command's frame: the application, options that commands share, errors, files."""
+"""The frame of the command line: the application, shared options, answers, errors and files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 PREDICT, INITIALISE, CHECK, REFERENCE = "Predict", "Initialise", "Check", "Reference"
-"""Panels of the help."""
+"""Panels of the help text."""
 
 
 class _Group(TyperGroup):
-    """Commands whose help shows flags without a type."""
+    """A command group whose help shows flags without a type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
@@ -73,7 +73,7 @@ class TheoryName(StrEnum):
 
 
 def _complete_model(incomplete: str) -> list[str]:
-    """What a shell offers for MODEL: presets, and files that may hold one."""
+    """Shell completions for MODEL: presets, and files that may contain a model."""
     from ..model.presets import preset
 
     files = [str(path) for path in Path().glob("*") if path.suffix in (".json", ".toml")]
@@ -89,7 +89,7 @@ def complete_scheme(incomplete: str) -> list[tuple[str, str]]:
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        help="A preset's name, a config.json, or a model of your own as JSON or TOML.",
+        help="A preset, a config.json, or a model file of your own (JSON or TOML).",
         show_default=False,
         autocompletion=_complete_model,
     ),
@@ -98,7 +98,7 @@ OneScheme = Annotated[
     str | None,
     typer.Option(
         "--scheme",
-        help="A published scheme; `moments schemes` lists them.",
+        help="A published scheme to apply; `moments schemes` lists them.",
         autocompletion=complete_scheme,
     ),
 ]
@@ -106,7 +106,7 @@ SomeSchemes = Annotated[
     list[str] | None,
     typer.Option(
         "--scheme",
-        help="Which; may be repeated. Left out: all.",
+        help="A scheme to include; may be repeated. Default: all.",
         show_default=False,
         autocompletion=complete_scheme,
     ),
@@ -117,29 +117,29 @@ SchemeOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
-        help="An option of the scheme, such as per_head=false (`moments schemes` lists them); "
-        "may be repeated.",
+        help="An option of the scheme as NAME=VALUE, such as per_head=false (`moments schemes` "
+        "lists them); may be repeated.",
         show_default=False,
     ),
 ]
 TheoryOption = Annotated[
     TheoryName,
     typer.Option(
-        help="Whose formulas: refined is this package's own, published and simplified are those "
-        "of the papers."
+        help="Formulas to use: refined is this package's own theory, published and simplified are "
+        "those of the founding papers."
     ),
 ]
 InputVariance = Annotated[
-    float | None, typer.Option("--variance", help="Variance of what enters layer 1.")
+    float | None, typer.Option("--variance", help="Variance of the input of layer 1.")
 ]
 InputCorrelation = Annotated[
     float | None,
-    typer.Option("--correlation", help="Correlation of the tokens that enter layer 1."),
+    typer.Option("--correlation", help="Correlation of two tokens at the input of layer 1."),
 ]
 
 
 def _silence(context: typer.Context, quiet: bool) -> bool:
-    """Standard error goes nowhere while the command runs; `main` prints errors after it."""
+    """Discard standard error while the command runs; `main` prints errors afterwards."""
     if quiet:
         context.with_resource(contextlib.redirect_stderr(io.StringIO()))
     return quiet
@@ -151,14 +151,14 @@ QuietOption = Annotated[
         "--quiet",
         "-q",
         callback=_silence,
-        help="Print no notes, warnings or progress.",
+        help="Do not print notes, warnings or progress.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
-def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
-    """Refuse where no file can be written, before the work whose result would be lost."""
+def check_writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
+    """Refuse a path that cannot be written before the computation whose result would be lost."""
     if path is not None:
         option = f"--{parameter.name}"
         if not path.name:
@@ -166,7 +166,7 @@ def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
         if os.path.isdir(path):
             raise DomainError(f"{option}: cannot write {path}: it is a folder")
         if not os.path.isdir(path.parent):
-            raise DomainError(f"{option}: cannot write {path}: {path.parent} is no folder")
+            raise DomainError(f"{option}: cannot write {path}: there is no folder {path.parent}")
         if option == "--plot":
             from ..show.plot import check_ending
 
@@ -176,14 +176,14 @@ def writable(path: Path | None, parameter: typer.CallbackParam) -> Path | None:
 
 CsvOption = Annotated[
     Path | None,
-    typer.Option("--csv", help="Write the rows to this file, as CSV.", callback=writable),
+    typer.Option("--csv", help="Write the rows to this file, as CSV.", callback=check_writable),
 ]
 PlotOption = Annotated[
     Path | None,
     typer.Option(
         "--plot",
         help="Write the picture to this file: .png, .svg or .pdf.",
-        callback=writable,
+        callback=check_writable,
     ),
 ]
 
@@ -193,15 +193,15 @@ PlotOption = Annotated[
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command answers with; each way to show it is made only where it is asked for.
+    """Result of a command; each form is computed only if it is requested.
 
     Attributes:
-        said: makes what is printed.
-        data, frame, figure: make what --json, --csv and --plot write.
-        passed: whether what was to be checked holds; else the exit status is 1.
+        text: returns what is printed.
+        data, frame, figure: return what --json, --csv and --plot write.
+        passed: whether the check passed; if not, the exit status is 1.
     """
 
-    said: Callable[[], str]
+    text: Callable[[], str]
     data: Callable[[], Any]
     frame: Callable[[], Any] = dict
     figure: Callable[[], Any] = dict
@@ -210,7 +210,7 @@ class Answer:
     def show(
         self, as_json: bool = False, csv: Path | None = None, plot: Path | None = None
     ) -> None:
-        """Write and print what was asked for; typer.Exit where it did not pass."""
+        """Write and print the requested forms; raise typer.Exit if it did not pass."""
         if csv is not None:
             with replacing(csv) as partial:
                 self.frame().to_csv(partial, index=False)
@@ -221,7 +221,7 @@ class Answer:
             text = isinstance(data, str)
             print(data if text else json.dumps(data, indent=2, allow_nan=False, default=_records))
         else:
-            print(printable(self.said()))
+            print(printable(self.text()))
         if not self.passed:
             raise typer.Exit(1)
 
@@ -234,13 +234,13 @@ def command(
     csv: bool = True,
     plot: bool = True,
 ) -> Callable[[Callable[..., Answer | None]], Callable[..., Answer | None]]:
-    """Register a command that gives an `Answer`, with --json, --csv, --plot and --quiet.
+    """Register a command that returns an `Answer`, with --json, --csv, --plot and --quiet.
 
     Args:
-        panel: of the help; None: it is not listed.
+        panel: panel of the help; None: the command is not listed.
         examples: command lines, without the leading "moments".
-        name: where it is not the function's.
-        json, csv, plot: whether it has that option.
+        name: of the command; None: that of the function.
+        json, csv, plot: whether the command has that option.
     """
     shown: dict[str, Any] = {"as_json": (JsonOption, False)} if json else {}
     shown |= {"csv": (CsvOption, None)} if csv else {}
@@ -276,94 +276,94 @@ def _records(frame: Any) -> list[dict[str, Any]]:
     return [plain(row) for row in frame.to_dict("records")]
 
 
-# The parser's own base error: typer exports its subclasses, from click or from a copy of it.
+# Base class of the parser's errors: typer exports only subclasses, of click or its own copy.
 _ParserError: Any = typer.BadParameter.__mro__[2]
 
 
 def main() -> None:
-    """Entry point: bad input prints one line on standard error and exits with status 2."""
+    """Entry point; bad input prints one line on standard error and exits with status 2."""
     warnings.simplefilter("always", ValidityWarning)
     warnings.showwarning = _show_warning
     try:
         status = app(standalone_mode=False)
         if sys.stdout is not None:
-            sys.stdout.flush()  # here, where a full disk is an error in words
+            sys.stdout.flush()  # so that a full disk is reported below
     except MomentsError as error:
         _fail(str(error))
     except _ParserError as error:
         if not error.format_message():
-            sys.exit(2)  # no command: the help that was printed says it all
-        _fail(_with_remedy(error.format_message()))
+            sys.exit(2)  # no command: the help has been printed
+        _fail(_with_advice(error.format_message()))
     except typer.Abort:
         _fail("interrupted")
     except MemoryError as error:
         _fail(f"out of memory: {error}; use fewer tokens, layers or sequences")
     except RuntimeError as error:
-        if "allocate memory" not in str(error):  # torch's words; it has no error of that kind
+        if "allocate memory" not in str(error):  # torch has no exception class for this
             raise
         _fail("out of memory: the module does not fit; use fewer layers")
     except OSError as error:
-        _nowhere()
+        _discard_output()
         if isinstance(error, BrokenPipeError):
-            sys.exit(0)  # whoever reads the output has seen enough
+            sys.exit(0)  # the reader closed the pipe
         named = "" if error.filename is None else f"read or write {error.filename}"
         _fail(f"cannot {named or 'write the answer'}: {error.strerror or error}")
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
-        _nowhere()  # rich makes this of a closed pipe
+        _discard_output()  # rich raises SystemExit for a closed pipe
         sys.exit(0)
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _nowhere() -> None:
-    """What Python still flushes to standard output at its end goes nowhere."""
+def _discard_output() -> None:
+    """Discard what Python flushes to standard output at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _with_remedy(said: str) -> str:
-    """What the parser says, and where an argument was meant for an option, how that is written."""
+def _with_advice(said: str) -> str:
+    """A parser error; if an option was given as an argument, with how to write it."""
     if not said.startswith("Got unexpected extra argument"):
         return said
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     return (
-        f"{said}: after a MODEL everything is an option, such as --scheme NAME or --layers 12; "
+        f"{said}: everything after MODEL is an option, such as --scheme NAME or --layers 12; "
         f"`moments {command} --help` has examples to copy"
     )
 
 
 def _fail(message: str) -> NoReturn:
     with contextlib.suppress(OSError):
-        err.print(f"[bold red]error:[/] {_line(message)}", soft_wrap=True)
+        err.print(f"[bold red]error:[/] {_one_line(message)}", soft_wrap=True)
     sys.exit(2)
 
 
 def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
-    err.print(f"[yellow]{category.__name__}:[/] {_line(str(message))}", soft_wrap=True)
+    err.print(f"[yellow]{category.__name__}:[/] {_one_line(str(message))}", soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """A line on standard error."""
-    err.print(f"[yellow]note:[/] {_line(text)}", soft_wrap=True)
+    """Print a note to standard error."""
+    err.print(f"[yellow]note:[/] {_one_line(text)}", soft_wrap=True)
 
 
-def _line(text: str) -> str:
-    """One printable line, words that are longer than any name cut in their middle."""
+def _one_line(text: str) -> str:
+    """Join a text to one printable line, cutting very long words and lines in the middle."""
     words = (word if len(word) <= 240 else f"{word[:120]}...{word[-40:]}" for word in text.split())
     line = printable(" ".join(words))
     return escape(line if len(line) <= 2400 else f"{line[:2000]} ... {line[-300:]}")
 
 
 def printable(text: str) -> str:
-    """Text whose control characters move or colour nothing."""
+    """Replace control characters in a text."""
     return "".join(c if c.isprintable() or c in "\n\t" else REPLACED for c in text)
 
 
 @contextmanager
-def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
-    """How far a long computation is, on standard error: a bar, or where none can be drawn a line at
-    every tenth of its work. Yields what to call with the work of each step, and what is next."""
+def progress_steps(title: str, total: float) -> Iterator[Callable[..., None]]:
+    """Show progress on standard error: a bar in a terminal, else a line per tenth of the work.
+    Yields a function to call with the work of a finished step and the name of the next."""
     from ..prediction.predict import progress_bar
 
     if not total:
@@ -390,7 +390,7 @@ def steps(title: str, total: float) -> Iterator[Callable[..., None]]:
 
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
-"""What stands for a character that is none to print."""
+"""Printed in place of a control character."""
 
 
 def _version(requested: bool) -> None:
@@ -407,19 +407,19 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options of no command."""
+    """Options of `moments` itself."""
 
 
-def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
-    """The model that MODEL and options declare, and what `predict` is given of its input.
+def read_model(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
+    """The model that MODEL and options declare, and the arguments of `predict` for its input.
 
-    MODEL is a preset, a config, a model as `Transformer.to_dict` wrote it, or a plan of `solve`,
-    which knows the input that it was solved for; without it the options alone are the model.
+    MODEL is a preset, a config, a model file, or a plan of `solve`, which contains the input of the
+    solution. Without MODEL the options alone declare the model.
     """
     from ..model.presets import preset
     from ..model.transformer import Transformer
 
-    given = given_only(**changes)
+    given = without_none(**changes)
     if name is None:
         required = ("layers", "d_model", "heads", "seq_len")
         missing = [key for key in required if key not in given]
@@ -435,19 +435,19 @@ def declared(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, di
     elif os.path.exists(name) or name.endswith((".json", ".toml")):
         model, inputs = _from_file(name, seq_len)
     else:
-        raise no_preset("MODEL", name)
+        raise unknown_model("MODEL", name)
     if "d_model" in given or "heads" in given:
-        raise DomainError("--d-model and --heads describe a model of your own: leave MODEL out")
+        raise DomainError("--d-model and --heads declare a model without MODEL: leave MODEL out")
     return model.replace(**given) if given else model, inputs
 
 
-def given_only(**options: Any) -> dict[str, Any]:
-    """Those options that were given."""
+def without_none(**options: Any) -> dict[str, Any]:
+    """The options that were passed."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -> DomainError:
-    """What a name that means nothing gets: the nearest presets, else all of them."""
+def unknown_model(argument: str, name: str, expected: str = "a file nor a preset") -> DomainError:
+    """The error for an unknown name: it lists the nearest presets, else all of them."""
     from difflib import get_close_matches
 
     from ..model.presets import preset
@@ -455,16 +455,15 @@ def no_preset(argument: str, name: str, expected: str = "a file nor a preset") -
     near = get_close_matches(name[:100], preset.names(), cutoff=0.7)
     remedy = f"did you mean {' or '.join(near)}?" if near else ""
     if not remedy and ".py" in name and "FILE.py" not in expected:
-        remedy = "a module of one's own is for `moments check` and `moments audit`, as FILE.py:NAME"
+        remedy = "`moments check` and `moments audit` take your own module, as FILE.py:NAME"
     remedy = remedy or f"presets: {', '.join(preset.names())}"
     return DomainError(f"{argument} = {brief(name)}: neither {expected}; {remedy}")
 
 
 def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, Any]]:
-    """The model of a Hugging Face config, of what `Transformer.to_dict` wrote, of a plan, or of a
-    file written by hand."""
+    """Read a model file: a Hugging Face config, a stored Transformer or plan, or TOML."""
     if name.endswith(".toml"):
-        found = _by_hand(name)
+        found = _from_toml(name)
         return found if seq_len is None else found.replace(seq_len=seq_len), {}
     from .. import from_huggingface
     from ..model.huggingface.config import read_config
@@ -478,10 +477,11 @@ def _from_file(name: str, seq_len: int | None) -> tuple[Transformer, dict[str, A
     return model if seq_len is None else model.replace(seq_len=seq_len), inputs
 
 
-def _by_hand(name: str) -> Transformer:
-    """The model of a TOML file: fields of a Transformer, and where it starts.
+def _from_toml(name: str) -> Transformer:
+    """The model of a TOML file: fields of a Transformer.
 
-    `preset` names what the fields change; a table [scheme] has the `name` of one and its options.
+    `preset` names the model that the fields change; the table [scheme] has the `name` of a scheme
+    and its options.
     """
     from ..model.presets import preset
     from ..model.transformer import FORMAT_VERSION, Transformer
@@ -498,7 +498,7 @@ def _by_hand(name: str) -> Transformer:
 
 
 def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
-    """The model of a plan, of what else holds one as "model", or of a stored model itself; and the
+    """The model of a plan, of an object with an entry "model", or of a stored model itself, and the
     input that a plan was solved for."""
     from ..model.transformer import Transformer
     from ..solver.plan import Plan
@@ -510,18 +510,18 @@ def stored_model(entries: dict[str, Any]) -> tuple[Transformer, dict[str, Any]]:
 
 
 def scheme_options(given: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE of every --option."""
+    """Parse NAME=VALUE of every --option."""
     found: dict[str, Any] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise domain_error("--option", text, "NAME=VALUE, such as per_head=false")
-        found[name] = spelled(value, f"--option {brief(name)}")
+        found[name] = parse_value(value, f"--option {brief(name)}")
     return found
 
 
-def spelled(text: str, argument: str) -> Any:
-    """A number, true, false, null or a list as in JSON, none for null too, else the text itself."""
+def parse_value(text: str, argument: str) -> Any:
+    """Parse a JSON value (also "none" for null); any other text is returned unchanged."""
     words = {"true": True, "false": False, "none": None}
     if text.strip().lower() in words:
         return words[text.strip().lower()]
@@ -534,21 +534,21 @@ def spelled(text: str, argument: str) -> Any:
 
 
 def write_plot(figure: Any, path: Path) -> None:
-    """A picture, whole or not at all."""
+    """Write a picture completely or not at all."""
     from ..show.plot import save
 
     save(figure, path)
 
 
-def named(model: str | None) -> str | None:
-    """What a picture calls the MODEL argument: a preset's name, or a file's without its ending."""
+def title_of(model: str | None) -> str | None:
+    """Name of the MODEL argument in pictures: the preset, or the file name without its ending."""
     if model is None or not model.endswith((".json", ".toml")):
         return model
     return Path(model).stem
 
 
-def pictures(model: Transformer, variance: float | None, correlation: float | None) -> Any:
-    """What a vision model reads where the user describes no input: a photograph, with a note."""
+def default_pixels(model: Transformer, variance: float | None, correlation: float | None) -> Any:
+    """The photograph that a vision model reads if the user describes no input, with a note."""
     from ..model.patches import PatchEmbedding
 
     embedding = model.embedding
@@ -562,15 +562,15 @@ def pictures(model: Transformer, variance: float | None, correlation: float | No
     from ..layers.images import photograph
 
     note(
-        "reads the photograph that ships with matplotlib; for an input of your own give "
+        "the input is the photograph that ships with matplotlib; for another input pass "
         "--variance and --correlation"
     )
     return photograph(size)
 
 
-def noise(model: Transformer) -> dict[str, Any]:
-    """What an encoder of sound reads where nothing is said of it: the moments that noise in place
-    of a spectrogram has behind its convolutions, with a note."""
+def default_sound(model: Transformer) -> dict[str, Any]:
+    """The input of a sound encoder if the user describes none: the moments of noise, in place of a
+    spectrogram, after its convolutions; with a note."""
     import numpy as np
 
     from ..layers.images import entering
@@ -579,7 +579,7 @@ def noise(model: Transformer) -> dict[str, Any]:
     encoder = model.encoder
     if encoder is None or not isinstance(encoder.embedding, SoundEmbedding):
         return {}
-    note("its encoder reads noise of variance 1 in place of a spectrogram")
+    note("the encoder reads noise of variance 1 instead of a spectrogram")
     sound = np.random.default_rng(0).standard_normal((1, 1, *encoder.embedding.sides))
     kernel, _ = entering(encoder.embedding, sound, encoder.d_model)
     variance = float(kernel.mean_diagonal())
@@ -587,19 +587,21 @@ def noise(model: Transformer) -> dict[str, Any]:
     return {"encoder_inputs": {"variance": variance, "correlation": correlation}}
 
 
-def with_input(
+def model_and_inputs(
     model: str | None,
     layers: int | None,
     seq_len: int | None,
     variance: float | None,
     correlation: float | None,
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The model that MODEL and options declare, and what `predict` is given of its input: what the
-    user says, else what a plan knows; of a vision model without either, a photograph's moments."""
-    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    """The model that MODEL and options declare, and the arguments of `predict` for its input: those
+    of the user, else of a plan; for a vision model without either, a photograph's moments."""
+    described, known = read_model(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    found = known | noise(described) | given_only(variance=variance, correlation=correlation)
-    pixels = None if known else pictures(described, variance, correlation)
+    found = (
+        known | default_sound(described) | without_none(variance=variance, correlation=correlation)
+    )
+    pixels = None if known else default_pixels(described, variance, correlation)
     if pixels is None:
         return described, found
     from ..prediction.predict import predict
@@ -610,16 +612,16 @@ def with_input(
 
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
-    """The model at fewer tokens, with a note, where it is resolved by token and none were named."""
+    """Shorten a model that is resolved token by token if `seq_len` is None, with a note."""
     from ..prediction.resolution import most_tokens
     from ..prediction.resolution import shortened as at_few
 
     found = model if seq_len is not None else at_few(model)
     if found is not model:
         most = most_tokens(model)
-        count = "all of them" if most == model.seq_len else "the most that are covered"
+        count = "all of them" if most == model.seq_len else "the most that is possible"
         note(
-            f"{found.seq_len} of up to {model.seq_len} tokens, resolved one by one; for {count} "
-            f"add --seq-len {most}"
+            f"predicted for {found.seq_len} of up to {model.seq_len} tokens, each separately; "
+            f"for {count} add --seq-len {most}"
         )
     return found

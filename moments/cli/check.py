@@ -1,4 +1,4 @@
-"""A model compared with what it should be: `moments check`, `audit` and `compare`."""
+"""Models compared with what they should be: `moments check`, `audit` and `compare`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from .base import (
     PlotOption,
     SchemeOption,
     SeqLenOption,
+    check_writable,
     command,
     complete_scheme,
-    declared,
-    named,
-    no_preset,
+    read_model,
     scheme_options,
     shortened,
     stored_model,
-    writable,
+    title_of,
+    unknown_model,
     write_plot,
 )
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..show.findings import Report
 
 WholeOption = Annotated[
-    bool, typer.Option("--all", help="Print every finding, note and number, not a screen of them.")
+    bool, typer.Option("--all", help="Print every finding, note and number, not one screen.")
 ]
 
 # --- audit ----------------------------------------------------------------------------------------
@@ -65,9 +65,9 @@ def audit(
     module: Annotated[
         str,
         typer.Argument(
-            help="FILE.py:NAME, where NAME is a module or gives one (or a module and a batch) when "
-            "called; or a checkpoint's folder or .safetensors file with config.json next to it; or "
-            "a preset or config.json, whose module is then drawn afresh.",
+            help="FILE.py:NAME, where NAME is a module or a function that returns one (or a module "
+            "and a batch); or a checkpoint: a folder, or a .safetensors file with config.json next "
+            "to it; or a preset or config.json, whose module is then newly initialised.",
             show_default=False,
         ),
     ],
@@ -78,28 +78,28 @@ def audit(
     ] = None,
     layers: LayersOption = None,
     option: SchemeOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of a module that is drawn afresh.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of a newly initialised module.")] = 0,
     whole: WholeOption = False,
 ) -> Answer:
     """Check a module's weights, gains and residual multipliers against a scheme or plan.
 
-    It is `moments check` without a loss and a prediction. Without scheme and plan, against the
-    initialisation that its own config promises. Exit status 1 where the audit fails.
+    This is `moments check` without loss and prediction. Without --scheme and --plan, the module is
+    compared with the initialisation that its config promises. Exit status 1 if the audit fails.
     """
     from ..scheme.registry import scheme as known
     from ..torch import audit as run
 
     if scheme is not None and plan is not None:
-        raise DomainError("--scheme and --plan both say what is right: give one")
+        raise DomainError("--scheme and --plan both define what is intended: pass one of them")
     options = scheme_options(option)
     if options and scheme is None:
-        raise DomainError("--option is a scheme's: give its --scheme too")
+        raise DomainError("--option sets an option of a scheme: add --scheme")
     if scheme is not None:
         known(scheme)
-    # What is wrong with a plan is said before a module is built, which may take minutes.
-    wanted: Any = scheme if plan is None else _planned(plan)
+    # Read the plan first: building a module may take minutes.
+    wanted: Any = scheme if plan is None else _read_plan(plan)
     target, batch = _module(module, layers, seed)
-    with running(module):
+    with user_code(module):
         report = run(target, wanted, batch=batch, options=options or None)
     return _answer(report, whole)
 
@@ -107,7 +107,7 @@ def audit(
 def _answer(report: Report, whole: bool, precision: str | None = None) -> Answer:
     lost = None if precision is None else report.breaks_first(precision)
     return Answer(
-        said=lambda: "\n".join(filter(None, (report.text(whole=whole), lost))),
+        text=lambda: "\n".join(filter(None, (report.text(whole=whole), lost))),
         data=lambda: json.loads(report.to_json()) | ({} if lost is None else {"precision": lost}),
         frame=report.to_frame,
         figure=report.plot,
@@ -116,25 +116,25 @@ def _answer(report: Report, whole: bool, precision: str | None = None) -> Answer
 
 
 def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
-    """A module, and what its author runs it on where they say so."""
+    """The module that MODULE names, and its batch, if it comes with one."""
     from ..model.presets import preset
     from ..torch.checkpoints import load
     from ..torch.huggingface_modules import build_module
 
-    found = _of_user("MODULE", name)
+    found = _user_module("MODULE", name)
     if found is not None:
         if layers is not None:
-            raise DomainError("--layers is for a module drawn afresh: this one has its own")
+            raise DomainError("--layers is only for a preset or a config.json: leave it out")
         module, batch = found
         return load(module) if isinstance(module, str) else module, batch
     if name in preset.names():
         return build_module(preset.config(name), seed, layers=layers), None
     if os.path.exists(name):
         return build_module(name, seed, layers=layers), None
-    raise no_preset("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
+    raise unknown_model("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
 
 
-def _planned(plan: Path) -> Transformer:
+def _read_plan(plan: Path) -> Transformer:
     entries = read_object(plan, "--plan", "a plan or model as JSON")
     try:
         return stored_model(entries)[0]
@@ -157,34 +157,36 @@ def check(
     subject: Annotated[
         str,
         typer.Argument(
-            help="FILE.py:NAME, where NAME is a module or gives one (or a module and a batch) when "
-            "called; or a checkpoint's folder, a config.json or a preset.",
+            help="FILE.py:NAME, where NAME is a module or a function that returns one (or a module "
+            "and a batch); or a checkpoint's folder, a config.json or a preset.",
             show_default=False,
         ),
     ],
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="What the initialisation is meant to be; `moments schemes` lists them.",
+            help="The intended initialisation; `moments schemes` lists the schemes.",
             autocompletion=complete_scheme,
         ),
     ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="The same: a plan or model as JSON, as `moments solve --json` prints it."
+            help="The intended initialisation: a plan or model, as `moments solve --json` prints."
         ),
     ] = None,
     seq_len: SeqLenOption = None,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write the report, with its pictures, to this file.", callback=writable),
+        typer.Option(
+            help="Write the report with pictures to this .html file.", callback=check_writable
+        ),
     ] = None,
     measured: Annotated[
         list[str] | None,
         typer.Option(
-            help="A number that you measured, such as variance@24=20 (the residual stream's behind "
-            "layer 24), once for each: is it expected, and what else would give it?",
+            help="A number that you measured, such as variance@24=20 (variance of the residual "
+            "stream after layer 24): is it expected, and what would explain it? May be repeated.",
         ),
     ] = None,
     precision: Annotated[
@@ -198,18 +200,18 @@ def check(
 ) -> Answer:
     """Check a model before it is trained: its scheme, growth, gradients, first loss, number range.
 
-    A config is judged by its predictions. Exit status 1 where there are findings, 2 where it
+    A config is judged by its predictions. Exit status 1 if there are findings, 2 if the model
     cannot be read.
     """
     if scheme is not None and plan is not None:
-        raise DomainError("--scheme and --plan both say what is right: give one")
+        raise DomainError("--scheme and --plan both define what is intended: pass one of them")
     from ..show.expects import measurements
     from ..show.page import check_html
 
     if html is not None:
         check_html(html)
     given = measurements(measured or (), "--measured")
-    report = _checked(subject, scheme if plan is None else _planned(plan), seq_len)
+    report = _check_subject(subject, scheme if plan is None else _read_plan(plan), seq_len)
     report = report.with_measured(given) if given else report
     if html is not None:
         with replacing(html) as partial:
@@ -217,16 +219,16 @@ def check(
     return _answer(report, whole, precision)
 
 
-def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
+def _check_subject(subject: str, plan: Any, seq_len: int | None) -> Report:
     import moments
 
-    found = _of_user("SUBJECT", subject)
+    found = _user_module("SUBJECT", subject)
     if found is None:
         known = subject.endswith(".json") or subject in moments.preset.names()
         if not (known or os.path.exists(subject)):
-            raise no_preset("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
+            raise unknown_model("SUBJECT", subject, "FILE.py:NAME, a file nor a preset")
         try:
-            model, _ = declared(subject, {"seq_len": seq_len})
+            model, _ = read_model(subject, {"seq_len": seq_len})
         except Undeclared:
             if seq_len is not None or plan is not None:
                 raise
@@ -235,14 +237,14 @@ def _checked(subject: str, plan: Any, seq_len: int | None) -> Report:
 
         return check_declared(shortened(model, seq_len), subject, scheme=plan)
     if seq_len is not None:
-        raise DomainError("--seq-len is for a config: a module reads its own batch")
-    with running(subject):
+        raise DomainError("--seq-len is only for a config or preset: a module reads its own batch")
+    with user_code(subject):
         return moments.check(*found, plan=plan)
 
 
 @contextlib.contextmanager
-def running(subject: str) -> Iterator[None]:
-    """A user's module is run: what it prints is no result, and why it cannot be read one line."""
+def user_code(subject: str) -> Iterator[None]:
+    """Run a user's module: its prints go to standard error, its exceptions become one line."""
     file, _, name = subject.rpartition(":")
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -268,32 +270,32 @@ def running(subject: str) -> Iterator[None]:
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
 
-def _of_user(argument: str, name: str) -> tuple[Any, Any] | None:
-    """What FILE.py:NAME makes, and its batch if any; or a checkpoint's path; None: neither is
-    named. DomainError for a pickle, which may run code as it is read, or a FILE.py alone."""
+def _user_module(argument: str, name: str) -> tuple[Any, Any] | None:
+    """The module of FILE.py:NAME and its batch, or a checkpoint's path; None for other names.
+    DomainError for a pickle, which may run code when it is read, or for FILE.py alone."""
     path, (file, colon, inside) = Path(name), name.rpartition(":")
     if path.suffix in PICKLES:
         raise DomainError(
-            f"{argument} = {brief(name)}: a pickle, which may run code as it is read: name "
+            f"{argument} = {brief(name)}: a pickle may run code when it is read: pass "
             "model.safetensors with its config.json next to it, or load it in a file of your own "
-            "and name FILE.py:NAME"
+            "and pass FILE.py:NAME"
         )
     if colon and file.endswith(".py"):
-        return made(file, inside, argument)
+        return load_user_module(file, inside, argument)
     if path.suffix == ".py":
-        raise DomainError(f"{argument} = {brief(name)}: say what in it: {name}:NAME")
+        raise DomainError(f"{argument} = {brief(name)}: which object of the file? pass {name}:NAME")
     folder = path.is_dir() and any(path.glob("*.safetensors"))
     return (name, None) if folder or path.suffix == ".safetensors" else None
 
 
-def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
-    """The module that a user's file makes, and its batch where it gives one."""
+def load_user_module(file: str, name: str, argument: str) -> tuple[Any, Any]:
+    """Load FILE.py and return its module `name`, and the batch, if it comes with one."""
     from ..show.health import is_factory
-    from ..torch.factory import made as factory
+    from ..torch.factory import made as call_factory
 
     path = Path(file)
     if not path.is_file():
-        raise DomainError(f"{argument}: no file {brief(file)}")
+        raise DomainError(f"{argument}: there is no file {brief(file)}")
     with refused(file), contextlib.redirect_stdout(sys.stderr):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
@@ -303,18 +305,18 @@ def made(file: str, name: str, argument: str) -> tuple[Any, Any]:
         sys.path.insert(0, str(path.parent.resolve()))
         spec.loader.exec_module(loaded)
         if not hasattr(loaded, name):
-            raise DomainError(f"{file} has no {brief(name)}")
+            raise DomainError(f"{file} does not define {brief(name)}")
         found = getattr(loaded, name)
         if is_factory(found):
-            thing, own = factory(found)
-            found = thing if own is None else (thing, own)
+            module, batch = call_factory(found)
+            found = module if batch is None else (module, batch)
     module, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     readable = batch is None or isinstance(batch, Mapping | list) or hasattr(batch, "shape")
     if isinstance(module, tuple) or not readable:
         raise domain_error(
-            f"{argument}: what {file}:{name} gives",
+            f"{argument}: result of {file}:{name}",
             tuple(type(one).__name__ for one in found),
-            "a module, or (module, batch), a batch being an array, a tensor or a mapping of them",
+            "a module or (module, batch), where a batch is an array, a tensor or a mapping of them",
         )
     return module, batch
 
@@ -338,14 +340,14 @@ def compare(
     model: ModelArgument = None,
     layers: LayersOption = None,
     seq_len: Annotated[
-        int | None, typer.Option(help=f"Tokens per sequence of a text; {SEQ_LEN} unless given.")
+        int | None, typer.Option(help=f"Tokens per sequence, for text models; default {SEQ_LEN}.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences or pictures per seed.")] = 2,
     seeds: Annotated[int, typer.Option(help="Draws of the weights.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
     max_error: Annotated[
         float | None,
-        typer.Option(help="Exit 1 if the mean relative error of the variance exceeds this."),
+        typer.Option(help="Exit status 1 if the variance's mean relative error exceeds this."),
     ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
@@ -355,14 +357,14 @@ def compare(
 ) -> None:
     """Predict a model, measure the real module on real input, and show both side by side.
 
-    The module is a randomly initialised Hugging Face model built from the same config; it reads
-    English text or pictures and its own loss is differentiated. Where the theory covers the head,
-    loss and gradients are predicted absolutely; else the gradient measured at the last layer is
-    where the prediction's backward pass starts.
+    The module is a randomly initialised Hugging Face model built from the same config. It reads
+    English text or pictures, and its own loss is differentiated. If the theory covers the head,
+    loss and gradients are predicted from it; otherwise the prediction's backward pass starts from
+    the gradient measured at the last layer.
     """
     from ..layers.architecture import check_coverage
     from ..prediction.predict import predict as run
-    from ..show.comparison import compare as put_beside
+    from ..show.comparison import compare as compare_results
     from ..show.report import comparison_tables, summary_table
     from ..show.screen import comparison_screen
 
@@ -370,28 +372,28 @@ def compare(
         raise DomainError("no MODEL given: name a preset or a config.json")
     for name, value, least in (("seeds", seeds, 1), ("batch", batch, 1), ("seed", seed, 0)):
         check_count(name, value, least=least)  # before a module is built
-    config = _config_at(model, layers)
-    described, read = _described(config, seq_len, batch, seed)
+    config = _config_entries(model, layers)
+    described, read = _declaration_and_batch(config, seq_len, batch, seed)
     check_coverage(described, "refined")
     from ..torch.huggingface_modules import build_module
     from ..torch.measure import measure
 
     build = functools.partial(build_module, config)
     measurement = measure(build, read, seeds=seeds, seed=seed, progress=True)
-    prediction = run(described, progress=True, **_given(described, read, measurement))
-    comparison = put_beside(prediction, measurement)
+    prediction = run(described, progress=True, **_predict_arguments(described, read, measurement))
+    comparison = compare_results(prediction, measurement)
     summary = comparison.summary()
     if plot is None and picture and not as_json:
         plot = Path(f"{Path(model).stem}-compare.png")
     if plot is not None:
-        write_plot(comparison.plot(named(model)), plot)
+        write_plot(comparison.plot(title_of(model)), plot)
 
-    def said() -> str:
+    def text() -> str:
         drawn = [] if plot is None else [f"picture: {plot}"]
         if whole:
             tables = (summary_table(comparison), *comparison_tables(comparison))
             return "\n\n".join([comparison.verdict(), *tables, *drawn])
-        return "\n".join([comparison_screen(comparison, named(model)), *drawn])
+        return "\n".join([comparison_screen(comparison, title_of(model)), *drawn])
 
     def data() -> dict[str, Any]:
         return {
@@ -407,11 +409,11 @@ def compare(
 
     stream = summary[(summary["points"] == "stream") & (summary["quantity"] == "variance")]
     passed = max_error is None or float(stream["mean"].iloc[0]) <= max_error
-    Answer(said=said, data=data, frame=comparison.to_frame, passed=passed).show(as_json, csv)
+    Answer(text=text, data=data, frame=comparison.to_frame, passed=passed).show(as_json, csv)
 
 
-def _config_at(name: str, layers: int | None) -> dict[str, Any]:
-    """The entries of a preset's or a file's config, at another depth where one is given."""
+def _config_entries(name: str, layers: int | None) -> dict[str, Any]:
+    """Config entries of a preset or file, with another depth if `layers` is given."""
     from ..model.huggingface.config import read_config
     from ..model.huggingface.sizes import at_depth
     from ..model.presets import preset
@@ -419,33 +421,35 @@ def _config_at(name: str, layers: int | None) -> dict[str, Any]:
     known = name in preset.names()
     if name.endswith(".toml"):
         raise DomainError(
-            f"MODEL = {name}: compare measures the module of a preset or a config.json; one of "
-            "your own is for moments.torch.measure and moments.compare"
+            f"MODEL = {name}: compare measures the module of a preset or a config.json; for one "
+            "of your own use moments.torch.measure and moments.compare in Python"
         )
     if not known and not os.path.exists(name) and not name.endswith(".json"):
-        raise no_preset("MODEL", name)
+        raise unknown_model("MODEL", name)
     entries = dict(preset.config(name)) if known else read_config(name)
     return entries if layers is None else at_depth(entries, layers)
 
 
-def _described(
+def _declaration_and_batch(
     config: dict[str, Any], seq_len: int | None, batch: int, seed: int
 ) -> tuple[Transformer, dict[str, Any]]:
-    """The declaration of a config, and what its module reads."""
+    """The declaration of a config, and the batch that its module reads."""
     from ..model.huggingface.config import family, from_huggingface
     from ..torch.huggingface_modules import module_batch
 
     if family(config.get("model_type")).task == "images":
         if seq_len is not None:
-            raise DomainError("--seq-len is for a model that reads text: leave it out")
+            raise DomainError("--seq-len is only for models that read text: leave it out")
     else:
         seq_len = SEQ_LEN if seq_len is None else seq_len
     data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
     return from_huggingface(config, seq_len=seq_len), data
 
 
-def _given(declared: Transformer, data: dict[str, Any], measurement: Measurement) -> dict[str, Any]:
-    """What `predict` is given of the input, and of the gradient where no loss is predicted."""
+def _predict_arguments(
+    declared: Transformer, data: dict[str, Any], measurement: Measurement
+) -> dict[str, Any]:
+    """Arguments of `predict` for the input, and for the gradient if no loss is predicted."""
     from ..torch.batches import inputs_of, measured_gradient
 
     given = inputs_of(declared, data)

@@ -1,4 +1,4 @@
-"""`moments report` and `moments explore`: one model as a page, at rest and under sliders."""
+"""`moments report` and `moments explore`: one model as a static or an interactive page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .base import (
     ModelArgument,
     SeqLenOption,
     SomeSchemes,
+    check_writable,
     command,
-    declared,
-    named,
+    model_and_inputs,
+    progress_steps,
+    read_model,
     shortened,
-    steps,
-    with_input,
-    writable,
+    title_of,
 )
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def report(
     model: ModelArgument = None,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="The page, a .html file.", callback=writable),
+        typer.Option("--output", "-o", help="The .html file to write.", callback=check_writable),
     ] = Path("report.html"),
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
     scheme: SomeSchemes = None,
-    schemes: Annotated[bool, typer.Option(help="Compare with published schemes.")] = True,
+    schemes: Annotated[bool, typer.Option(help="Show the model under published schemes.")] = True,
 ) -> Answer:
     """Write one self-contained page about a model: growth, gradients, schemes, what to cite.
 
@@ -63,13 +63,13 @@ def report(
 
     check_html(output)
     if scheme and not schemes:
-        raise DomainError("--scheme names what --no-schemes leaves out: give one of them")
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+        raise DomainError("--scheme and --no-schemes contradict each other: pass one of them")
+    described, inputs = model_and_inputs(model, layers, seq_len, variance, correlation)
     names = (scheme or [one.name for one in every()]) if schemes else []
-    with steps("applying schemes", len(names)) as advance:
+    with progress_steps("applying schemes", len(names)) as advance:
         found = make(
             described,
-            name=named(model),
+            name=title_of(model),
             schemes=names,
             step=lambda name: advance(1, name),
             **inputs,
@@ -77,7 +77,7 @@ def report(
     found.save(output)
     verdict = growth(found.prediction)
     return Answer(
-        said=lambda: f"{verdict}\npage: {output}",
+        text=lambda: f"{verdict}\npage: {output}",
         data=lambda: {
             "format": 1,
             "page": str(output),
@@ -105,39 +105,39 @@ def explore(
     port: Annotated[
         int | None,
         typer.Option(
-            help="Port of the page; left out: the first free one from 8866.", min=1, max=65535
+            help="Port of the page; default: the first free one from 8866.", min=1, max=65535
         ),
     ] = None,
-    browser: Annotated[bool, typer.Option(help="Open the page.")] = True,
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
-    """Change depth, width, scales, placement and scheme by hand, on a page in your browser.
+    """Change depth, width, scales, norm placement and scheme by hand, on a page in your browser.
 
-    The app of `moments.explore`, served by Voilà (extra `notebook`). Ctrl-C ends it.
+    This is the app of `moments.explore`, served by Voilà (extra `notebook`). Ctrl-C ends it.
     """
     import tempfile
 
     from ..show.explorer import serve
 
-    cell = explored(model, layers, seq_len)
+    cell = explorer_code(model, layers, seq_len)
     with tempfile.TemporaryDirectory() as folder:
         serve(cell, Path(folder), port, browser)
 
 
-def explored(
+def explorer_code(
     model: str | None = None, layers: int | None = None, seq_len: int | None = None
 ) -> str:
-    """The line of Python that shows the MODEL argument and options under controls."""
+    """Python code that shows the model of the MODEL argument with controls."""
     if model is None:
         if layers is not None or seq_len is not None:
-            raise DomainError("--layers and --seq-len are of a MODEL: name one")
+            raise DomainError("--layers and --seq-len change a MODEL: pass one")
         return "import moments\nmoments.explore()"
-    described, _ = declared(model, {"layers": layers, "seq_len": seq_len})
+    described, _ = read_model(model, {"layers": layers, "seq_len": seq_len})
     made = _python(model, layers, shortened(described, seq_len))
-    return f"import moments\nmoments.explore({made}, {named(model)!r}, {made!r})"
+    return f"import moments\nmoments.explore({made}, {title_of(model)!r}, {made!r})"
 
 
 def _python(model: str, layers: int | None, described: Transformer) -> str:
-    """The expression that declares a MODEL argument, wherever it is evaluated."""
+    """A Python expression for the model of a MODEL argument, valid in any folder."""
     from ..model.huggingface.config import read_config
     from ..model.presets import preset
 

@@ -1,4 +1,4 @@
-"""Numbers of one model and of many: `moments predict`, `solve`, `explain`, `first-step` and
+"""Predictions for one model and for many: `moments predict`, `solve`, `explain`, `first-step` and
 `sweep`."""
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .base import (
     TheoryName,
     TheoryOption,
     command,
-    declared,
+    default_pixels,
+    default_sound,
     err,
-    given_only,
-    named,
-    noise,
+    model_and_inputs,
     note,
-    pictures,
+    parse_value,
+    read_model,
     scheme_options,
     shortened,
-    spelled,
-    with_input,
+    title_of,
+    without_none,
 )
 
 if TYPE_CHECKING:
@@ -60,25 +60,26 @@ def predict(
     seq_len: SeqLenOption = None,
     d_ff: Annotated[int | None, typer.Option(help="Feed-forward width.")] = None,
     norm: Annotated[
-        str | None, typer.Option(help="pre, post, none, sandwich, output, mix, hybrid or b2t.")
+        str | None,
+        typer.Option(help="Norm placement: pre, post, none, sandwich, output, mix, hybrid or b2t."),
     ] = None,
     activation: Annotated[
-        str | None, typer.Option(help="Such as relu, gelu or swiglu; a wrong name lists all.")
+        str | None, typer.Option(help="Such as relu, gelu or swiglu; an unknown name lists all.")
     ] = None,
-    dropout: Annotated[float | None, typer.Option(help="Probability of dropping.")] = None,
-    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Causal mask.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Dropout probability.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="Attention mask.")] = None,
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
     grad_variance: Annotated[
         float | None, typer.Option(help="Gradient variance at the last layer's output.")
     ] = None,
     grad_correlation: Annotated[
-        float | None, typer.Option(help="Gradient correlation of two tokens there.")
+        float | None, typer.Option(help="Gradient correlation of two tokens at that output.")
     ] = None,
     scheme: OneScheme = None,
     option: SchemeOption = None,
     theory: TheoryOption = TheoryName.refined,
-    whole: Annotated[bool, typer.Option("--all", help="Print every layer, not five.")] = False,
+    whole: Annotated[bool, typer.Option("--all", help="Print every layer, not only five.")] = False,
 ) -> Answer:
     """Predict every layer's variance, token correlation and gradient moments.
 
@@ -102,22 +103,22 @@ def predict(
         "causal": causal,
     }
     try:
-        described, known = declared(model, options)
+        described, known = read_model(model, options)
     except Undeclared as refusal:
         moved = (variance, correlation, grad_variance, grad_correlation, scheme, option)
-        if model is None or given_only(**options) or any(m is not None for m in moved):
+        if model is None or without_none(**options) or any(m is not None for m in moved):
             raise
         return _by_operations(model, refusal)
     if theory == "refined":
         described = shortened(described, seq_len)
-    given = given_only(
+    given = without_none(
         variance=variance,
         correlation=correlation,
         grad_variance=grad_variance,
         grad_correlation=grad_correlation,
     )
     if scheme is None and option:
-        raise DomainError("--option is of a scheme: add --scheme")
+        raise DomainError("--option sets an option of a scheme: add --scheme")
     if scheme is not None:
         options = scheme_options(option)
         if described.embedding is None and correlation is not None:
@@ -125,31 +126,35 @@ def predict(
         described = described.with_scheme(scheme, **options)
     inputs = known | given
     if not known:
-        inputs |= {"pixels": pictures(described, variance, correlation)} | noise(described)
+        inputs |= {"pixels": default_pixels(described, variance, correlation)} | default_sound(
+            described
+        )
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     return Answer(
-        said=lambda: (
-            prediction_table(prediction) if whole else prediction_screen(prediction, named(model))
+        text=lambda: (
+            prediction_table(prediction)
+            if whole
+            else prediction_screen(prediction, title_of(model))
         ),
         data=prediction.to_json,
         frame=prediction.to_frame,
-        figure=lambda: prediction.plot(named(model)),
+        figure=lambda: prediction.plot(title_of(model)),
     )
 
 
 def _by_operations(model: str, refusal: Undeclared) -> Answer:
-    """What is said of a config whose module no Transformer describes."""
+    """Predict a config whose module no Transformer describes, operation by operation."""
     from ..model.huggingface.config import read_config
     from ..torch.narrow import predicted
 
-    note(f"{refusal}: its operations are followed instead")
+    note(f"{refusal}: it is predicted operation by operation instead")
     result = predicted(read_config(model))
 
     def figure() -> Any:
         raise refusal
 
-    return Answer(said=result.table, data=result.to_json, frame=result.to_frame, figure=figure)
+    return Answer(text=result.table, data=result.to_json, frame=result.to_frame, figure=figure)
 
 
 @command(
@@ -167,25 +172,25 @@ def solve(
         typer.Option(
             "--objective",
             "--scheme",
-            help="A scheme (`moments schemes` lists them), or one of those above; left out: dslm.",
+            help="A scheme (`moments schemes` lists them) or an objective; default: dslm.",
         ),
     ] = None,
-    target: Annotated[float | None, typer.Option(help="The value to reach; left out: 1.")] = None,
+    target: Annotated[float | None, typer.Option(help="The value to reach; default: 1.")] = None,
     free: Annotated[
         list[str] | None,
-        typer.Option(help="What to solve for; may be repeated.", show_default=False),
+        typer.Option(help="A field to solve for; may be repeated.", show_default=False),
     ] = None,
     goal: Annotated[
         list[str] | None,
         typer.Option(
-            help="OBJECTIVE=TARGET, such as final_variance=2; repeated, solved together.",
+            help="OBJECTIVE=TARGET, such as final_variance=2; several are solved together.",
             show_default=False,
         ),
     ] = None,
     bound: Annotated[
         str | None,
         typer.Option(
-            help="For largest_k and largest_depth: GOAL=MOST, such as final_correlation=0.9."
+            help="For largest_k and largest_depth: GOAL=LIMIT, such as final_correlation=0.9."
         ),
     ] = None,
     layers: LayersOption = None,
@@ -193,47 +198,48 @@ def solve(
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
     option: SchemeOption = None,
-    tolerance: Annotated[float, typer.Option(help="Relative error that is allowed.")] = 1e-9,
+    tolerance: Annotated[float, typer.Option(help="Allowed relative error.")] = 1e-9,
 ) -> Answer:
-    """Solve for weight variances and scales; exit 1 where the target is infeasible.
+    """Solve for weight variances and scales; exit status 1 if the target cannot be reached.
 
-    Objectives, each with its --target: block_variance, of every block's output; stream_variance,
-    after every layer; final_variance, after the last; gradient_ratio, the first layer's gradient
-    variance over the last one's (2: within twice); flat_gradient, the same from layer to layer;
-    final_correlation, of tokens, at most; query_value_balance, squared gradient norms of queries
-    over values, and query_value_balance_per_layer. With --bound: largest_k, largest_depth.
+    Objectives and what their --target is: block_variance, the variance of every block's output;
+    stream_variance, the variance after every layer; final_variance, after the last layer;
+    gradient_ratio, the first layer's gradient variance over the last one's (2: within twice);
+    flat_gradient, the same ratio from layer to layer; final_correlation, the largest token
+    correlation; query_value_balance, squared gradient norms of queries over values;
+    query_value_balance_per_layer. With --bound: largest_k, largest_depth.
     """
     from ..scheme import schemes
     from ..scheme.plan import solve as run
 
     options = scheme_options(option)
     if goal and objective is not None:
-        raise DomainError("--goal and --objective both say what to solve for: give one of them")
+        raise DomainError("--goal and --objective both define the target: pass one of them")
     objective = objective or "dslm"
     if options and objective not in [scheme.name for scheme in schemes()]:
-        raise DomainError("--option is a scheme's: name one as --objective")
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+        raise DomainError("--option sets an option of a scheme: pass the scheme as --objective")
+    described, inputs = model_and_inputs(model, layers, seq_len, variance, correlation)
     plan = run(
         described,
-        [_named(text, "goal") for text in goal] if goal else objective,
+        [_parse_goal(text, "goal") for text in goal] if goal else objective,
         target=target,
         free=free or None,
-        bound=None if bound is None else _named(bound, "bound"),
+        bound=None if bound is None else _parse_goal(bound, "bound"),
         tolerance=tolerance,
         options=options or None,
         progress=True,
         **inputs,
     )
     return Answer(
-        said=lambda: str(plan),
+        text=lambda: str(plan),
         data=plan.to_json,
         frame=plan.to_frame,
-        figure=lambda: plan.plot(named(model)),
+        figure=lambda: plan.plot(title_of(model)),
         passed=plan.feasible,
     )
 
 
-def _named(text: str, option: str) -> tuple[str, float]:
+def _parse_goal(text: str, option: str) -> tuple[str, float]:
     name, _, number = text.partition("=")
     try:
         return name, float(number)
@@ -251,7 +257,7 @@ def _named(text: str, option: str) -> tuple[str, float]:
 )
 def explain(
     model: ModelArgument = None,
-    layer: Annotated[int, typer.Option(help="Which layer, from 1.")] = 1,
+    layer: Annotated[int, typer.Option(help="The layer to explain, from 1.")] = 1,
     layers: LayersOption = None,
     seq_len: SeqLenOption = None,
     variance: InputVariance = None,
@@ -259,13 +265,13 @@ def explain(
     theory: TheoryOption = TheoryName.refined,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX.")] = False,
 ) -> Answer:
-    """One layer law by law: the formulas, the numbers in them, and where each comes from."""
+    """Explain one layer formula by formula, with the numbers in each and its source."""
     from ..prediction.explanation import explain as run
 
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
+    described, inputs = model_and_inputs(model, layers, seq_len, variance, correlation)
     explanation = run(described, layer, theory=theory.value, **inputs)
     return Answer(
-        said=lambda: explanation.latex() if latex else str(explanation),
+        text=lambda: explanation.latex() if latex else str(explanation),
         data=explanation.to_frame,
         frame=explanation.to_frame,
     )
@@ -284,7 +290,7 @@ def first_step(
     learning_rate: Annotated[
         float | None,
         typer.Option(
-            "--learning-rate", "--lr", help="Left out: the rate whose first step reaches --bound."
+            "--learning-rate", "--lr", help="Default: the rate whose first step reaches --bound."
         ),
     ] = None,
     bound: Annotated[
@@ -297,16 +303,16 @@ def first_step(
     sequences: Annotated[int, typer.Option(help="Sequences of random text (Zipf's law).")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of that text.")] = 0,
     steps: Annotated[
-        int, typer.Option(help="Steps of the optimizer, each on its share of the sequences.")
+        int, typer.Option(help="Number of optimizer steps, each on its share of the sequences.")
     ] = 1,
     by_group: Annotated[
-        bool, typer.Option(help="Without --lr: also the rate of every group of parameters alone.")
+        bool, typer.Option(help="Without --lr: also the rate for every group of parameters alone.")
     ] = False,
 ) -> Answer:
-    """Which learning rates to search, and the first step: loss, the stream's change, every step.
+    """Predict which learning rates to search, and the first step: loss, stream, every matrix.
 
-    Without --lr the rates come first: where to search, where training becomes unstable, and the
-    step size, whose first step reaches --bound.
+    Without --lr the rates are printed first: the range to search, the rate from which training is
+    unstable, and the rate whose first step reaches --bound.
     """
     from ..formulas.checks import POSITIVE, check_number
     from ..prediction.predict import predict
@@ -320,16 +326,16 @@ def first_step(
         options["steps"] = steps
     check_number("bound", bound, POSITIVE)
     check_step(optimizer, 1.0 if learning_rate is None else learning_rate, **options)
-    described, known = declared(model, {"layers": layers, "seq_len": seq_len})
+    described, known = read_model(model, {"layers": layers, "seq_len": seq_len})
     if known:
-        raise DomainError("a plan knows moments of its input and no text: give its model alone")
+        raise DomainError("a plan has moments of its input but no text: pass its model alone")
     described = shortened(described, seq_len)
-    pixels = pictures(described, None, None)
+    pixels = default_pixels(described, None, None)
     if pixels is not None:
         prediction = predict(described, pixels=pixels, targets=[0] * len(pixels))
     else:
         if not hasattr(described.embedding, "vocab_size"):
-            raise DomainError("a first step reads a text: declare an embedding with a token table")
+            raise DomainError("a first step needs a text: declare an embedding with a token table")
         prediction = predict(described, **zipf_batch(described, sequences, seed))
     rates = None
     if learning_rate is None:
@@ -341,19 +347,19 @@ def first_step(
         step = prediction.after(optimizer, learning_rate, **options)
     known_rates = {} if rates is None else {"rates": rates.to_dict()}
     return Answer(
-        said=lambda: "\n\n".join(
+        text=lambda: "\n\n".join(
             [*([] if rates is None else [rates.table()]), first_step_table(step)]
         ),
         data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
-        figure=lambda: (step if rates is None else rates).plot(named(model)),
+        figure=lambda: (step if rates is None else rates).plot(title_of(model)),
     )
 
 
 # --- grids ----------------------------------------------------------------------------------------
 
 MOST_VALUES = 100_000
-"""Of one progression; more are a slip of the pen."""
+"""Most values of one progression; more are taken for a typing error."""
 
 
 @command(
@@ -373,7 +379,7 @@ def sweep(
         typer.Option(
             "--axis",
             help="NAME=VALUES; may be repeated. VALUES: 12,24,48 or log:LEAST:MOST:COUNT, "
-            "lin:LEAST:MOST:COUNT, range:FIRST:LAST[:STEP].",
+            "lin:LEAST:MOST:COUNT or range:FIRST:LAST[:STEP].",
             show_default=False,
         ),
     ] = None,
@@ -385,35 +391,35 @@ def sweep(
     correlation: InputCorrelation = None,
     theory: TheoryOption = TheoryName.refined,
     quantity: Annotated[
-        str, typer.Option(help="What is drawn; a wrong name lists all.")
+        str, typer.Option(help="Quantity to draw; an unknown name lists all.")
     ] = "grad_variance",
     x: Annotated[
-        str | None, typer.Option(help="Axis along the picture; left out: the first.")
+        str | None, typer.Option(help="Horizontal axis of the picture; default: the first --axis.")
     ] = None,
     y: Annotated[
         str | None,
-        typer.Option(help="Axis up a map; left out: lines where the second is short."),
+        typer.Option(
+            help="Vertical axis of a map; default: the second --axis, or lines if it is short."
+        ),
     ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="Axis with a line or a map for each value.")
-    ] = None,
+    by: Annotated[str | None, typer.Option(help="Axis with one line or map per value.")] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Keep every layer: a row each in --csv and --json.")
+        bool, typer.Option("--profile", help="Keep every layer, one row each in --csv and --json.")
     ] = False,
     path: Annotated[
         Path | None,
         typer.Option(
-            help="Append results to this file as they come; a killed sweep goes on from there.",
+            help="Append results to this file as they arrive; a stopped sweep continues from it.",
             show_default=False,
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
+    jobs: Annotated[int, typer.Option(help="Number of processes.", min=1)] = 1,
 ) -> Answer:
     """Predict a grid of configurations: any field of the model, its schemes, and its input.
 
-    An axis is a field (layers, dropout, norm), a part's field (weights.query, embedding.scale,
-    head.output_scale), scheme and its options (scheme=none,deepnorm), or variance, correlation,
-    grad_variance, grad_correlation, theory.
+    An axis is a field of the model (layers, dropout, norm), a field of a part (weights.query,
+    embedding.scale, head.output_scale), the scheme and its options (scheme=none,deepnorm), or
+    variance, correlation, grad_variance, grad_correlation or theory.
     """
     from ..grids.run import sweep as run
     from ..grids.store import QUANTITIES
@@ -422,19 +428,21 @@ def sweep(
         raise DomainError("no --axis given: add one such as --axis layers=12,24,48")
     options: dict[str, _Values] = {}
     for text in axis:
-        name, values = _axis(text)
+        name, values = _parse_axis(text)
         if name in options:
-            raise domain_error("--axis", text, f"once for each name: {name} is given twice")
+            raise domain_error("--axis", text, f"given once per name: {name} is given twice")
         options[name] = values
     sizes = {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": seq_len}
-    if model is None:  # what varies need not be said twice
+    if model is None:  # a size that varies need not be given as an option too
         sizes = {
-            name: _whole(name, options[name])[0] if size is None and name in options else size
+            name: _whole_numbers(name, options[name])[0]
+            if size is None and name in options
+            else size
             for name, size in sizes.items()
         }
-    described, known = declared(model, sizes)
+    described, known = read_model(model, sizes)
     axes = {
-        name: _whole(name, given) if _counts(described, name) else given.values
+        name: _whole_numbers(name, given) if _is_count(described, name) else given.values
         for name, given in options.items()
     }
     if quantity not in QUANTITIES:
@@ -442,7 +450,7 @@ def sweep(
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)
-    inputs = known | given_only(variance=variance, correlation=correlation)
+    inputs = known | without_none(variance=variance, correlation=correlation)
     inputs = {name: value for name, value in inputs.items() if name not in axes}
     with _processes(jobs) if jobs > 1 else contextlib.nullcontext() as executor:
         found = run(
@@ -465,15 +473,15 @@ def sweep(
         }
 
     return Answer(
-        said=lambda: str(found),
+        text=lambda: str(found),
         data=data,
         frame=lambda: found.to_frame(by_layer=profile),
-        figure=lambda: found.plot(x, y, quantity, by=by, name=named(model)),
+        figure=lambda: found.plot(x, y, quantity, by=by, name=title_of(model)),
     )
 
 
 def _processes(jobs: int) -> concurrent.futures.Executor:
-    """Fresh ones, which inherit no threads; the same on every system."""
+    """A pool of spawned processes, which inherit no threads, on every system."""
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
@@ -481,27 +489,27 @@ def _processes(jobs: int) -> concurrent.futures.Executor:
 
 
 class _Values(NamedTuple):
-    """Of one --axis: the values in order, and whether a progression's, which nobody spelled out."""
+    """Values of one --axis, and whether they come from a progression (`stepped`)."""
 
     values: list[Any]
     stepped: bool
 
 
-def _axis(text: str) -> tuple[str, _Values]:
+def _parse_axis(text: str) -> tuple[str, _Values]:
     name, sign, values = text.partition("=")
     if not sign or not name or not values:
         allowed = "NAME=VALUES, such as layers=12,24,48 or weights.query=log:1e-4:1e-1:9"
         raise domain_error("--axis", text, allowed)
     kind, colon, rest = values.partition(":")
     if colon and kind in ("log", "lin", "range"):
-        return name, _Values(_progression(text, kind, rest.split(":")), True)
+        return name, _Values(_parse_progression(text, kind, rest.split(":")), True)
     words = values.split(",")
     if not all(word.strip() for word in words):
-        raise domain_error("--axis", text, "values between its commas")
-    return name, _Values([spelled(word, f"--axis {brief(text)}") for word in words], False)
+        raise domain_error("--axis", text, "a list without empty values between commas")
+    return name, _Values([parse_value(word, f"--axis {brief(text)}") for word in words], False)
 
 
-def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
+def _parse_progression(text: str, kind: str, parts: list[str]) -> list[Any]:
     allowed = {
         "log": "log:LEAST:MOST:COUNT with positive numbers",
         "lin": "lin:LEAST:MOST:COUNT",
@@ -527,16 +535,15 @@ def _progression(text: str, kind: str, parts: list[str]) -> list[Any]:
     raise domain_error("--axis", text, allowed)
 
 
-def _whole(name: str, given: _Values) -> list[Any]:
-    """Steps of a progression rounded, each once; what is no number stays. DomainError for a
-    fraction that was spelled out."""
+def _whole_numbers(name: str, given: _Values) -> list[Any]:
+    """Round the values of a progression, without repeats; DomainError for a fraction in a list."""
     for value in given.values:
         if isinstance(value, float) and value % 1 and not given.stepped:
             raise domain_error(f"--axis {name}", value, "a whole number")
     return list(dict.fromkeys(round(v) if isinstance(v, float) else v for v in given.values))
 
 
-def _counts(model: Transformer, name: str) -> bool:
+def _is_count(model: Transformer, name: str) -> bool:
     holder: Any = model
     for part in name.split("."):
         if not dataclasses.is_dataclass(holder):

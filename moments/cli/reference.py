@@ -1,4 +1,4 @@
-"""What is known: `moments schemes`, `formulas` and `validate`."""
+"""Reference: `moments schemes`, `formulas` and `validate`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .base import (
     TheoryName,
     TheoryOption,
     command,
-    named,
+    model_and_inputs,
+    progress_steps,
     scheme_options,
-    steps,
-    with_input,
+    title_of,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def schemes(
     variance: InputVariance = None,
     correlation: InputCorrelation = None,
 ) -> Answer:
-    """List the published schemes, or show what each does to a model's growth and gradients."""
+    """List the published schemes, or compare what each does to a model's growth and gradients."""
     from ..scheme import schemes as every
     from ..scheme.registry import scheme as known
     from ..show.scheme_table import compare_schemes
@@ -65,13 +65,13 @@ def schemes(
             for one in chosen
         ]
         return Answer(
-            said=lambda: "\n".join(map(_scheme_lines, chosen)),
+            text=lambda: "\n".join(map(_scheme_lines, chosen)),
             data=lambda: rows,
             frame=lambda: as_frame(rows),
             figure=_no_model,
         )
-    described, inputs = with_input(model, layers, seq_len, variance, correlation)
-    with steps("applying schemes", len(chosen)) as advance:
+    described, inputs = model_and_inputs(model, layers, seq_len, variance, correlation)
+    with progress_steps("applying schemes", len(chosen)) as advance:
         found = compare_schemes(
             described,
             [one.name for one in chosen],
@@ -83,15 +83,15 @@ def schemes(
         reasons = "; ".join(dict.fromkeys(found.left_out.values()))
         raise DomainError(f"no scheme could be applied: {reasons}")
     return Answer(
-        said=lambda: str(found),
+        text=lambda: str(found),
         data=lambda: {"format": 1, "schemes": found.to_frame(), "left_out": dict(found.left_out)},
         frame=found.to_frame,
-        figure=lambda: found.plot(named(model)),
+        figure=lambda: found.plot(title_of(model)),
     )
 
 
 def _no_model() -> Any:
-    raise DomainError("--plot draws what schemes do to a model: name a MODEL")
+    raise DomainError("--plot draws a model under the schemes: pass a MODEL")
 
 
 def _scheme_lines(scheme: Scheme) -> str:
@@ -123,13 +123,13 @@ def formulas(
         titles = {name: find(name).title for name in components()}
         width = max(map(len, titles)) + 2
         return Answer(
-            said=lambda: "\n".join(f"{name:<{width}}{t}" for name, t in titles.items()),
+            text=lambda: "\n".join(f"{name:<{width}}{t}" for name, t in titles.items()),
             data=lambda: titles,
         )
     record = find(component)
     laws = record.under(theory.value)
 
-    def said() -> str:
+    def text() -> str:
         lines = [f"{record.title}, theory {theory.value}"]
         for quantity, law in laws.items():
             lines.append(f"\n{quantity}  {law.status}; {law.source}")
@@ -137,7 +137,7 @@ def formulas(
             lines += [f"note: {law.note}"] if law.note else []
         return "\n".join(lines)
 
-    return Answer(said, lambda: {name: _law_entry(law) for name, law in laws.items()})
+    return Answer(text, lambda: {name: _law_entry(law) for name, law in laws.items()})
 
 
 def _law_entry(law: Any) -> dict[str, Any]:
@@ -161,17 +161,19 @@ def _law_entry(law: Any) -> dict[str, Any]:
 def validate(
     subset: Annotated[
         str,
-        typer.Option(help="all, baselines, array, quick, or a pattern such as 'post-causal-*'."),
+        typer.Option(
+            help="Models: all, baselines, array, quick, or a pattern like 'post-causal-*'."
+        ),
     ] = "all",
     theory: Annotated[
         list[TheoryName] | None,
-        typer.Option(help="Which formulas; may be repeated. Left out: all.", show_default=False),
+        typer.Option(help="Formulas to test; may be repeated. Default: all.", show_default=False),
     ] = None,
     max_error: Annotated[
         float | None,
         typer.Option(
-            help="Exit 1 if the refined gradient variance of some run is off by more, as the mean "
-            "|log| beyond two standard errors, or has no value."
+            help="Exit status 1 if the refined gradient variance of any run is off by more (mean "
+            "|log ratio| beyond two standard errors), or has no value."
         ),
     ] = None,
 ) -> Answer:
@@ -187,13 +189,13 @@ def validate(
     if max_error is not None:
         check_number("--max-error", max_error, POSITIVE)
     if max_error is not None and "refined" not in theories:
-        raise DomainError("--max-error judges the refined theory: add --theory refined")
-    with steps(f"predicting {len(configurations)} models", len(configurations)) as advance:
+        raise DomainError("--max-error is about the refined theory: add --theory refined")
+    with progress_steps(f"predicting {len(configurations)} models", len(configurations)) as advance:
         frame = errors(theories, configurations, progress=lambda c: advance(1))
 
     refined = frame.loc[frame["theory"] == "refined", "grad_beyond"]
     return Answer(
-        said=lambda: class_tables(frame),
+        text=lambda: class_tables(frame),
         data=lambda: {"format": 1, "runs": frame, "classes": by_class(frame)},
         frame=lambda: frame,
         figure=lambda: plot_errors(frame),

@@ -1,10 +1,9 @@
-"""What any composition of components does to moments, without knowing one of them.
+"""Propagation of moments through any composition of components, independent of their kinds.
 
-`state` are the moments that travel and `classes` their resolution; `composition` says what a
-component is, how components compose and how a signal passes them; `trace` is what a pass
-saw; `layout` divides tokens into sequences and documents. `directions` and `fluctuation` are what
-finite width adds, `response` how a number answers to small changes, `structure` how values that
-differ in numbers alone are evaluated at once.
+`state` defines the moments and `classes` their resolution; `composition` components and both
+passes; `trace` the records of the passes; `layout` sequences and documents. `directions` and
+`fluctuation` add finite-width corrections, `response` the adjoints of components, `structure`
+the joint evaluation of declarations that differ in numbers only.
 
 Imports `model` and `formulas`. Start with `state`, then `composition`, then `trace`.
 """

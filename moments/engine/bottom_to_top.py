@@ -1,10 +1,10 @@
-"""A layer's input x added again at its end, to an output that still carries it (B2T).
+"""A second residual connection around a whole Post-LN layer (B2T).
 
     s = k x + A(x),    y = s/|s|,    u = k' y + F(y),    out = u + x
 
-Of u, k' y is x with amplitude a = k k'/deviation of s, and what attention added. Of what the
-gradient at `out` lacks along `out`, u and x have the squares of their cosines with it. See
-docs/theory/gradients.md, A second connection (B2T).
+u contains x with the amplitude a = k k'/sd(s). The component that the gradient at `out` lacks along
+`out` is divided among u and x by their squared cosines with `out`. See docs/theory/gradients.md, A
+second connection (B2T).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class BottomToTop(Component):
         shared = signal.kernel.weighted(carried, 1.0).mean_diagonal()
         size = record.output.kernel.mean_diagonal()
 
-        def along(part: Signal) -> Array:
-            """Squared cosine between a part and the sum, of which that part has `shared`."""
-            own = part.kernel.mean_diagonal()
+        def along(addend: Signal) -> Array:
+            """Squared cosine of an addend with the sum; `shared` is that of the two addends."""
+            own = addend.kernel.mean_diagonal()
             return ratio_or_zero((own + shared) ** 2, own * size)
 
         share = along(ffn.output)
@@ -87,30 +87,29 @@ class BottomToTop(Component):
         return record.completed(gradient, grad_in, (attention, norm, ffn))
 
     def _carried(self, children: tuple[Record, ...]) -> Array:
-        """Amplitude of the input in the sum behind the feed-forward block, per token."""
+        """Amplitude a of the input in u, per token."""
         amplitude: Array = 1.0
         for child in children:
             amplitude = child.component.carried(child, amplitude)
         return amplitude
 
     def _sum(self, signal: Signal, inner: Signal, carried: Array) -> Signal:
-        """(1 + a) x and the rest, independent in direction, of which `inner` has a x and the
-        rest."""
+        """The sum of `signal`, x, and `inner`, u = a x + r with r independent in direction."""
         tokens, cross = signal.kernel, crossed(signal.kernel, carried)
-        source = at_both(tokens, carried)
-        mixed = ((at_both(tokens, 1 + carried) - source) * (inner.kernel - source)).scaled(
-            4 / signal.width
-        )
+        inner_part = at_both(tokens, carried)
+        grown = at_both(tokens, 1 + carried) - inner_part
+        mixed = (grown * (inner.kernel - inner_part)).scaled(4 / signal.width)
 
-        def varies(before: Kernel, behind: Kernel) -> Kernel:
+        def summed(before: Kernel, behind: Kernel) -> Kernel:
+            """Covariances of squared norms or overlaps, from those of x and of u."""
             grown = at_both(before, (1 + carried) ** 2) - at_both(before, carried**2)
             return behind + grown + mixed
 
         fluctuation, overlaps, behind = None, followed(signal), followed(inner)
         if overlaps is not None and behind is not None:
-            overlaps = varies(overlaps, behind)
+            overlaps = summed(overlaps, behind)
         if signal.fluctuation is not None and inner.fluctuation is not None:
-            norms = varies(signal.fluctuation.norms, inner.fluctuation.norms)
+            norms = summed(signal.fluctuation.norms, inner.fluctuation.norms)
             fluctuation = Fluctuation(norms, overlaps)
         centred = None
         if inner.centred is not None:
@@ -125,15 +124,15 @@ class BottomToTop(Component):
         )
 
     def response(self, record: Record, around: Around) -> Sublayer:
-        # Residual sums in a residual sum, which adds the cross term of its own.
+        # The parts add the noise of their own residual sums; this one adds that of its cross term.
         parts = Sequence(tuple(one.component.response(one, around) for one in record.children))
         carried = around.by_token(self._carried(record.children), record.input.kernel)
         inside, skip = (
             (one[..., :, None] * one[..., None, :]).astype(SINGLE) for one in (carried, 1 + carried)
         )
         kernels, width = around.kernels(record), float(record.output.width)
-        fixed = 0.0, 0.0, width, heads_width(record)
-        return Sublayer(parts, True, skip, 1.0, *kernels, *fixed, inside=inside)
+        fields = 0.0, 0.0, width, heads_width(record)
+        return Sublayer(parts, True, skip, 1.0, *kernels, *fields, inside=inside)
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         inner = amplitude
@@ -143,12 +142,12 @@ class BottomToTop(Component):
 
 
 def crossed(kernel: Kernel, carried: Array) -> Kernel:
-    """What moments gain from a tensor that is there a second time by these amplitudes."""
+    """Cross terms in the kernel of x + y, where y contains x with the amplitude `carried`."""
     first, second = kernel.over_tokens(carried)
     return kernel.weighted(2 * carried, first + second)
 
 
 def at_both(kernel: Kernel, factor: Array) -> Kernel:
-    """Every entry times a factor of either token."""
+    """Multiply every entry by a factor of each of its two tokens."""
     first, second = kernel.over_tokens(factor)
     return kernel.weighted(factor * factor, first * second)

@@ -1,9 +1,10 @@
-"""Classes of positions: a causal sequence of any length as a few nodes in log position.
+"""Classes of positions: kernels of a sequence of any length, stored at a few positions.
 
-Kernels of tokens that differ in position alone are smooth in its logarithm. They are kept at nodes
-x_1 = 1 < ... < x_P = L; K at (p, p) is the value between two neighbours near x_p. Sums over tokens
-are sums over nodes with counts, those of an interpolant. See docs/theory/state.md, Classes of
-positions.
+A kernel of tokens that differ in position alone is smooth in the logarithm of the position. It is
+stored at nodes x_1 = 1 < ... < x_P = L; the off-diagonal entry (p, p) belongs to two neighbouring
+tokens near x_p. A sum over tokens is a sum over nodes with counts, the integrals of an interpolant.
+Throughout, a matrix is a pair of arrays, diagonal (..., P) and off-diagonal (..., P, P). See
+docs/theory/state.md, Classes of positions.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 EXACT = 4
-"""First positions that are nodes of their own."""
+"""Number of first positions each of which is a node."""
 
 PER_OCTAVE = 2.0
-"""Nodes for every doubling of the position beyond them."""
+"""Nodes per doubling of the position beyond these."""
 
 PER_WINDOW, LEAST_PER_WINDOW, FEW_WINDOWS, MOST_WINDOWS = 4.0, 2.0, 16, 72
-"""Nodes for every window of positions, in sequences of few windows and of more; beyond the most
-there are no classes: cells as wide as a window lose what only nearby tokens have in common."""
+"""Nodes per attention window in sequences of at most FEW_WINDOWS windows, and in longer ones; none
+beyond MOST_WINDOWS: cells as wide as a window lose the correlation of nearby tokens."""
 
 SUMMED = 64
-"""Positions between two nodes that are summed one by one; more by a Gauss rule of 24 points."""
+"""Positions between two nodes up to which they are summed one by one; else by 24 Gauss points."""
 
 
 @dataclass(frozen=True, eq=False)
 class PositionClasses:
-    """Nodes in position and what sums over tokens make of them.
+    """Nodes of one sequence, and sums over its tokens.
+
+    Subclasses for several documents (`DocumentClasses`) and for texts (`texts.TextClasses`) store
+    several blocks per matrix; `blocks` splits and `joined` assembles them.
 
     Attributes:
         nodes: (P,) positions, counted from 1; the last are L - 1 and L.
@@ -54,9 +58,16 @@ class PositionClasses:
         per_window: float | None = None,
         widening: float = 0.0,
     ) -> PositionClasses:
-        """Nodes for a sequence: its first `exact` positions, then `per_octave` for a doubling, and
-        no fewer than `per_window` for a window; None: as many as its windows allow. Without
-        windows, where steps widen by a part each, `per_octave` is of the last positions."""
+        """Place the nodes of a sequence.
+
+        Args:
+            window: keys that a row attends to at most; None: no window.
+            exact: number of first positions each of which is a node.
+            per_octave: nodes per doubling of the position beyond these.
+            per_window: least number of nodes per window; None: by the number of windows.
+            widening: without a window, relative growth of each step in log position towards the
+                start; `per_octave` then holds for the last positions.
+        """
         if window is None or window >= length:
             if widening > 0.0:
                 return _widening(int(length), float(per_octave), float(widening))
@@ -67,111 +78,113 @@ class PositionClasses:
 
     @functools.cached_property
     def count(self) -> Array:
-        """(P,) tokens that a node stands for."""
+        """(P,) number of tokens in each class."""
         return np.asarray(self.causal.key_counts().keys[-1])
 
     @property
     def inside(self) -> PositionClasses:
-        """Classes of one sequence or document: these, where there are no others."""
+        """Classes of a single document."""
         return self
 
     @property
     def causal(self) -> PositionClasses:
-        """The same nodes under a mask, by which tokens and their pairs are counted."""
+        """The same nodes under a causal mask, from which tokens and pairs are counted."""
         return self
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Tokens of every sequence or document."""
+        """Number of tokens of each document."""
         return (self.length,)
 
     def blocks(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
-        """A matrix (own (..., P), pairs (..., P, P)), by what two tokens have to do with each
-        other: of one document, and where there are several of two."""
+        """Split a matrix by whether its two tokens share a document: one block if there is a single
+        document, else a second one for pairs of different documents."""
         return ((diagonal, off_diagonal),)
 
     def blocks_by_relation(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
-        """The same, and by what else pairs of a cell differ in."""
+        """Split as `blocks`, and by whether the two tokens are the same word if there is a text."""
         return self.blocks(diagonal, off_diagonal)
 
     def joined(self, *blocks: Matrix) -> Matrix:
-        """The same back."""
+        """Assemble a matrix from its `blocks`."""
         return blocks[0]
 
     @property
     def of_one(self) -> PositionClasses:
-        """Those that `ClassMatrix` is on: of one document."""
+        """Classes of a single document that still distinguish words, those of a `ClassMatrix`."""
         return self.inside
 
     def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
-        """A matrix of one document, on `of_one`."""
+        """The block of pairs within one document, on the classes `of_one`."""
         return self.blocks(diagonal, off_diagonal)[0]
 
     def between(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
-        """That of two, own parts being those of two tokens at one place; None: there is one."""
+        """The block of pairs of different documents, on the classes `of_one`, with the pairs at one
+        position on its diagonal; None if there is a single document."""
         _, *across = self.blocks(diagonal, off_diagonal)
         return across[0] if across else None
 
-    def over_relations(self, off_diagonal: Array) -> Array:
-        """(..., P, P) means over what else pairs of two cells differ in."""
+    def word_mean(self, off_diagonal: Array) -> Array:
+        """(..., P, P) entries averaged over same-word and different-word pairs."""
         return off_diagonal
 
-    def with_relations(self, product: Matrix, one: ClassMatrix, other: ClassMatrix) -> Matrix:
-        """The product of two matrices, of that of their means over cells."""
+    def word_product(self, product: Matrix, left: ClassMatrix, right: ClassMatrix) -> Matrix:
+        """The product of two matrices, given the `product` of their word means."""
         return product
 
     @property
     def there(self) -> NDArray[np.bool_]:
-        """(L,), or (documents, longest): whether a document has that position."""
+        """(L,) or (documents, longest): whether a document has that position."""
         return np.ones(self.length, dtype=bool)
 
     def within(self, off_diagonal: Array) -> Array:
-        """The matrix of pairs of one document, and 0 where two are."""
+        """The matrix with this block within documents and 0 across them."""
         return off_diagonal
 
     @property
     def at_one_place(self) -> Array:
-        """1 for two tokens that are at one place of two documents, else 0."""
+        """1 for pairs at the same position of two documents, else 0."""
         return np.zeros(())
 
     @functools.cached_property
     def following_pairs(self) -> Array:
-        """(P, P) share of pairs (i, j) in which j is the token behind i, as many as there are: two
-        nodes that are one position apart, and beyond them two of one class."""
+        """(P, P) share of the pairs (i, j) with j = i + 1, scaled to their exact number: at nodes
+        one position apart, and beyond these within a class."""
         one = self.inside
         neighbours = np.diff(one.nodes) == 1
         result = np.diag(neighbours.astype(float), 1)
-        inside = np.append(~neighbours, False)
-        inside[-2] = True
-        off_diagonal = np.maximum(np.diagonal(one.pair_count), 0.0)
-        several = inside & (off_diagonal > 0.0)
-        result[several, several] = np.minimum(one.count[several] / off_diagonal[several], 1.0)
+        in_class = np.append(~neighbours, False)
+        in_class[-2] = True
+        pairs = np.maximum(np.diagonal(one.pair_count), 0.0)
+        several = in_class & (pairs > 0.0)
+        result[several, several] = np.minimum(one.count[several] / pairs[several], 1.0)
         result = self.within(result)
         total = float(self.there.sum() - len(np.atleast_2d(self.there)))
-        return np.minimum(result * to_total(result * self.pair_count, total), 1.0)
+        return np.minimum(result * factor_to_total(result * self.pair_count, total), 1.0)
 
     @property
     def documents(self) -> Matrix | None:
-        """How many documents, or pairs of two, reach a class or two; None where all reach all: a
-        gradient that attention sends is summed over rows, which not every key has."""
+        """Number of documents that reach a class, and of documents or pairs of documents that reach
+        two; None if all documents have the same length. Attention sums gradients over rows, and
+        short documents have none at late positions."""
         return None
 
     def everywhere(self, matrix: Matrix) -> Matrix:
-        """Of what any two places have in common, be they of one document or of two."""
+        """The matrix with this block both within and across documents."""
         return self.joined(*[matrix] * min(len(self.ends), 2))
 
-    def in_one(self, sums: Array) -> Array:
-        """(..., P) sums over tokens of each class, as if there were one document."""
+    def as_one_document(self, sums: Array) -> Array:
+        """(..., P) sums over the tokens of each class, all counted as one document's."""
         return sums
 
     def repeated(self, values: Array) -> Array:
-        """(..., nodes) of what one document's classes have."""
+        """(..., nodes) values of one document's classes, repeated for all stored nodes."""
         return values
 
     @functools.cached_property
     def pair_count(self) -> Array:
-        """(P, P) ordered pairs of different tokens: as many as there are, so that what is the same
-        for all pairs averages to itself."""
+        """(P, P) number of ordered pairs of different tokens, scaled to their exact total: then a
+        constant averages to itself."""
         off_diagonal = self.count[:, None] * (
             self.causal.key_counts().keys - np.eye(len(self.nodes))
         )
@@ -179,20 +192,19 @@ class PositionClasses:
         return np.asarray(off_diagonal * (self.length * (self.length - 1.0) / off_diagonal.sum()))
 
     def key_counts(self, window: int | None = None) -> KeyCounts:
-        """What the rows of a causal mask see; the same for the same window."""
-        whole = window is None or window >= self.length
-        return _seen(self, self.length if whole or window is None else window)
+        """Counts of the keys that each row attends to."""
+        return _causal_counts(self, self.length if window is None else min(window, self.length))
 
     def mean(self, values: Array) -> Array:
-        """(...) average over tokens of (..., P) values."""
+        """(...) average of (..., P) values over tokens."""
         return np.asarray((values * self.count).sum(-1) / self.length)
 
     def mean_of_pairs(self, off_diagonal: Array) -> Array:
-        """(...) average over pairs of different tokens of one sequence, of (..., P, P)."""
+        """(...) average of (..., P, P) entries over pairs of different tokens of one sequence."""
         return self.sum_of_pairs(off_diagonal) / max(self.length * (self.length - 1), 1)
 
     def sum_of_pairs(self, off_diagonal: Array) -> Array:
-        """(...) sum over ordered pairs of different tokens."""
+        """(...) sum of (..., P, P) entries over ordered pairs of different tokens."""
         return np.asarray((off_diagonal * self.pair_count).sum((-2, -1)))
 
     @functools.cached_property
@@ -200,23 +212,24 @@ class PositionClasses:
         """`cells_of` all positions."""
         return self.cells_of(np.arange(1, self.length + 1))
 
-    def cells_of(self, place: NDArray[Any]) -> tuple[NDArray[np.intp], Array]:
-        """(n,) the node at a position or before it, and the next one's part by log position."""
+    def cells_of(self, positions: NDArray[Any]) -> tuple[NDArray[np.intp], Array]:
+        """(n,) index of the last node not behind each position, and the interpolation weight of the
+        next node, linear in log position."""
         last = max(len(self.nodes) - 2, 0)
-        left = np.minimum(np.searchsorted(self.nodes, place, side="right") - 1, last)
+        left = np.minimum(np.searchsorted(self.nodes, positions, side="right") - 1, last)
         logs = np.log(np.append(self.nodes, 2.0 * self.length))
-        return left, (np.log(place) - logs[left]) / (logs[left + 1] - logs[left])
+        return left, (np.log(positions) - logs[left]) / (logs[left + 1] - logs[left])
 
     @functools.cached_property
     def basis(self) -> Array:
-        """(P, L) functions linear in log position between nodes, 1 at their own: cells."""
-        (left, share), place = self._cells, np.arange(self.length)
+        """(P, L) hat functions, piecewise linear in log position: 1 at their node, 0 at others."""
+        (left, share), index = self._cells, np.arange(self.length)
         result = np.zeros((len(self.nodes) + 1, self.length))
-        result[left, place], result[left + 1, place] = 1.0 - share, share
+        result[left, index], result[left + 1, index] = 1.0 - share, share
         return result[:-1]
 
     def cell_means(self, values: Array) -> Array:
-        """(P,) means over cells of (L,) values."""
+        """(P,) means of (L,) values, weighted by each hat function."""
         left, share = self._cells
         sums, sizes = (
             np.bincount(left, (1.0 - share) * one, len(self.nodes) + 1)
@@ -226,42 +239,41 @@ class PositionClasses:
         return np.asarray(sums[:-1] / sizes[:-1])
 
     def pair_means(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> Array:
-        """(P, P) shares of pairs of different tokens j and l of two cells with first[j] equal to
-        second[l]; over all pairs of the sequence as many as there are."""
-        return self.of_sums(*(as_many(*one) for one in self.pair_sums(first, second)))
+        """(P, P) share of the pairs of different tokens j, l with first[j] == second[l], scaled to
+        their exact number."""
+        sums = self.pair_sums(first, second)
+        return self.from_pair_means(*(scaled_means(*one) for one in sums))
 
-    def of_sums(self, *means: Array) -> Array:
-        """The matrix of means that are taken over each of `pair_sums`."""
+    def from_pair_means(self, *means: Array) -> Array:
+        """The off-diagonal matrix of the means over each of `pair_sums`."""
         return means[0]
 
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
-        """Of the same, by what else pairs differ in."""
-        known, where = np.unique(np.concatenate([first, second]), return_inverse=True)
+        """Count the pairs of different tokens j, l with first[j] == second[l], for each block."""
+        values, index = np.unique(np.concatenate([first, second]), return_inverse=True)
         sums = [
-            np.array([np.bincount(one, hat, len(known)) for hat in self.basis])
-            for one in np.split(where, 2)
+            np.array([np.bincount(one, hat, len(values)) for hat in self.basis])
+            for one in np.split(index, 2)
         ]
         size = self.basis.sum(1)
-        itself = (self.basis * (first == second)) @ self.basis.T
-        result, count = (
-            sums[0] @ sums[1].T - itself,
-            np.outer(size, size) - self.basis @ self.basis.T,
-        )
-        return [PairSums(result, count, self.pair_count)]
+        same_token = (self.basis * (first == second)) @ self.basis.T
+        matching = sums[0] @ sums[1].T - same_token
+        count = np.outer(size, size) - self.basis @ self.basis.T
+        return [PairSums(matching, count, self.pair_count)]
 
     def spread_out(self, values: Array) -> Array:
-        """(..., L) mean squares at every position, from (..., P).
+        """(..., L) mean squares at every position, interpolated from (..., P).
 
-        Their logarithms are interpolated: gradients under Post-LN fall from one position to the
-        next by more than what is added to them, and a cubic of the values would overshoot zero.
+        Their logarithms are interpolated: Post-LN gradients fall so fast from one position to the
+        next that a cubic of the values would overshoot zero.
         """
         inner = values[..., :-1]
         positive = np.all(inner > 0, axis=-1, keepdims=True)
-        known = np.where(positive, np.log(np.where(positive, inner, 1.0)), inner)
+        at_nodes = np.where(positive, np.log(np.where(positive, inner, 1.0)), inner)
         result = np.empty((*values.shape[:-1], self.length))
-        result[..., self.nodes[:-1] - 1] = known
-        for inside, near, weights in _between(tuple(self.nodes.tolist())):
-            result[..., inside] = known[..., near] @ weights
+        result[..., self.nodes[:-1] - 1] = at_nodes
+        for gap, near, weights in _interpolation(tuple(self.nodes.tolist())):
+            result[..., gap] = at_nodes[..., near] @ weights
         others = result[..., :-1]
         np.exp(others, out=others, where=positive)
         result[..., -1] = values[..., -1]
@@ -269,12 +281,12 @@ class PositionClasses:
 
 
 class PairSums(NamedTuple):
-    """Pairs of positions of two cells, (P, P), or some other such pairs.
+    """Numbers of pairs of tokens, (P, P) or (P,).
 
     Attributes:
-        matching: how many are as asked for, by `PositionClasses.basis`.
-        total: how many there are.
-        expected: the same as sums over pairs count them.
+        matching: pairs that match, weighted by `PositionClasses.basis`.
+        total: all pairs, weighted likewise.
+        expected: all pairs, as `pair_count` counts them.
     """
 
     matching: Array
@@ -286,35 +298,37 @@ class PairSums(NamedTuple):
 def _spaced(length: int, step: float, exact: int, per_octave: float) -> PositionClasses:
     if length <= exact + 2:
         return PositionClasses(length, np.arange(1, length + 1))
-    # Positions as far apart as octaves or the window allow, then moved to end where they should.
-    places, ratio = [float(exact)], 2.0 ** (1.0 / per_octave)
-    while places[-1] < length - 1:
-        places.append(min(places[-1] * ratio, places[-1] + step))
-    logs = np.log(np.array(places) / exact)
-    steps = exact * np.exp(logs * (np.log((length - 1) / exact) / logs[-1]))
-    nodes = {*range(1, exact + 1), *np.round(steps).astype(int).tolist(), length}
+    # Steps are limited by the octave and by `step`; all are then rescaled in log to end at L - 1.
+    positions, ratio = [float(exact)], 2.0 ** (1.0 / per_octave)
+    while positions[-1] < length - 1:
+        positions.append(min(positions[-1] * ratio, positions[-1] + step))
+    logs = np.log(np.array(positions) / exact)
+    rescaled = exact * np.exp(logs * (np.log((length - 1) / exact) / logs[-1]))
+    nodes = {*range(1, exact + 1), *np.round(rescaled).astype(int).tolist(), length}
     return PositionClasses(length, np.array(sorted(nodes), np.intp))
 
 
 @functools.lru_cache(maxsize=16)
 def _widening(length: int, per_octave: float, widening: float) -> PositionClasses:
-    """Nodes whose steps in log position grow by a factor each, from the last one backwards: sums
-    over tokens count a cell by its tokens, most of which are in the last ones, and with them goes
-    what means over cells lose of keys that turn inside."""
+    """Nodes whose steps in log position grow by a constant factor towards the start: most tokens
+    are in the last cells, which dominate sums over tokens and the error of averaging rotary keys
+    over a cell."""
     octaves = np.log2(length - 1)
     steps = max(round(np.log1p(widening * octaves * per_octave) / np.log1p(widening)), 1)
-    away = np.expm1(np.arange(steps + 1) * np.log1p(widening))
-    places = np.round((length - 1) * 2.0 ** (-octaves * away / away[-1])).astype(int)
-    return PositionClasses(length, np.array(sorted({1, *places.tolist(), length}), np.intp))
+    distance = np.expm1(np.arange(steps + 1) * np.log1p(widening))
+    positions = np.round((length - 1) * 2.0 ** (-octaves * distance / distance[-1])).astype(int)
+    return PositionClasses(length, np.array(sorted({1, *positions.tolist(), length}), np.intp))
 
 
 @dataclass(frozen=True, eq=False)
 class BothSides(PositionClasses):
-    """Positions of sequences without a mask, whose rows see those less than a window away on both
-    sides: nodes as under a mask, since what differs at either end does so over a window."""
+    """Classes of a sequence without a mask, whose rows attend to the keys less than a window away
+    on both sides. The nodes of a causal mask serve: rows near either end differ from the others
+    over one window."""
 
     def key_counts(self, window: int | None = None) -> KeyCounts:
-        return _seen_both(self, self.length if window is None else min(window, self.length))
+        reach = self.length if window is None else min(window, self.length)
+        return _bidirectional_counts(self, reach)
 
     @property
     def causal(self) -> PositionClasses:
@@ -328,48 +342,49 @@ def _nodes(length: int, nodes: tuple[int, ...]) -> PositionClasses:
 
 @functools.lru_cache(maxsize=16)
 def both_sides(one: PositionClasses) -> BothSides:
-    """The same for the same classes."""
+    """The unmasked classes on these nodes, cached."""
     return BothSides(one.length, one.nodes)
 
 
 @dataclass(frozen=True, eq=False)
 class OneClass(PositionClasses):
-    """All tokens of a sequence as one class, whose rows see every key: what a node holds are means
-    over tokens and over pairs of different ones."""
+    """A single class of exchangeable tokens, whose rows attend to every key: its entries are means
+    over tokens and over pairs of different tokens."""
 
     @property
     def basis(self) -> Array:
         return np.ones((1, self.length))
 
     def key_counts(self, window: int | None = None) -> KeyCounts:
-        return _everything(self)
+        return _all_keys(self)
 
 
 @functools.lru_cache(maxsize=64)
 def one_class(length: int) -> OneClass:
-    """The same for the same length."""
+    """The class of `length` exchangeable tokens, cached."""
     return OneClass(length, np.array([length]))
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentClasses(PositionClasses):
-    """Several sequences or documents that share weights, each of which attends to itself alone.
+    """Classes of several documents or sequences that share weights but do not attend to each other.
 
-    Under a causal mask what a token is depends on its place alone, however long its document: one
-    set of classes serves all. Two documents stand for every two, so that `nodes` are those of one
-    and then of the other, and a matrix of pairs has the blocks
+    Under a causal mask a token depends on its position and not on the length of its document, so
+    that all documents share one set of classes. Two documents represent every pair of documents:
+    `nodes` lists the nodes twice, and an off-diagonal matrix has the blocks
 
-        [[inside, across], [across, inside]],
+        [[inside, across], [across, inside]].
 
-    `across` having two tokens at one place of two documents on its diagonal, as a token with itself
-    is next to `inside`: they share a row of a table of positions. What two tokens near each other
-    share in two documents is read off both sides of it.
+    The diagonal of `across` has the pairs at the same position of two documents, which share a row
+    of a position table. Its value for two different nearby positions is extrapolated from the
+    entries on both sides of the diagonal.
 
-    A number of a class is its mean over the documents that reach it, whose shares are counts.
+    A value of a class is its mean over the documents that are long enough to reach it.
 
     Attributes:
-        length: tokens of all documents.
-        one: classes of the longest.
+        length: number of tokens of all documents.
+        one: classes of the longest document.
+        lengths: number of tokens of each document.
     """
 
     one: PositionClasses
@@ -385,28 +400,28 @@ class DocumentClasses(PositionClasses):
 
     @functools.cached_property
     def present(self) -> Array:
-        """(P,) documents that reach a class, on average over its positions."""
-        return self.one.cell_means(self._reaching.astype(np.float64))
+        """(P,) number of documents that reach a class, averaged over its positions."""
+        return self.one.cell_means(self._documents_at.astype(np.float64))
 
     @functools.cached_property
-    def _reaching(self) -> NDArray[np.intp]:
-        """(longest,) documents that reach a position."""
+    def _documents_at(self) -> NDArray[np.intp]:
+        """(longest,) number of documents that reach each position."""
         ends = np.bincount(self.lengths, minlength=self.one.length + 1)
         return np.asarray(len(self.lengths) - np.cumsum(ends)[:-1])
 
     @functools.cached_property
     def together(self) -> tuple[Array, Array]:
-        """(P, P) documents that reach both positions, and ordered pairs of different ones of which
-        each reaches its own; (p, p) of the first is `present`."""
+        """(P, P) number of documents that reach both positions, and of ordered pairs of different
+        documents, the first of which reaches the first position and the second the second."""
         size = len(self.present)
         inside = self.present[np.maximum.outer(np.arange(size), np.arange(size))]
         across = np.maximum(np.outer(self.present, self.present) - inside, 0.0)
         return inside, np.where(across > LEAST_SHARED * inside, across, 0.0)
 
     @functools.cached_property
-    def _at_place(self) -> Array:
-        """(P,) ordered pairs of different documents that reach a position."""
-        return self.one.cell_means(self._reaching * (self._reaching - 1.0))
+    def _document_pairs_at(self) -> Array:
+        """(P,) number of ordered pairs of different documents that both reach a position."""
+        return self.one.cell_means(self._documents_at * (self._documents_at - 1.0))
 
     @functools.cached_property
     def at_one_place(self) -> Array:
@@ -415,56 +430,58 @@ class DocumentClasses(PositionClasses):
 
     @functools.cached_property
     def _counts(self) -> tuple[Array, Array]:
-        """(n, P) tokens of a class up to the end of a document, and (n,) documents that end there,
-        the shortest first."""
-        ends, many = np.unique(self.lengths, return_counts=True)
+        """For each of the n document lengths in ascending order: (n, P) tokens of each class in a
+        document of that length, and (n,) number of such documents."""
+        ends, number = np.unique(self.lengths, return_counts=True)
         sums, last = _Sums(self.one.nodes, self.one.length), len(self.one.nodes) - 1
-        return np.array([sums(0, int(end), 0, last) for end in ends]), many.astype(float)
+        return np.array([sums(0, int(end), 0, last) for end in ends]), number.astype(float)
 
     @functools.cached_property
     def count(self) -> Array:
-        counts, many = self._counts
-        return np.tile(0.5 * (many @ counts), 2)
+        counts, number = self._counts
+        return np.tile(0.5 * (number @ counts), 2)
 
     @functools.cached_property
     def inside_count(self) -> Array:
-        """(P, P) ordered pairs of different tokens of one document."""
-        counts, many = self._counts
-        off_diagonal = (many @ counts)[:, None] * (
-            self.one.causal.key_counts().keys - np.eye(len(self.one.nodes))
-        )
+        """(P, P) number of ordered pairs of different tokens of the same document."""
+        counts, number = self._counts
+        pairs = (number @ counts)[:, None] * self._earlier_keys
         lengths = np.array(self.lengths, float)
-        off_diagonal = off_diagonal + off_diagonal.T
-        return np.asarray(off_diagonal * to_total(off_diagonal, float(lengths @ (lengths - 1.0))))
+        pairs = pairs + pairs.T
+        return np.asarray(pairs * factor_to_total(pairs, float(lengths @ (lengths - 1.0))))
+
+    @property
+    def _earlier_keys(self) -> Array:
+        """(P, P) number of keys of each class before a row."""
+        return np.asarray(self.one.causal.key_counts().keys - np.eye(len(self.one.nodes)))
 
     @functools.cached_property
     def across_count(self) -> Matrix:
-        """Of two documents: those at one place (P,), and others (P, P)."""
-        counts, many = self._counts
-        # Of two documents as many as the shorter one has places, and then the rest of the longer.
-        longer = many.sum() - np.cumsum(many)
-        at_place = (many * (many - 1.0 + 2.0 * longer)) @ counts
-        off_diagonal = at_place[:, None] * (
-            self.one.causal.key_counts().keys - np.eye(len(at_place))
-        )
-        rest = np.cumsum((many[:, None] * counts)[::-1], axis=0)[::-1]
-        rest = rest - (longer + many)[:, None] * counts
-        off_diagonal += np.einsum("n,np,nq->pq", many, rest, counts)
-        return at_place, np.asarray(off_diagonal + off_diagonal.T)
+        """Number of ordered pairs of tokens of different documents: at one position (P,), and at
+        different positions (P, P)."""
+        counts, number = self._counts
+        # Pairs within the shorter one's length, and then with the rest of the longer document.
+        longer = number.sum() - np.cumsum(number)
+        same_position = (number * (number - 1.0 + 2.0 * longer)) @ counts
+        pairs = same_position[:, None] * self._earlier_keys
+        rest = np.cumsum((number[:, None] * counts)[::-1], axis=0)[::-1]
+        rest = rest - (longer + number)[:, None] * counts
+        pairs += np.einsum("n,np,nq->pq", number, rest, counts)
+        return same_position, np.asarray(pairs + pairs.T)
 
     @functools.cached_property
     def pair_count(self) -> Array:
         diagonal, off_diagonal = self.across_count
         inner = np.diagonal(off_diagonal)
-        # Those next to the diagonal are counted where they are read from.
-        across = off_diagonal - np.diag(inner) + inner[:, None] * self._aside
+        # Pairs of nearby positions are counted at the entries they are extrapolated from.
+        across = off_diagonal - np.diag(inner) + inner[:, None] * self._near_diagonal
         across = 0.5 * (across + across.T) + np.diag(diagonal)
         return 0.5 * np.block([[self.inside_count, across], [across, self.inside_count]])
 
     @functools.cached_property
-    def _aside(self) -> Array:
-        """(P, P) weights by which a row's other entries give that next to its diagonal: linear in
-        log position from either side, along which the rest is smooth, and their mean."""
+    def _near_diagonal(self) -> Array:
+        """(P, P) weights that extrapolate a row's entry near the diagonal from its other entries:
+        the mean of two extrapolations, linear in log position, from either side."""
         logs, size = np.log(self.one.nodes), len(self.one.nodes)
         result = np.zeros((size, size))
         for node in range(size):
@@ -489,17 +506,16 @@ class DocumentClasses(PositionClasses):
         if len(set(self.lengths)) == 1:
             return None
         inside, across = self.together
-        return self.joined((self.present, inside), (self._at_place, across))
+        return self.joined((self.present, inside), (self._document_pairs_at, across))
 
-    def in_one(self, sums: Array) -> Array:
-        half = sums[..., : len(self.one.nodes)]
-        return np.asarray(2.0 * half)
+    def as_one_document(self, sums: Array) -> Array:
+        return np.asarray(2.0 * sums[..., : len(self.one.nodes)])
 
     def repeated(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
 
     def mean(self, values: Array) -> Array:
-        """Of (..., 2 P), or of (..., P) numbers that both have."""
+        """(...) average over tokens of (..., 2 P) values, or of (..., P) for both documents."""
         values = np.asarray(values)
         return super().mean(values if values.shape[-1] == len(self.nodes) else np.tile(values, 2))
 
@@ -511,112 +527,116 @@ class DocumentClasses(PositionClasses):
         across, index = np.array(off_diagonal[..., :size, size:]), np.arange(size)
         at_one_place = np.array(across[..., index, index])
         across[..., index, index] = 0.0
-        across[..., index, index] = (across * self._aside).sum(-1)
+        across[..., index, index] = (across * self._near_diagonal).sum(-1)
         return (diagonal[..., :size], off_diagonal[..., :size, :size]), (at_one_place, across)
 
     def joined(self, *blocks: Matrix) -> Matrix:
-        inside, across = blocks
-        index, other = np.arange(len(self.one.nodes)), np.array(across[1])
-        other[..., index, index] = across[0]
-        turned = np.swapaxes(other, -1, -2)
+        (diagonal, inside), (same_position, pairs) = blocks
+        index, across = np.arange(len(self.one.nodes)), np.array(pairs)
+        across[..., index, index] = same_position
+        transposed = np.swapaxes(across, -1, -2)
         top, bottom = (
-            np.concatenate(np.broadcast_arrays(*both), axis=-1)
-            for both in ((inside[1], other), (turned, inside[1]))
+            np.concatenate(np.broadcast_arrays(*row), axis=-1)
+            for row in ((inside, across), (transposed, inside))
         )
-        return np.concatenate([inside[0]] * 2, axis=-1), np.concatenate([top, bottom], axis=-2)
+        return np.concatenate([diagonal] * 2, axis=-1), np.concatenate([top, bottom], axis=-2)
 
     def within(self, off_diagonal: Array) -> Array:
-        none = np.zeros_like(off_diagonal)
-        return np.block([[off_diagonal, none], [none, off_diagonal]])
+        zeros = np.zeros_like(off_diagonal)
+        return np.block([[off_diagonal, zeros], [zeros, off_diagonal]])
 
     @functools.cached_property
     def there(self) -> NDArray[np.bool_]:
         return np.asarray(np.arange(self.one.length) < np.array(self.lengths)[:, None])
 
     def cell_means(self, values: Array) -> Array:
-        """(2 P,) means over cells of (documents, longest) values, each as far as it reaches."""
+        """(2 P,) means of (documents, longest) values over the real positions of each class."""
         sums = self.one.basis @ np.where(self.there, values, 0.0).sum(0)
-        return np.tile(sums / (self.one.basis @ self._reaching), 2)
+        return np.tile(sums / (self.one.basis @ self._documents_at), 2)
 
-    def of_sums(self, *means: Array) -> Array:
-        inner, outer, diagonal = means
-        return np.asarray(self.joined((np.diagonal(inner), inner), (diagonal, outer))[1])
+    def from_pair_means(self, *means: Array) -> Array:
+        inside, across, same_position = means
+        return np.asarray(self.joined((np.diagonal(inside), inside), (same_position, across))[1])
 
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
-        """Of one document, of two, and at one place of two: of (documents, longest) values, of
-        which those that are not there do not count."""
-        basis, there = self.one.basis, self.there
-        weights = there + 0.0
-        known, where = np.unique(np.stack([first, second]), return_inverse=True)
-        one, two = np.reshape(where, (2, *there.shape))
-        size, values = len(basis), len(known)
+        """Count matching pairs of (documents, longest) values: within a document, across documents
+        at different positions, and across documents at one position."""
+        basis, real = self.one.basis, self.there
+        weights, longest = real + 0.0, real.shape[1]
+        distinct, index = np.unique(np.stack([first, second]), return_inverse=True)
+        one, two = np.reshape(index, (2, *real.shape))
+        size, values = len(basis), len(distinct)
         offsets = np.arange(size)[:, None] * values
 
-        def sums(which: NDArray[np.intp], by: Array) -> Array:
+        def histogram(which: NDArray[np.intp], weight: Array) -> Array:
+            """(P, values) tokens of each class with each value."""
             flat = (offsets + which).ravel()
-            result = np.bincount(flat, (basis * by).ravel(), size * values)
+            result = np.bincount(flat, (basis * weight).ravel(), size * values)
             return np.asarray(result.reshape(size, values), np.float64)
 
-        every = [np.zeros((size, values)), np.zeros((size, values))]
-        inside, places = np.zeros((size, size)), np.zeros((size, size))
-        for number in range(len(there)):
-            both = sums(one[number], weights[number]), sums(two[number], weights[number])
+        sums = [np.zeros((size, values)), np.zeros((size, values))]
+        inside, inside_pairs = np.zeros((size, size)), np.zeros((size, size))
+        for document, weight in enumerate(weights):
+            both = histogram(one[document], weight), histogram(two[document], weight)
             inside += both[0] @ both[1].T
-            every = [total + part for total, part in zip(every, both, strict=True)]
-            cells = basis @ there[number]
-            places += np.outer(cells, cells)
-        itself = (weights * (one == two)).sum(0)
-        at_place = np.arange(there.shape[1])[None, :] * values
-        codes, result = np.unique(np.stack([at_place + one, at_place + two]), return_inverse=True)
-        left, right = np.reshape(result, (2, *there.shape))
-        pairs_at_place = np.bincount(left.ravel(), weights.ravel(), len(codes))
-        pairs_at_place *= np.bincount(right.ravel(), weights.ravel(), len(codes))
-        pairs_at_place = np.bincount(codes // values, pairs_at_place, there.shape[1]) - itself
-        others = self._reaching * (self._reaching - 1.0)
-        whole = np.outer(basis @ self._reaching, basis @ self._reaching)
-        counts = (
-            places - (basis * self._reaching) @ basis.T,
-            whole - places - (basis * others) @ basis.T,
-            basis @ others,
+            sums = [total + part for total, part in zip(sums, both, strict=True)]
+            tokens = basis @ real[document]
+            inside_pairs += np.outer(tokens, tokens)
+        same_token = (weights * (one == two)).sum(0)
+
+        # Matches at one position: a code for each (position, value).
+        code = np.arange(longest)[None, :] * values
+        codes, index = np.unique(np.stack([code + one, code + two]), return_inverse=True)
+        left, right = np.reshape(index, (2, *real.shape))
+        at_position = np.bincount(left.ravel(), weights.ravel(), len(codes))
+        at_position *= np.bincount(right.ravel(), weights.ravel(), len(codes))
+        at_position = np.bincount(codes // values, at_position, longest) - same_token
+
+        pairs_at_position = self._documents_at * (self._documents_at - 1.0)
+        all_pairs = np.outer(basis @ self._documents_at, basis @ self._documents_at)
+        totals = (
+            inside_pairs - (basis * self._documents_at) @ basis.T,
+            all_pairs - inside_pairs - (basis * pairs_at_position) @ basis.T,
+            basis @ pairs_at_position,
         )
-        shares = (
-            inside - (basis * itself) @ basis.T,
-            every[0] @ every[1].T - inside - (basis * pairs_at_place) @ basis.T,
-            basis @ pairs_at_place,
+        matching = (
+            inside - (basis * same_token) @ basis.T,
+            sums[0] @ sums[1].T - inside - (basis * at_position) @ basis.T,
+            basis @ at_position,
         )
         expected = self.inside_count, self.across_count[1], self.across_count[0]
-        return [PairSums(*one) for one in zip(shares, counts, expected, strict=True)]
+        return [PairSums(*block) for block in zip(matching, totals, expected, strict=True)]
 
     def spread_out(self, values: Array) -> Array:
-        """(..., longest) mean squares at every place."""
+        """(..., longest) mean squares at every position."""
         return self.one.spread_out(values[..., : len(self.one.nodes)])
 
 
 LEAST_SHARED = 1e-9
-"""Pairs of documents that reach two positions, of those that reach one, below which none do."""
+"""Ratio of document pairs that reach two positions to documents, below which it counts as 0."""
 
 
-def as_many(result: Array, count: Array, expected: Array) -> Array:
-    """Sums over their counts, such that weighed by what is counted elsewhere they are as many. A
-    cell of one position has no pairs: those with the next stand in."""
-    usable, total = count > 0.5, float(result.sum())
-    result = np.where(usable, result / np.where(usable, count, 1.0), 0.0)
+def scaled_means(sums: Array, count: Array, expected: Array) -> Array:
+    """`sums` over `count`, rescaled such that sum(means * expected) = sum(sums). A cell of a single
+    position has no pairs and takes the mean of its neighbours."""
+    usable, total = count > 0.5, float(sums.sum())
+    result = np.where(usable, sums / np.where(usable, count, 1.0), 0.0)
     if result.ndim == 2:
-        for place in map(int, np.flatnonzero(~np.diagonal(usable))):
-            neighbours = [min(place + 1, len(result) - 1), max(place - 1, 0)]
-            result[place, place] = result[place, neighbours].mean()
-    return result * to_total(result * expected, total)
+        for cell in map(int, np.flatnonzero(~np.diagonal(usable))):
+            neighbours = [min(cell + 1, len(result) - 1), max(cell - 1, 0)]
+            result[cell, cell] = result[cell, neighbours].mean()
+    return result * factor_to_total(result * expected, total)
 
 
-def to_total(counts: Array, total: float) -> float:
-    """The factor by which counts sum to what they should."""
+def factor_to_total(counts: Array, total: float) -> float:
+    """The factor that makes counts sum to `total`."""
     result = float(counts.sum())
     return total / result if result > 0.0 else 0.0
 
 
 @functools.lru_cache(maxsize=16)
 def documents_on(one: PositionClasses, lengths: tuple[int, ...]) -> DocumentClasses:
-    """The same for the same documents, of which there are two at least."""
+    """The classes of two or more documents of these lengths, cached."""
     return DocumentClasses(sum(lengths), np.tile(one.nodes, 2), one, lengths)
 
 
@@ -626,20 +646,20 @@ def _gauss() -> tuple[Array, Array]:
 
 
 def positions_between(low: int, high: int) -> tuple[Array, Array]:
-    """Points and masses of the sum over positions strictly between two nodes."""
+    """Points and weights of the sum over the positions strictly between two nodes."""
     count = high - low - 1
     if count <= SUMMED:
         return np.arange(low + 1, high, dtype=np.float64), np.ones(max(count, 0))
-    points, masses = _gauss()  # over the cells' edges, low + 1/2 on
+    points, weights = _gauss()  # of an integral from low + 1/2 to high - 1/2
     half = 0.5 * count
-    return 0.5 * (low + high) + half * points, half * masses
+    return 0.5 * (low + high) + half * points, half * weights
 
 
 def few_points(values: Array, most: int) -> tuple[Array, Array]:
-    """Gauss rule of at most `most` nodes for the mean of a smooth function over given points.
+    """Nodes and weights of a Gauss rule for the mean of a smooth function over `values`.
 
-    Exact for polynomials of degree 2 most - 1: nodes are the eigenvalues of the Jacobi matrix of
-    the points' orthogonal polynomials (Golub and Welsch 1969).
+    At most `most` nodes, exact for polynomials of degree 2 most - 1: eigenvalues of the Jacobi
+    matrix of the orthogonal polynomials over the values (Golub and Welsch 1969).
     """
     points = np.asarray(values, dtype=np.float64)
     weights = np.full(len(points), 1.0 / len(points))
@@ -648,33 +668,33 @@ def few_points(values: Array, most: int) -> tuple[Array, Array]:
     centre, size = points.mean(), np.ptp(points) or 1.0
     x = (points - centre) / size
     basis = [np.sqrt(weights)]
-    diagonal, neighbours = [], []
+    diagonal, secondary = [], []
     for order in range(most):
-        moved = x * basis[-1]
-        diagonal.append(float(basis[-1] @ moved))
-        for vector in basis:
-            moved = moved - (vector @ moved) * vector
-        neighbours.append(float(np.linalg.norm(moved)))
+        vector = x * basis[-1]
+        diagonal.append(float(basis[-1] @ vector))
+        for earlier in basis:
+            vector = vector - (earlier @ vector) * earlier
+        secondary.append(float(np.linalg.norm(vector)))
         if order + 1 < most:
-            basis.append(moved / neighbours[-1])
-    jacobi = np.diag(diagonal) + np.diag(neighbours[:-1], 1) + np.diag(neighbours[:-1], -1)
+            basis.append(vector / secondary[-1])
+    jacobi = np.diag(diagonal) + np.diag(secondary[:-1], 1) + np.diag(secondary[:-1], -1)
     nodes, vectors = np.linalg.eigh(jacobi)
     return centre + size * nodes, vectors[0] ** 2
 
 
-def lagrange(logs: Array, at: Array) -> Array:
-    """(stencil, points) cubic or lower interpolation from the logarithms of some nodes."""
-    basis = np.ones((len(logs), len(at)))
-    for one in range(len(logs)):
-        for other in range(len(logs)):
-            if one != other:
-                basis[one] *= (at - logs[other]) / (logs[one] - logs[other])
+def lagrange(nodes: Array, points: Array) -> Array:
+    """(nodes, points) Lagrange basis polynomials of the nodes at the points."""
+    basis = np.ones((len(nodes), len(points)))
+    for i in range(len(nodes)):
+        for j in range(len(nodes)):
+            if i != j:
+                basis[i] *= (points - nodes[j]) / (nodes[i] - nodes[j])
     return basis
 
 
 def stencil(cell: int, low: int, high: int) -> slice:
-    """At most four nodes from low to high, around the cell behind node `cell`; three if that is
-    beyond them, where a cubic would magnify what is not smooth."""
+    """At most four nodes of low to high around the cell between the nodes `cell` and `cell` + 1; at
+    most three if the cell is outside, where a cubic extrapolation would amplify errors."""
     size = min(4 if low <= cell < high else 3, high - low + 1)
     start = min(max(cell - (size - 2) // 2, low), high - size + 1)
     return slice(start, start + size)
@@ -682,31 +702,31 @@ def stencil(cell: int, low: int, high: int) -> slice:
 
 @dataclass(frozen=True, eq=False)
 class KeyCounts:
-    """What the rows of a causal mask see, in counts.
+    """Counts that turn sums over a row's keys, or over a key's rows, into sums over nodes.
 
-    A row at node p sees the keys x_p - window < j <= x_p, and sums over them or over the rows that
-    see a key are sums over nodes of an interpolant. Its nodes are on the summed side of an end
-    where that may jump; what is of one row alone goes on beyond the first key of its window.
+    Under a causal mask the row at node p attends to the keys x_p - window < j <= x_p. A count
+    N[.., q] is the integral of the interpolant's basis function at node q over the summed range.
+    Where the summand may jump at an end of a range, only nodes on the summed side are used; values
+    that belong to a single row are smooth beyond the first key of its window.
 
     Attributes:
-        window: keys that a row attends to at most.
-        starts: (P,) the last position that a row no longer attends to.
-        ends: (P,) the last that it does.
-        size: (P,) keys of a row.
-        keys: (P, P) counts of a row's keys.
-        shared: (P, P, P) counts [p, s, q] of the keys that rows p and s both see.
-        split: (P, P, P) counts [s, p, q] of row p's keys, of what may jump where row s sees no
-            more: behind x_s < x_p, or before its first key where x_s > x_p.
-        rows: (P, P) counts [q, p] of the rows that see q, of what falls like 1/size.
-        sending: (P, P, P) the same counts [q, r, p], of what may jump where rows begin or cease to
-            see r.
-        later: (P, P, P) counts [q, r, p] of those that see both, of what falls like 1/size^2.
-        begins: (P,) its first node that is a key.
+        window: largest number of keys of a row.
+        ends: (P,) position of the last key of each row.
+        size: (P,) number of keys of each row.
+        keys: (P, P) counts [p, q] of the keys of row p.
+        shared: (P, P, P) counts [p, s, q] of the keys that rows p and s have in common.
+        split: (P, P, P) counts [s, p, q] of the keys of row p, for summands that jump at the ends
+            of row s: behind x_s if x_s < x_p, before its first key if x_s > x_p.
+        rows: (P, P) counts [q, p] of the rows that attend to key q, for summands ~ 1/size.
+        sending: (P, P, P) counts [q, r, p] likewise, for summands that jump where rows start or
+            stop attending to key r.
+        later: (P, P, P) counts [q, r, p] of the rows that attend to both q and r, for summands
+            ~ 1/size^2.
+        begins: (P,) index of the first node that is a key of each row.
     """
 
     classes: PositionClasses
     window: int
-    starts: NDArray[np.intp]
     ends: NDArray[np.intp]
     size: Array
     keys: Array
@@ -719,21 +739,22 @@ class KeyCounts:
 
     @functools.cached_property
     def later_diagonal(self) -> Array:
-        """(P, P) counts [q, p] of the rows that see q, of what falls like 1/size^2."""
+        """(P, P) counts [q, p] of the rows that attend to key q, for summands ~ 1/size^2."""
         return diagonal_of(np.swapaxes(self.later, 0, 2)).T
 
     @functools.cached_property
     def visible(self) -> NDArray[np.bool_]:
-        """(P, P) whether a row counts a key."""
+        """(P, P) whether row p has a nonzero count of key q."""
         return np.asarray(self.keys != 0.0)
 
 
 @functools.lru_cache(maxsize=16)
-def _seen(classes: PositionClasses, reach: int) -> KeyCounts:
+def _causal_counts(classes: PositionClasses, reach: int) -> KeyCounts:
+    """Counts of rows that attend to the `reach` last keys up to themselves."""
     nodes, total = classes.nodes, len(classes.nodes)
     starts = np.maximum(nodes - reach, 0)
-    first = np.searchsorted(nodes, starts, "right")  # of a row's keys
-    last = np.searchsorted(nodes, nodes + reach) - 1  # of the rows that see a key
+    first = np.searchsorted(nodes, starts, "right")  # first node among each row's keys
+    last = np.searchsorted(nodes, nodes + reach) - 1  # last node among each key's rows
     sums = _Sums(nodes, reach)
     keys, rows = np.zeros((total, total)), np.zeros((total, total))
     shared, split, later, sending = (np.zeros((total,) * 3) for _ in range(4))
@@ -741,49 +762,46 @@ def _seen(classes: PositionClasses, reach: int) -> KeyCounts:
         split[p, p] = keys[p] = sums(starts[p], nodes[p], 0, p)
         rows[p] = sending[p, p] = sums(nodes[p] - 1, nodes[p] + reach - 1, p, last[p], 1)
         for s in range(p + 1):
-            both = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], first[p], s)
-            seeing = sums(nodes[p] - 1, nodes[s] + reach - 1, p, last[s], 2)
-            later[p, s] = later[s, p] = seeing
+            common = shared[p, s] = shared[s, p] = sums(starts[p], nodes[s], first[p], s)
+            later[p, s] = later[s, p] = sums(nodes[p] - 1, nodes[s] + reach - 1, p, last[s], 2)
             if s == p:
                 shared[p, p] = keys[p]
-            else:
-                behind = max(nodes[s], starts[p]), nodes[p], max(s + 1, first[p]), p
-                split[s, p] = both + sums(*behind)
-                before = starts[s], min(nodes[s], starts[p]), first[s], min(s, first[p] - 1)
-                alone = before[0] < before[1] and before[2] > before[3]  # no node among them
-                split[p, s] = keys[s] if alone else both + sums(*before)
-                begin, end = int(nodes[p]) - 1, int(nodes[s]) + reach - 1
-                sending[s, p], sending[p, s] = rows[s], rows[p]
-                if begin < end:  # rows that see both
-                    together = sums(begin, end, p, last[s], 1)
-                    sending[s, p] = sums(nodes[s] - 1, begin, s, p - 1, 1) + together
-                    if last[s] < last[p]:  # else no node is among the rest
-                        rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
-                        sending[p, s] = together + rest
+                continue
+            behind = max(nodes[s], starts[p]), nodes[p], max(s + 1, first[p]), p
+            split[s, p] = common + sums(*behind)
+            before = starts[s], min(nodes[s], starts[p]), first[s], min(s, first[p] - 1)
+            without_node = before[0] < before[1] and before[2] > before[3]
+            split[p, s] = keys[s] if without_node else common + sums(*before)
+            begin, end = int(nodes[p]) - 1, int(nodes[s]) + reach - 1
+            sending[s, p], sending[p, s] = rows[s], rows[p]
+            if begin < end:  # some rows attend to both keys
+                common = sums(begin, end, p, last[s], 1)
+                sending[s, p] = sums(nodes[s] - 1, begin, s, p - 1, 1) + common
+                if last[s] < last[p]:  # else there is no node behind `end`
+                    rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
+                    sending[p, s] = common + rest
     size = np.minimum(nodes, reach).astype(float)
-    return KeyCounts(
-        classes, reach, starts, nodes, size, keys, shared, split, rows, sending, later, first
-    )
+    return KeyCounts(classes, reach, nodes, size, keys, shared, split, rows, sending, later, first)
 
 
 @functools.lru_cache(maxsize=64)
-def _everything(classes: OneClass) -> KeyCounts:
-    """Of one class."""
-    size, none = float(classes.length), np.zeros(1, np.intp)
-    off_diagonal, cubes = np.full((1, 1), size), np.full((1, 1, 1), size)
-    ends = none, classes.nodes, np.array([size])
-    counts = off_diagonal, cubes, cubes, off_diagonal, cubes, cubes
-    return KeyCounts(classes, classes.length, *ends, *counts, none)
+def _all_keys(classes: OneClass) -> KeyCounts:
+    """Counts of a single class, whose rows attend to every key."""
+    size, zero = float(classes.length), np.zeros(1, np.intp)
+    pairs, triples = np.full((1, 1), size), np.full((1, 1, 1), size)
+    ends = classes.nodes, np.array([size])
+    counts = pairs, triples, triples, pairs, triples, triples
+    return KeyCounts(classes, classes.length, *ends, *counts, zero)
 
 
 @functools.lru_cache(maxsize=16)
-def _seen_both(classes: BothSides, reach: int) -> KeyCounts:
-    """Of rows that see both sides: nothing jumps at a node, since no row ends there."""
+def _bidirectional_counts(classes: BothSides, reach: int) -> KeyCounts:
+    """Counts of rows that attend to both sides: no row ends at a node, so that nothing jumps."""
     nodes, total, length = classes.nodes, len(classes.nodes), classes.length
     starts, ends = np.maximum(nodes - reach, 0), np.minimum(nodes + reach - 1, length)
 
-    def size(place: Any) -> Any:
-        return np.minimum(place + reach - 1.0, length) - np.maximum(place - reach, 0.0)
+    def size(position: Any) -> Any:
+        return np.minimum(position + reach - 1.0, length) - np.maximum(position - reach, 0.0)
 
     sums, last = _Sums(nodes, reach, size), total - 1
     spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
@@ -795,52 +813,50 @@ def _seen_both(classes: BothSides, reach: int) -> KeyCounts:
         low, high = max(spans[p][0], spans[s][0]), min(spans[p][1], spans[s][1])
         shared[p, s] = sums(low, high, 0, last)
         later[p, s] = sums(low, high, 0, last, 2)
-    cube, none = (total, total, total), np.zeros(total, np.intp)
+    cube, zeros = (total, total, total), np.zeros(total, np.intp)
     split, sending = np.broadcast_to(keys, cube), np.broadcast_to(rows[:, None], cube)
     sizes = size(nodes.astype(float))
-    return KeyCounts(
-        classes, reach, starts, ends, sizes, keys, shared, split, rows, sending, later, none
-    )
+    return KeyCounts(classes, reach, ends, sizes, keys, shared, split, rows, sending, later, zeros)
 
 
 class _Sums:
-    """Counts of sums over ranges of positions, for one window.
+    """Counts of sums over ranges of positions, for one window, cached.
 
-    `size` gives how many keys the rows at some positions see; None: those up to their own.
+    `size` maps positions to the number of keys of their rows; None: min(position, window).
     """
 
     def __init__(self, nodes: NDArray[np.intp], window: int, size: Any = None) -> None:
         self._nodes, self._logs = nodes, np.log(nodes)
         self._size = size or functools.partial(np.minimum, window)
-        self._places: list[int] = nodes.tolist()
+        self._positions: list[int] = nodes.tolist()
         self._cells: dict[tuple[int, ...], Array] = {}
         self._sums: dict[tuple[int, ...], Array] = {}
 
     def __call__(self, low: int, high: int, first: int, last: int, power: int = 0) -> Array:
-        """(P,) counts of sum_{low < i <= high} f(i) from nodes first to last; with a power,
-        size(i)^power f(i) is what is interpolated."""
-        asked = int(low), min(int(high), self._places[-1]), first, last, power
-        if asked not in self._sums:
-            self._sums[asked] = self._sum(*asked)
-        return self._sums[asked]
+        """(P,) counts of sum_{low < i <= high} f(i), where f(i) size(i)^power is interpolated
+        from the nodes `first` to `last`."""
+        key = int(low), min(int(high), self._positions[-1]), first, last, power
+        if key not in self._sums:
+            self._sums[key] = self._sum(*key)
+        return self._sums[key]
 
     def _sum(self, low: int, high: int, first: int, last: int, power: int) -> Array:
-        places = self._places
-        counts = np.zeros(len(places))
+        nodes = self._positions
+        counts = np.zeros(len(nodes))
         if low >= high or first > last:
             return counts
-        behind = bisect.bisect_right(places, low)
-        counts[max(first, behind) : min(last + 1, bisect.bisect_right(places, high))] = 1.0
-        inner = min(last, len(places) - 2)
-        for cell in range(max(0, behind - 1), len(places) - 2):
-            if places[cell] >= high:
+        behind = bisect.bisect_right(nodes, low)
+        counts[max(first, behind) : min(last + 1, bisect.bisect_right(nodes, high))] = 1.0
+        inner = min(last, len(nodes) - 2)
+        for cell in range(max(0, behind - 1), len(nodes) - 2):
+            if nodes[cell] >= high:
                 break
             near = stencil(cell, first, inner)
-            ends = max(low, places[cell]), min(high + 1, places[cell + 1])
+            ends = max(low, nodes[cell]), min(high + 1, nodes[cell + 1])
             key = near.start, near.stop, *ends, power
             if key not in self._cells:
-                points, masses = positions_between(*ends)
-                basis = lagrange(self._logs[near], np.log(points)) * masses
+                points, weights = positions_between(*ends)
+                basis = lagrange(self._logs[near], np.log(points)) * weights
                 if power:
                     sizes = self._size(self._nodes[near])[:, None]
                     basis = basis * (sizes / self._size(points)) ** power
@@ -850,8 +866,8 @@ class _Sums:
 
 
 @functools.lru_cache(maxsize=4)
-def _between(nodes: tuple[int, ...]) -> list[tuple[slice, slice, Array]]:
-    """Between every two nodes the positions, the nodes that give them, and the weights of those."""
+def _interpolation(nodes: tuple[int, ...]) -> list[tuple[slice, slice, Array]]:
+    """For each gap between nodes: its positions, the interpolating nodes, and their weights."""
     logs, result = np.log(nodes), []
     for cell, (low, high) in enumerate(itertools.pairwise(nodes)):
         if high > low + 1:
@@ -862,10 +878,10 @@ def _between(nodes: tuple[int, ...]) -> list[tuple[slice, slice, Array]]:
 
 
 class ClassRows(NamedTuple):
-    """Rows of attention on classes.
+    """Attention weights on classes.
 
     Attributes:
-        weights: (..., P, P) [row, key], to one token of a class.
+        weights: (..., P, P) [row, key] to a single key of a class.
     """
 
     weights: Array
@@ -873,18 +889,18 @@ class ClassRows(NamedTuple):
 
     @property
     def counted(self) -> Array:
-        """(..., P, P) to all tokens of a class that a row attends to."""
+        """(..., P, P) [row, key] to all keys of a class together."""
         return self.key_counts.keys * self.weights
 
 
 # --- matrices over keys ---------------------------------------------------------------------------
 
 Matrix = tuple[Any, Any]
-"""(own, pairs): what a key has beyond `off_diagonal` on the diagonal, (..., P), and (..., P, P)."""
+"""(diagonal, off_diagonal), of shapes (..., P) and (..., P, P)."""
 
 
 def diagonal_of(matrix: Any) -> Array:
-    """(..., P) diagonal of an array (..., P, P), or of a `ClassMatrix`."""
+    """(..., P) diagonal of an array (..., P, P) or a `ClassMatrix`."""
     if isinstance(matrix, ClassMatrix):
         return matrix.diagonal
     if matrix.shape[-2:] == (1, 1):
@@ -893,19 +909,19 @@ def diagonal_of(matrix: Any) -> Array:
 
 
 class ClassMatrix:
-    """A matrix over tokens on classes, with the arithmetic of arrays (..., L, L).
+    """A matrix over tokens, stored on classes, with the arithmetic of arrays (..., L, L).
 
-    Classes are taken as blocks of alike tokens here, each of `count`: a row that sees a part of a
-    class sees all of it with as much less weight. Products, transposes and sums are then those of
-    one matrix over all tokens, so that maps of kernels and their transposes agree; it costs the
-    order of a cell at a mask's edge.
+    Classes are blocks of `count` exchangeable tokens here: a row that attends to a fraction of a
+    class attends to all of it, with weights reduced by that fraction. Products, transposes and sums
+    are then exactly those of one matrix over all tokens, so that a map of kernels and its transpose
+    agree. The price is an error of the size of one cell at the edge of a mask.
 
     Attributes:
         diagonal: (..., nodes) entries of a token with itself.
-        off_diagonal: (..., nodes, nodes) of two different tokens.
-        classes: the positions, those of a text's words, or one class of tokens alike.
-        crowded: (..., P, P) of rows of attention, what two keys of one word get together over what
-            two others do: they crowd each other. None: no such rows, or no words.
+        off_diagonal: (..., nodes, nodes) entries of two different tokens.
+        classes: of a single document, with or without words, or one class.
+        crowded: (..., P, P) for attention weights on a text, the ratio of the joint weight of two
+            keys of the same word to that of two different words; None otherwise.
     """
 
     __array_ufunc__ = None
@@ -937,7 +953,7 @@ class ClassMatrix:
         classes: PositionClasses,
         crowded: Array | None = None,
     ) -> ClassMatrix:
-        """Of what rows give to one key of a class that they see, (..., P, P)."""
+        """Attention weights as a matrix, of `rows` (..., P, P): weights to a single visible key."""
         count, inside = key_counts.classes.count, np.diagonal(rows, axis1=-2, axis2=-1)
         off_diagonal, seen = rows * key_counts.keys / count, np.diagonal(key_counts.keys)
         several = count > 1.5
@@ -979,17 +995,17 @@ class ClassMatrix:
 
     @functools.cached_property
     def mean(self) -> Array:
-        """(..., P, P) over all pairs of two classes."""
-        return self.classes.over_relations(self.off_diagonal)
+        """(..., P, P) mean entry of two different tokens of two classes."""
+        return self.classes.word_mean(self.off_diagonal)
 
     @functools.cached_property
     def excess(self) -> Array:
-        """(..., P) what a token has with itself beyond what it has with others of its class."""
+        """(..., P) diagonal entry minus the entry of two different tokens of the class."""
         return np.asarray(self.diagonal[..., : self.mean.shape[-1]] - diagonal_of(self.mean))
 
     @functools.cached_property
     def counted(self) -> Array:
-        """(..., P, P) means times the tokens of the first one's class."""
+        """(..., P, P) `mean` times the number of tokens of the first class."""
         return np.asarray(self.classes.inside.count[:, None] * self.mean)
 
     def __getitem__(self, index: Any) -> ClassMatrix:
@@ -1003,17 +1019,16 @@ class ClassMatrix:
 
     def __matmul__(self, other: Any) -> Any:
         excess, mean = self.excess, self.mean
-        if not isinstance(other, ClassMatrix):  # a column per token
+        if not isinstance(other, ClassMatrix):  # columns (..., P, n)
             columns = np.asarray(other)[..., : mean.shape[-1], :]
             result = excess[..., None] * columns + mean @ (
                 self.classes.inside.count[:, None] * columns
             )
             return np.swapaxes(self.classes.repeated(np.swapaxes(result, -1, -2)), -1, -2)
-        beyond = other.excess
-        off_diagonal = excess[..., :, None] * other.mean + mean * beyond[..., None, :]
+        off_diagonal = excess[..., :, None] * other.mean + mean * other.excess[..., None, :]
         off_diagonal = off_diagonal + mean @ other.counted
-        product = excess * beyond + diagonal_of(off_diagonal), off_diagonal
-        return ClassMatrix(*self.classes.with_relations(product, self, other), self.classes)
+        product = excess * other.excess + diagonal_of(off_diagonal), off_diagonal
+        return ClassMatrix(*self.classes.word_product(product, self, other), self.classes)
 
     def _with(self, other: Any, operation: Any) -> ClassMatrix:
         if isinstance(other, ClassMatrix):
@@ -1051,7 +1066,7 @@ class ClassMatrix:
 
 
 def diagonal_factor(other: Any) -> Any:
-    """What meets a token's own entry, of an array that meets pairs (..., P or 1, P or 1)."""
+    """The diagonal of a factor (..., P or 1, P or 1) of off-diagonal entries."""
     other = np.asarray(other)
     if other.ndim < 2:
         return other

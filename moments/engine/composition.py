@@ -1,9 +1,8 @@
-"""How components compose, and what each does to a signal and to its gradient.
+"""Components and their composition: leaves, chains (`>>`), residual sums, branches and layers.
 
-A composition is a declaration: leaves, chains (`>>`), residual connections, parallel branches and
-numbered layers. Every component has `propagate` for the way up, which leaves a `Record`, and
-`backpropagate` for the way back, which completes it. What a component is made of, and what a
-gradient through it depends on, it says itself. See docs/theory/gradients.md, Lost directions.
+The forward pass, `propagate`, creates a `Record` for each component, and the backward pass,
+`backpropagate`, completes it. All properties of a component that a pass depends on are members of
+`Component`. See docs/theory/gradients.md, Lost directions.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def _nothing() -> None: ...
 
 @dataclass(slots=True, eq=False)
 class Pulled:
-    """What a pullback returns: the gradient at the input, and what follows from it when asked.
+    """Result of a pullback: the gradient at the input, and functions evaluated on demand.
 
     Attributes:
-        weights: gives the expected squared gradient norm of each weight matrix.
-        overlaps: by how much those grow per unit of the variance of two tokens' overlap in what is
-            attended to, beyond the 1/width they count with.
-        response: by how much two outputs' overlap moves per that of the tokens that ask, as the
-            kernel that a gradient of ones would have there; None where none asks.
+        weights: returns the expected squared gradient norm of each weight matrix.
+        overlaps: returns the derivatives of these norms by the variance of two tokens' overlap in
+            the attended tensor, for which they assume 1/width.
+        response: returns the derivative of two outputs' overlap by that of the query tokens, as the
+            kernel that a gradient of ones would have there; None without queries.
     """
 
     gradient: Gradient
@@ -48,7 +47,7 @@ class Pulled:
 
 
 def weights_of(*parts: Pulled) -> Mapping[str, Array]:
-    """Of several together."""
+    """The `weights` of several pullbacks."""
     return {name: norm for part in parts for name, norm in part.weights().items()}
 
 
@@ -58,10 +57,12 @@ ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
 
 
 class Addition(NamedTuple):
-    """A sum of what is kept and what is added, with the squares of their factors.
+    """A residual sum.
 
     Attributes:
-        kept, added: what enters the connection and what leaves the branch.
+        kept: record whose input is the first addend.
+        added: record whose output is the second addend.
+        keeping, adding: squared factors of the addends.
     """
 
     kept: Record
@@ -71,11 +72,11 @@ class Addition(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What ends an entrywise unit of hidden features, in a chain.
+    """The last component of an activation unit in a chain, which includes the matrices before it.
 
     Attributes:
-        parts: of the unit, this one being the last.
-        along: (K_oo + 4 K_qq)/K_oo of their covariance K (`moments.noise.overlap`).
+        parts: number of components of the unit.
+        along: (K_oo + 4 K_qq)/K_oo of the covariance K of hidden features (`noise.overlap`).
     """
 
     parts: int
@@ -84,175 +85,163 @@ class Hidden(NamedTuple):
 
 class Component(abc.ABC):
     """A node of the declaration. `label` names its site in a trace, such as "attention.norm"; a
-    component without one is no site."""
+    component without a label is no site."""
 
     label: str
 
-    # --- what it does ----------------------------------------------------------------------------
+    # --- passes ----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def propagate(self, signal: Signal, run: Run) -> Record:
-        """Carry a signal through, forward."""
+        """Propagate a signal forward."""
 
     @abc.abstractmethod
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        """Complete a record of this component with a gradient at its output, carried back."""
+        """Propagate a gradient backward from the output, around the record of a forward pass."""
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        """What it does to how much the overlap of what tokens have of their own varies."""
+        """Propagate `at`, the fluctuation of the input's unshared overlaps, to the output."""
         for child in record.children:
             at = walk.through(child, at)
         return at
 
     def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
-        """Mean and variance of an entry that leaves, from those of one that enters and a factor on
-        the variances of the `matrices` of these names; None: they follow from more than that."""
+        """A function of (mean, variance) of an input entry, and of a factor on the variances of the
+        `matrices` of these names, that returns those of an output entry; None: there is no such
+        function."""
         return None
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
-        """Share of its laws' domain that an entry's variance takes up; 0 of one without end."""
+        """An entry's variance over the largest in the domain of the laws; 0 if it is unbounded."""
         return 0.0
 
     def addition(self, record: Record) -> Addition | None:
-        """What it adds to what it keeps, where it is a sum of the two."""
+        """The addends, if the component is a residual sum."""
         return None
 
     def carried(self, record: Record, amplitude: Array) -> Array:
-        """The amplitude, per token, with which the output holds what the input holds with this
-        one; what random matrices turn is not counted."""
+        """Amplitude of a tensor in the output, per token, given its amplitude in the input; images
+        under random matrices do not count."""
         return 0.0 * amplitude
 
-    # --- what one draw of it does (`moments.noise`) ----------------------------------------------
+    # --- fluctuations (`moments.noise`) ----------------------------------------------------------
 
     def response(self, record: Record, around: Around) -> Response:
-        """What it does to sensitivities, by token.
+        """Adjoints for sensitivities, around a record of both passes.
 
         Raises:
-            MomentsError: it does not say.
+            MomentsError: not implemented for this component.
         """
         raise MomentsError(f"no band of one draw through a {type(self).__name__} in a branch")
 
-    @property
-    def self_attention(self) -> Any | None:
-        """The self-attention in it, as it attends behind any normalisation of its own; None: it
-        has none."""
-        return next((one.self_attention for one in self.children if one.self_attention), None)
-
-    @property
-    def reads(self) -> Any | None:
-        """What in it reads a memory; None: nothing does."""
-        return next((one.reads for one in self.children if one.reads), None)
-
     def unplaced(self) -> Any:
-        """The same with every token seeing every other, wherever it stands."""
+        """The component without masks and positions, for exchangeable tokens."""
         return self.mapped(lambda leaf: leaf.unplaced()) if self.children else self
 
     def apart(self) -> Any:
-        """The same as it acts on tokens of endless sequences, each of another: two have in common
-        what their sequences have, whatever their tokens attend to."""
+        """The component as it acts on tokens of different, infinitely long sequences."""
         return self.mapped(lambda leaf: leaf.apart()) if self.children else self.unplaced()
 
     @property
     def masks(self) -> bool:
-        """Whether it drops at random, anew for every token."""
+        """Whether it applies a random mask, independent for every token."""
         return False
 
-    # --- what it is made of ----------------------------------------------------------------------
+    # --- structure -------------------------------------------------------------------------------
 
     @property
     def children(self) -> tuple[Component, ...]:
-        """The components it holds, in the order in which a signal passes them."""
+        """Its parts, in the order of the forward pass."""
         return ()
 
     def with_children(self, children: tuple[Component, ...]) -> Component:
-        """The same with other components in their places."""
         return self
 
     def way_back(self, records: tuple[Record, ...]) -> Iterable[Record]:
-        """Those of its children in the order in which a gradient passes them."""
+        """The children's records in the order of the backward pass."""
         return reversed(records)
 
     def mapped(self, function: Callable[[Any], Any]) -> Any:
-        """The same with a function of every leaf in that leaf's place."""
+        """The component with every leaf replaced by a function of it."""
         if not self.children:
             return function(self)
         return self.with_children(tuple(child.mapped(function) for child in self.children))
 
     @property
     def hidden(self) -> Hidden | None:
-        """The unit that it ends; None: it ends none."""
+        """The activation unit of which this is the last component; None: of none."""
         return None
 
     @property
     def gain_name(self) -> str | None:
-        """Name of its gain, where that is a parameter per feature behind a normalisation."""
+        """Name of its gain, if it is a normalisation with a gain per feature."""
         return None
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """Names of the weight matrices in it whose entries' variance its output's is affine in."""
+        """Names of its weight matrices, in whose variance the output's variance is affine."""
         return tuple(name for child in self.children for name in child.matrices)
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> Any:
-        """The same with the variances of its `matrices` of these names times a factor."""
+        """The component with the weight variances of the named `matrices` times a factor."""
         if not self.children:
             return self
         return self.mapped(lambda leaf: leaf.with_variances(names, factor))
 
     def residuals(self) -> tuple[Residual, ...]:
-        """The residual connections in it, in the order of the forward pass."""
+        """Its residual connections, in the order of the forward pass."""
         return tuple(one for child in self.children for one in child.residuals())
 
     def with_residuals(self, signal: Signal, solve: Solve, carry: Carry) -> Component:
-        """The same with another residual connection in the place of each of its own.
+        """The component with its residual connections replaced, in the order of the forward pass.
 
         Args:
-            solve: gives the other, from the one and what enters it.
-            carry: gives what a component makes of what enters it.
+            solve: returns the replacement, from a residual connection and its input.
+            carry: returns the output, from a component and its input.
         """
         return self
 
     def in_order(self) -> tuple[Component, ...]:
-        """What follows one another in it: itself, unless it is a chain."""
+        """The components of a chain, or the component itself."""
         return (self,)
 
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
-        """The records of every way through parallel branches, leaf by leaf."""
+        """The leaves' records on each path through parallel branches."""
         return [(record,)]
 
-    # --- what a gradient through it depends on ---------------------------------------------------
+    # --- properties that gradients depend on -----------------------------------------------------
 
     @functools.cached_property
     def mixes_tokens(self) -> bool:
-        """Whether tokens receive what others send."""
+        """Whether an output token depends on other input tokens."""
         return any(child.mixes_tokens for child in self.children)
 
     @functools.cached_property
     def normalises(self) -> bool:
-        """Whether the output ignores the input's scale."""
+        """Whether the output is independent of the input's scale."""
         return any(child.normalises for child in self.children)
 
     @property
     def rescales(self) -> bool:
-        """Whether it changes the size of a token alone."""
+        """Whether it only multiplies each token by a factor."""
         return False
 
     @property
     def splits(self) -> bool:
-        """Whether it ends in parallel branches, which take their own parts."""
+        """Whether it ends in parallel branches, each of which applies `returned` itself."""
         return False
 
     @property
     def padding(self) -> Padding | None:
-        """For every sequence, the document of each token that its attention keeps apart, 0 where
-        it pads; None: it does not."""
+        """For every sequence the document of each token, 0 for padding, if attention in it is
+        limited to documents; else None."""
         return None
 
     @property
     def documents(self) -> np.ndarray | None:
-        """(B, L) the documents that attention in it keeps apart; None: each row is one."""
+        """(B, L) document of each token, if attention in it is limited to documents; else None."""
         for child in self.children:
             if (result := child.documents) is not None:
                 return result
@@ -272,7 +261,7 @@ Carry = Callable[[Component, Signal], Signal]
 
 
 class Leaf(Component):
-    """A component that transforms moments by its laws."""
+    """A component without parts, which transforms moments by its laws."""
 
     def carried(self, record: Record, amplitude: Array) -> Array:
         if not self.rescales:
@@ -286,7 +275,7 @@ class Leaf(Component):
 
     @abc.abstractmethod
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        """Moments of the output, and the map that carries a gradient back through this node."""
+        """Moments of the output, and the pullback of a gradient at the output to the input."""
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         output, pullback = self.forward(signal)
@@ -299,14 +288,14 @@ class Leaf(Component):
 
 
 class Reader(Component):
-    """A component that also reads another tensor, a decoder's cross-attention the encoder's."""
+    """A component with a second input, the memory, such as a decoder's cross-attention."""
 
     @abc.abstractmethod
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
-        """Moments of the output, and the map from its gradient to those at both inputs."""
+        """Moments of the output, and the pullback of its gradient to both inputs."""
 
     def response(self, record: Record, around: Around) -> Response:
-        # As it meets the tokens that ask: every one alone, of a memory as it is.
+        # With a fixed memory it acts on every query token separately.
         memory, grad_out = record.memory, around.grad_out(record)
         assert memory is not None
 
@@ -331,7 +320,7 @@ class Reader(Component):
 
 @dataclass(frozen=True)
 class Chain(Component):
-    """Components one after the other."""
+    """Components in sequence."""
 
     components: tuple[Component, ...]
     label: str = ""
@@ -395,7 +384,7 @@ class Parallel(Component):
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         signal, output = record.input, record.output
-        children, kernels = [], []
+        children, kernels, alone = [], [], []
         for child in record.children:
             addend = gradient.with_kernel(gradient.kernel)
             if signal.fluctuation is not None:
@@ -406,7 +395,9 @@ class Parallel(Component):
             if signal.fluctuation is not None:
                 kernel = returned(kernel, addend, child.component, signal.width)
             kernels.append(kernel)
-        grad_in = Gradient(sum_of(kernels), gradient.seq_len)
+            alone.append(kernel.diagonal * sent_alone(children[-1].grad_in, child.component))
+        total = sum_of(kernels)
+        grad_in = Gradient(total, gradient.seq_len, alone=ratio_or_zero(sum(alone), total.diagonal))
         return record.completed(gradient, grad_in, tuple(children))
 
     def unshared_overlap(
@@ -470,7 +461,7 @@ class Residual(Component):
         return run.passed(Record(self, run.layer, signal, output, (branch,)))
 
     def sum(self, signal: Signal, branch: Signal) -> Signal:
-        """What the skip connection carries and what the branch gives, added."""
+        """The sum of the skip connection and the branch."""
         scales = square(self.skip_scale), square(self.branch_scale)
         return added(signal, branch, *scales, keeps_mean=True)
 
@@ -483,40 +474,45 @@ class Residual(Component):
 
         signal, output, branch = record.input, record.output, child.output
         skip, scale = square(self.skip_scale), square(self.branch_scale)
-        kept, handed = gradient.kernel.scaled(skip), gradient.kernel.scaled(scale)
+        kept, to_branch = gradient.kernel.scaled(skip), gradient.kernel.scaled(scale)
         if signal.fluctuation is None:
-            done = back(gradient.with_kernel(handed))
+            done = back(gradient.with_kernel(to_branch))
             merged = _merged(gradient, kept, done.grad_in.kernel, not self.branch.normalises)
             return record.completed(gradient, merged, (done,))
         if not self.branch.normalises:
-            return self._scale_free(record, gradient, kept, handed, back)
+            return self._scale_free(record, gradient, kept, to_branch, back)
         gained = branch.kernel.diagonal * output.kernel.lift(scale)[0]
-        return self._normalised(record, gradient, kept, handed, gained, run)
+        return self._normalised(record, gradient, kept, to_branch, gained, run)
 
     def _normalised(
         self,
         record: Record,
         gradient: Gradient,
         kept: Kernel,
-        handed: Kernel,
+        to_branch: Kernel,
         gained: Array,
         run: Run,
         entered: Callable[[Kernel], Kernel] = lambda grad_in: grad_in,
     ) -> Record:
-        """The way back where the branch normalises what it reads.
+        """Backpropagate through a sum whose branch normalises its input.
 
         Args:
-            kept: of the gradient, what the skip connection hands down.
-            handed: what the branch receives.
-            gained: the part of every token's variance that the branch gave.
-            entered: the gradient at the stream, of that at what enters the branch.
+            kept: gradient through the skip connection.
+            to_branch: gradient at the branch's output.
+            gained: (..., L) variance of each token that the branch added.
+            entered: maps the gradient at the branch's input to that at the stream.
         """
         signal, output, (child,) = record.input, record.output, record.children
         share = ratio_or_zero(gained, output.kernel.diagonal)
         response = (1.0 - share) * gradient.norm_response
         shared = shared_persistence(signal, response, gradient.kernel, self.branch.documents)
-        addend = gradient.at_addend(handed, share, (persistence(signal, response), shared))
+        grown = persistence(signal, response)
+        addend = gradient.at_addend(to_branch, share, (grown, shared))
         done = self.branch.backpropagate(child, addend, run)
+        alone = sent_alone(done.grad_in, self.branch)
+        # what other tokens send falls with their norms, and with this one as far as both share them
+        common = ratio_or_zero(shared, grown.diagonal)
+        falls = 1.0 + response * (alone + (1.0 - alone) * common)
         grad_in = entered(returned(done.grad_in.kernel, addend, self.branch, signal.width))
         total = kept + grad_in
         kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
@@ -524,10 +520,10 @@ class Residual(Component):
         merged = Gradient(
             total,
             gradient.seq_len,
-            # (x.g)^2, which the branch does not change: its norm sends back nothing along x
+            # The branch does not change (x.g)^2: its norm's gradient is orthogonal to x.
             radial=kept_share * (share + (1.0 - share) * gradient.radial),
             centred_share=gradient.centred_share * mean_share,
-            norm_response=response + 1.0 - kept_share,
+            norm_response=kept_share * response + (1.0 - kept_share) * falls,
         )
         return record.completed(gradient, merged, (done,))
 
@@ -555,16 +551,16 @@ class Residual(Component):
         record: Record,
         grad_out: Gradient,
         kept: Kernel,
-        handed: Kernel,
+        to_branch: Kernel,
         back: Callable[[Gradient], Record],
     ) -> Record:
-        """The way back where the branch scales with its input: it holds no normalisation."""
+        """Backpropagate through a sum whose branch scales with its input, without normalisation."""
         signal, (child,) = record.input, record.children
         gradient = grad_out.averaged()
         total = record.output.kernel.mean_diagonal()
         scale = square(self.branch_scale)
         share = ratio_or_zero(child.output.kernel.mean_diagonal() * scale, total)
-        done = back(gradient.at_addend(handed, share))
+        done = back(gradient.at_addend(to_branch, share))
         grad_in = done.grad_in
         if isotropic(gradient.radial):
             merged = _merged(gradient, kept, grad_in.kernel, True)
@@ -573,7 +569,7 @@ class Residual(Component):
         kept, back_kernel = orthogonal_parts(signal, share, gradient, kept, grad_in, mixing)
         merged = _merged(gradient, kept, back_kernel, True)
         if not gradient.orthogonal:
-            # u.g of the sum u is x.g of its addend x, of a branch of degree 1
+            # For a branch of degree 1, u.g of the sum u equals x.g of the addend x.
             kept_share = ratio_or_zero(kept.mean_diagonal(), merged.kernel.mean_diagonal())
             radial = gradient.radial * kept_share * ratio_or_zero(1.0, 1.0 - share)
             merged = dataclasses.replace(merged, radial=radial)
@@ -619,11 +615,11 @@ class Layer(Component):
 def forward(
     component: Component, signal: Signal, memory: Signal | None = None
 ) -> tuple[Signal, Record]:
-    """Carry a signal through a declaration.
+    """Propagate a signal through a declaration.
 
     Returns:
-        The output, and the record of the pass, whose `backward` carries a gradient at the output
-        back to the input.
+        The output, and the record of the pass, whose `backward` propagates a gradient at the output
+        to the input.
     """
     record = component.propagate(signal, Run(memory))
     return record.output, record
@@ -640,11 +636,11 @@ def added(
     keeps_mean: bool = False,
     parallel: bool = False,
 ) -> Signal:
-    """Sum of two tensors of independent directions, their kernels times `skip` and `scale`.
+    """Sum of two tensors of independent directions, with kernels multiplied by `skip` and `scale`.
 
     Args:
-        parallel: whether both are branches of one tensor, instead of the second of the first.
-        keeps_mean: whether what the first has without its features' mean stays a part of its own.
+        parallel: whether both are branches of one tensor, else the second is a branch of the first.
+        keeps_mean: whether the first's `centred` part is passed on.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
     fluctuation = summed(signal, branch, skip, scale, parallel)
@@ -661,11 +657,12 @@ def added(
 
 
 def returned(kernel: Kernel, addend: Gradient, branch: Component, width: Array) -> Kernel:
-    """What a normalised branch sends back, with what norms that persist and directions do to it.
+    """The gradient `kernel` at a normalised branch's input, corrected to order 1/width.
 
-    Attention returns averages of what other tokens receive: of the growth, what they share. Its
-    values lose the average's direction, (1 - radial)/width; entrywise units lose theirs where they
-    are, and what lies along the token itself is the normalisation's to remove.
+    It grows by `Gradient.persistence`; through attention, which averages the gradients of other
+    tokens, by the part that they share. Attention's values also lose the direction of their
+    average, (1 - radial)/width; activations account for that themselves, and the normalisation for
+    the direction of the token itself.
     """
     if addend.persistence is None or branch.splits:
         return kernel
@@ -677,12 +674,19 @@ def returned(kernel: Kernel, addend: Gradient, branch: Component, width: Array) 
     return kernel.weighted(one, (first + second) / 2)
 
 
-def _merged(gradient: Gradient, kept: Kernel, grad_in: Kernel, scale_free: bool) -> Gradient:
-    """Add the gradient that came through the branch to the one the skip connection kept.
+def sent_alone(grad_in: Gradient, branch: Component) -> Array:
+    """`Gradient.alone` of what a branch sends back."""
+    if grad_in.alone is not None:
+        return grad_in.alone
+    return 0.0 if branch.mixes_tokens else 1.0
 
-    The sum stays orthogonal to the signal if it was so above and the branch scales with its input,
-    that is, holds no normalisation (exact for ReLU networks, to leading order for attention, whose
-    logits do not scale).
+
+def _merged(gradient: Gradient, kept: Kernel, grad_in: Kernel, scale_free: bool) -> Gradient:
+    """Add the gradients through the branch and through the skip connection.
+
+    The sum is orthogonal to the signal if it is so at the output and the branch scales with its
+    input, that is, has no normalisation (exact for ReLU networks, to leading order for attention,
+    whose logits do not scale).
     """
     total = kept + grad_in
     share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
@@ -695,5 +699,4 @@ def _merged(gradient: Gradient, kept: Kernel, grad_in: Kernel, scale_free: bool)
 
 
 def square(scale: Any) -> Any:
-    """Of an amplitude."""
     return scale * scale

@@ -1,11 +1,11 @@
-"""Derivatives of functions written in numpy: a tape.
+"""Reverse-mode automatic differentiation of functions written in numpy.
 
-`pullback` runs a function on traced arrays, which numpy hands back to this module through its
-protocols, and returns the value with the transpose of the derivative. Pullbacks are themselves
-written in traced operations, so that they nest: a tangent is the derivative of a pullback in its
-cotangent, a second derivative that of a first. `primitive` makes one operation of a closed law.
+`pullback` evaluates a function on traced arrays, which implement numpy's dispatch protocols, and
+returns the value with the transposed derivative. Pullbacks consist of traced operations, so that
+they nest: a tangent is the derivative of a pullback by its cotangent, a second derivative that of a
+first. `primitive` defines an operation with a given pullback.
 
-What is traced is never written into. Arrays are real, of double precision unless given in single.
+Traced arrays are immutable. Arrays are real, in double precision unless given in single.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Cotangent = Callable[[Array], Array]
 
 _COUNT = itertools.count(1)
 _RULES: dict[Any, Callable[..., Any]] = {}
-"""By numpy's function, what does it to traced arrays."""
+"""Implementations for traced arrays, by numpy function."""
 
 
 class Traced:
     """An array on a tape.
 
     Attributes:
-        value: what it holds; of a nested derivative, an array on an outer tape.
-        level: its tape; a higher one is nested in a lower one.
-        parents: what it was made of, each with the map from a cotangent here to one there.
-        order: when it was made.
+        value: the array; in a nested derivative, an array on an outer tape.
+        level: of its tape; higher levels are nested in lower ones.
+        parents: its arguments, each with the map from the cotangent of this array to theirs.
+        order: of creation.
     """
 
     __slots__ = ("level", "order", "parents", "value")
@@ -141,10 +141,10 @@ class Traced:
 
 
 def _rule(function: Any, covered: bool = True) -> Callable[..., Any]:
-    """What a numpy function does to traced arrays.
+    """The implementation of a numpy function for traced arrays.
 
     Raises:
-        DomainError: its derivative is not known.
+        DomainError: there is none.
     """
     if function not in _RULES and isinstance(function, np.ufunc):
         _with_scipy()
@@ -158,7 +158,7 @@ def _rule(function: Any, covered: bool = True) -> Callable[..., Any]:
 
 
 def plain(x: Array) -> Array:
-    """The value alone, whatever traces it: a derivative takes it for a constant."""
+    """The untraced value, which derivatives treat as constant."""
     while type(x) is Traced:
         x = x.value
     return x
@@ -167,13 +167,13 @@ def plain(x: Array) -> Array:
 def primitive(
     function: Callable[..., Array], *pullbacks: Callable[..., Cotangent] | None
 ) -> Callable[..., Array]:
-    """One operation of the tape.
+    """Define an operation for traced arrays.
 
     Args:
         function: of arrays.
-        pullbacks: for each argument that it has a derivative in, a function of the result and the
-            arguments which returns the map from a cotangent of the result to one of the argument,
-            in traceable operations. None: no derivative.
+        pullbacks: for each differentiable argument, a function of the result and the arguments that
+            returns the map from the cotangent of the result to that of the argument, in traceable
+            operations. None: no derivative.
 
     >>> square = primitive(lambda x: x * x, lambda result, x: lambda g: 2 * x * g)
     >>> float(gradient(square)(3.0))
@@ -204,14 +204,10 @@ def primitive(
 
 
 def pullback(function: Callable[..., Array], *arguments: Array) -> tuple[Array, Any]:
-    """A function's value, and the transpose of its derivative there.
-
-    Args:
-        function: of arrays, to one array or a tuple of them.
-        arguments: where.
+    """Evaluate a function of arrays, which returns an array or a tuple of arrays.
 
     Returns:
-        The value, and a map from its cotangent (or theirs) to a tuple of one for each argument.
+        The value, and the map from its cotangent(s) to the tuple of the arguments' cotangents.
     """
     level = next(_COUNT)
     starts = [Traced(_number(one), level) for one in arguments]
@@ -221,10 +217,10 @@ def pullback(function: Callable[..., Array], *arguments: Array) -> tuple[Array, 
     values = tuple(one.value if _at(one, level) else one for one in ends)
 
     def pull(cotangent: Any) -> tuple[Array, ...]:
-        given = cotangent if several else (cotangent,)
+        cotangents = cotangent if several else (cotangent,)
         sums: dict[int, Array] = {}
         nodes: dict[int, Traced] = {}
-        for end, one in zip(ends, given, strict=True):
+        for end, one in zip(ends, cotangents, strict=True):
             if _at(end, level):
                 known = sums.get(end.order)
                 sums[end.order] = one if known is None else known + one
@@ -240,7 +236,7 @@ def pullback(function: Callable[..., Array], *arguments: Array) -> tuple[Array, 
 
 
 def gradient(function: Callable[..., Array]) -> Callable[..., Array]:
-    """The derivative of a function of one array to a number, or to independent entries of it."""
+    """The derivative of a scalar function of an array, or of a function that acts entrywise."""
 
     def slope(argument: Array) -> Array:
         value, pull = pullback(function, argument)
@@ -252,12 +248,12 @@ def gradient(function: Callable[..., Array]) -> Callable[..., Array]:
 def tangent(
     function: Callable[..., Array], arguments: Sequence[Array], directions: Sequence[Array]
 ) -> tuple[Array, Array]:
-    """A function's value and its derivative along directions: that of its pullback, which is
-    linear, in the cotangent."""
+    """A function's value and its derivative along directions: the derivative of its pullback,
+    which is linear, by the cotangent."""
     value, pull = pullback(function, *arguments)
     several = isinstance(value, tuple)
-    none = [np.zeros(np.shape(one)) for one in (value if several else (value,))]
-    _, push = pullback(lambda *given: pull(given if several else given[0]), *none)
+    zeros = [np.zeros(np.shape(one)) for one in (value if several else (value,))]
+    _, push = pullback(lambda *given: pull(given if several else given[0]), *zeros)
     result = push(tuple(directions))
     return value, result if several else result[0]
 
@@ -273,27 +269,27 @@ def _at(value: Any, level: int) -> bool:
 
 
 def _backwards(ends: list[Traced]) -> list[Traced]:
-    """All that ends are made of, the last made first."""
-    seen, waiting = {one.order: one for one in ends}, list(ends)
-    while waiting:
-        for parent, _ in waiting.pop().parents:
-            if parent.order not in seen:
-                seen[parent.order] = parent
-                waiting.append(parent)
-    return [seen[order] for order in sorted(seen, reverse=True)]
+    """`ends` and all their ancestors, the last created first."""
+    visited, pending = {one.order: one for one in ends}, list(ends)
+    while pending:
+        for parent, _ in pending.pop().parents:
+            if parent.order not in visited:
+                visited[parent.order] = parent
+                pending.append(parent)
+    return [visited[order] for order in sorted(visited, reverse=True)]
 
 
 # --- operations -----------------------------------------------------------------------------------
 
 
 def _fitted(cotangent: Array, like: Array) -> Array:
-    """Summed over the axes along which an argument was broadcast."""
-    shape, given = np.shape(plain(like)), np.shape(plain(cotangent))
-    if shape == given:
+    """Sum a cotangent over the axes along which its argument `like` was broadcast."""
+    shape, full = np.shape(plain(like)), np.shape(plain(cotangent))
+    if shape == full:
         return cotangent
-    lead = len(given) - len(shape)
+    lead = len(full) - len(shape)
     axes = tuple(range(lead))
-    axes += tuple(lead + k for k, n in enumerate(shape) if n == 1 and given[lead + k] != 1)
+    axes += tuple(lead + k for k, n in enumerate(shape) if n == 1 and full[lead + k] != 1)
     if axes:
         cotangent = np.reshape(np.sum(cotangent, axes), shape)
     same = np.shape(plain(cotangent)) == shape
@@ -301,13 +297,13 @@ def _fitted(cotangent: Array, like: Array) -> Array:
 
 
 def _elementwise(function: Any, *slopes: Any) -> Callable[..., Array]:
-    """Of an operation entry by entry, whose `slopes` are functions of result and arguments."""
+    """Define an entrywise operation; `slopes` are functions of the result and the arguments."""
 
-    def rule(place: int, slope: Any) -> Any:
-        def made(result: Array, *arguments: Array) -> Cotangent:
-            return lambda g: _fitted(g * slope(result, *arguments), arguments[place])
+    def rule(index: int, slope: Any) -> Any:
+        def pull(result: Array, *arguments: Array) -> Cotangent:
+            return lambda g: _fitted(g * slope(result, *arguments), arguments[index])
 
-        return made
+        return pull
 
     operation = primitive(function, *(rule(k, slope) for k, slope in enumerate(slopes)))
     _RULES[function] = operation
@@ -401,10 +397,10 @@ taken = primitive(
 
 
 def _linear(function: Any, transpose: Callable[..., Array]) -> None:
-    """Of a function that moves entries: `transpose` of a cotangent, the argument and options."""
+    """Define a function that moves entries, by its transpose: of a cotangent and the arguments."""
 
-    def rule(result: Array, x: Array, *given: Any, **options: Any) -> Cotangent:
-        return lambda g: transpose(g, x, *given, **options)
+    def rule(result: Array, x: Array, *arguments: Any, **options: Any) -> Cotangent:
+        return lambda g: transpose(g, x, *arguments, **options)
 
     _RULES[function] = primitive(function, rule)
 
@@ -432,31 +428,31 @@ _einsum = primitive(
 )
 
 
-def _einsum_back(g: Array, subscripts: str, operands: tuple[Array, ...], place: int) -> Array:
-    entering, _, leaving = subscripts.replace(" ", "").partition("->")
-    parts, given = entering.split(","), list(operands)
-    mine, like = parts.pop(place), plain(given.pop(place))
-    alone = "".join(k for k in mine if k not in leaving + "".join(parts))
-    ones = np.ones([np.shape(like)[mine.index(k)] for k in alone])  # summed in itself
-    return _einsum(f"{','.join([leaving, alone, *parts])}->{mine}", g, ones, *given)
+def _einsum_back(g: Array, subscripts: str, operands: tuple[Array, ...], index: int) -> Array:
+    inputs, _, output = subscripts.replace(" ", "").partition("->")
+    parts, others = inputs.split(","), list(operands)
+    own, like = parts.pop(index), plain(others.pop(index))
+    summed = "".join(k for k in own if k not in output + "".join(parts))
+    ones = np.ones([np.shape(like)[own.index(k)] for k in summed])  # sums over this operand alone
+    return _einsum(f"{','.join([output, summed, *parts])}->{own}", g, ones, *others)
 
 
 def _joined(parts: Sequence[Array], axis: int = 0) -> Array:
     return _concatenated(axis, *parts)
 
 
-def _cut(result: Array, axis: int, *parts: Array, place: int) -> Cotangent:
+def _cut(result: Array, axis: int, *parts: Array, part: int) -> Cotangent:
     sizes = [np.shape(plain(one))[axis] for one in parts]
-    start = sum(sizes[:place])
+    start = sum(sizes[:part])
     index = [slice(None)] * np.ndim(plain(result))
-    index[axis] = slice(start, start + sizes[place])
+    index[axis] = slice(start, start + sizes[part])
     return lambda g: g[tuple(index)]
 
 
 _concatenated = primitive(
     lambda axis, *parts: np.concatenate(parts, axis),
     None,
-    *(functools.partial(_cut, place=k) for k in range(32)),
+    *(functools.partial(_cut, part=k) for k in range(32)),
 )
 _RULES |= {
     np.sum: total,
@@ -476,9 +472,9 @@ _RULES |= {
 
 
 def _count(shape: tuple[int, ...], axis: Any) -> int:
-    """Of entries along axes, or of all."""
-    along = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    return math.prod(shape[k] for k in along)
+    """Number of entries along axes; None: along all."""
+    axes = range(len(shape)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return math.prod(shape[k] for k in axes)
 
 
 def _diagonal(x: Array, offset: int, axis1: int, axis2: int) -> Array:
@@ -489,7 +485,7 @@ def _diagonal(x: Array, offset: int, axis1: int, axis2: int) -> Array:
 
 @functools.cache
 def _with_scipy() -> None:
-    """Learn scipy's functions that laws of activations are made of."""
+    """Define the scipy functions that occur in laws of activations."""
     from scipy import special
 
     density = 1 / np.sqrt(2 * np.pi)

@@ -1,13 +1,13 @@
-"""What varies over draws: realised overlaps o_ij = x_i.x_j/width about their means C_ij.
+"""Fluctuations over draws of the realised overlaps o_ij = x_i.x_j/width about their means C_ij.
 
-Covariances of order 1/width are closed as those of a Wishart matrix,
+Their covariances, of order 1/width, are approximated by those of a Wishart matrix,
 
     Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2,    Y = y o y,
 
-with y = sqrt(2/width) C for Gaussian features. Where all tokens share a part whose size varies
-otherwise than what each has of its own, y is no multiple of C, and Cov(o_ij, |x_i|^2/width) =
-y_ii y_ij comes within 6 percent. An `UnsharedOverlap` is what a signal's `Fluctuation` does not
-know. See docs/theory/norms.md, Realised overlaps.
+with y = sqrt(2/width) C for Gaussian features. If the part of the signal that all tokens share
+varies in size differently from the rest, y is not proportional to C, and Cov(o_ij, |x_i|^2/width) =
+y_ii y_ij holds within 6 percent. `UnsharedOverlap` follows what this approximation loses behind
+attention. See docs/theory/norms.md, Realised overlaps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .trace import Record
 
 
 def has_fixed_norms(signal: Signal) -> bool:
-    """Whether a normalisation put all tokens on one sphere."""
+    """Whether a normalisation fixed the norms of all tokens."""
     if signal.fluctuation is None:
         return False
     diagonal = signal.fluctuation.norms.diagonal
@@ -33,7 +33,7 @@ def has_fixed_norms(signal: Signal) -> bool:
 
 
 def signed_root(square: Kernel, like: Kernel) -> Kernel:
-    """Square roots with the signs of another kernel."""
+    """Entrywise square roots of one kernel with the signs of another."""
     if is_number(square.diagonal):
         off_diagonal = max(square.off_diagonal, 0.0) ** 0.5
         return Kernel(
@@ -45,10 +45,9 @@ def signed_root(square: Kernel, like: Kernel) -> Kernel:
 
 
 def norm_variance(signal: Signal) -> Array:
-    """Var |x|^2/E^2 |x|^2 of a token, averaged over tokens; 0 where it is not followed.
+    """Var |x|^2/E^2 |x|^2 of a token, averaged over tokens; 0 if it is not tracked.
 
-    And where it would be less: sums take entries for Gaussian, which those of saturated functions
-    are not.
+    Bounded below by 0: sums treat entries as Gaussian, which saturated activations are not.
     """
     if signal.fluctuation is None:
         return 0.0
@@ -58,12 +57,12 @@ def norm_variance(signal: Signal) -> Array:
 
 
 def followed(signal: Signal) -> Kernel | None:
-    """Y of a signal; None where it is not followed."""
+    """Y of a signal; None if it is not tracked."""
     return None if signal.fluctuation is None else signal.fluctuation.overlaps
 
 
 def overlap_variance(signal: Signal) -> Array | None:
-    """Var o_ij for every pair of different tokens; None where it is not followed."""
+    """Var o_ij for every pair of different tokens; None if it is not tracked."""
     square = followed(signal)
     if square is None:
         return None
@@ -73,32 +72,29 @@ def overlap_variance(signal: Signal) -> Array | None:
     variance = 0.5 * (first * second + square.off_diagonal)
     if not has_fixed_norms(signal):
         return variance
-    size, other = kernel.over_tokens(kernel.diagonal)
-    one = ratio_or_zero(first * kernel.off_diagonal, size)
-    two = ratio_or_zero(second * kernel.off_diagonal, other)
-    # d o - (r d q_i + r' d q_j)/2, r = C_ij/C_ii
+    # The variance of d o_ij - (r d o_ii + r' d o_jj)/2 with r = C_ij/C_ii, r' = C_ij/C_jj.
+    size_i, size_j = kernel.over_tokens(kernel.diagonal)
+    one = ratio_or_zero(first * kernel.off_diagonal, size_i)
+    two = ratio_or_zero(second * kernel.off_diagonal, size_j)
     fixed = variance - (one + two) * root.off_diagonal
     fixed = fixed + 0.25 * (one * one + two * two)
-    fixed = fixed + 0.5 * ratio_or_zero(kernel.off_diagonal**2, size * other) * square.off_diagonal
+    cosine_square = ratio_or_zero(kernel.off_diagonal**2, size_i * size_j)
+    fixed = fixed + 0.5 * cosine_square * square.off_diagonal
     return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
 
 
 def step_within(kernel: Kernel, variance: Array) -> Array:
-    """sqrt(Var o_ij), no further than to where two tokens are parallel or opposite."""
+    """sqrt(Var o_ij), limited such that the two tokens become at most parallel or opposite."""
     first, second = kernel.over_tokens(kernel.diagonal)
-    room = (first * second) ** 0.5 - abs(kernel.off_diagonal)
-    if is_number(room):
-        return min(variance**0.5, max(room, 0.0))
-    return np.minimum(variance**0.5, np.maximum(room, 0.0))
+    limit = (first * second) ** 0.5 - abs(kernel.off_diagonal)
+    if is_number(limit):
+        return min(variance**0.5, max(limit, 0.0))
+    return np.minimum(variance**0.5, np.maximum(limit, 0.0))
 
 
 class MovedOverlaps(NamedTuple):
-    """A signal at two values of its realised overlaps: a mean over them is that of both, to third
-    order in the overlaps.
-
-    Attributes:
-        step: sqrt(Var o_ij), to either side.
-    """
+    """A signal with its overlaps o_ij shifted up and down by `step`, sqrt(Var o_ij): the mean of a
+    function over both equals its mean over draws to third order."""
 
     step: Array
     above: Signal
@@ -106,7 +102,7 @@ class MovedOverlaps(NamedTuple):
 
 
 def moved_overlaps(signal: Signal) -> MovedOverlaps | None:
-    """None where overlaps are not followed."""
+    """Shift the overlaps of a signal; None if their fluctuations are not tracked."""
     variance, kernel = overlap_variance(signal), signal.second_moment()
     if variance is None:
         return None
@@ -123,7 +119,7 @@ def moved_overlaps(signal: Signal) -> MovedOverlaps | None:
 
 
 def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
-    """What overlaps and squared norms share with those where the branch begins."""
+    """`Fluctuation.shared`; if the branch begins here, that of the signal with itself."""
     assert signal.fluctuation is not None
     norms, overlaps, _, shared = signal.fluctuation
     if shared is not None:
@@ -134,13 +130,13 @@ def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
 
 
 def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) -> Any:
-    """`shared_with`, times what an overlap and a squared norm move by."""
+    """`shared_with` times the gains of overlaps and of squared norms (None: the same)."""
     overlaps, norms = shared_with(signal)
     return overlaps.scaled(gain), norms.scaled(gain if of_norms is None else of_norms)
 
 
 def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
-    """Behind a linear map whose output is of that gain: 2 B o B/width is its own."""
+    """Fluctuation behind a random matrix of this gain, which adds 2 B o B/width."""
     assert signal.fluctuation is not None
     moment, added = output.second_moment(), 2 / output.width
     squared, square = moment * moment, gain * gain
@@ -155,13 +151,13 @@ def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
 def summed(
     signal: Signal, branch: Signal, skip: Any, scale: Any, parallel: bool = False
 ) -> Fluctuation | None:
-    """Of a sum, the kernels of which count with these factors.
+    """Fluctuation of a sum, whose kernels are multiplied by `skip` and `scale`.
 
     |T + B|^2 = |T|^2 + |B|^2 + 2 T.B with E (T_i.B_i)(T_j.B_j) = d T_ij B_ij.
 
     Args:
-        parallel: whether both are branches of one tensor, instead of the second of the first; what
-            the overlaps of the two have in common is left out.
+        parallel: whether both are branches of one tensor, else `branch` is one of `signal`.
+            Covariances of the two branches' overlaps are neglected.
     """
     kept, gained = signal.fluctuation, branch.fluctuation
     if kept is None or gained is None:
@@ -198,56 +194,52 @@ def _both_ways(shared: Kernel, size: Array, factor: Any) -> Kernel:
 
 
 def of_averages(signal: Signal, weights: Array | None, gain: Any) -> Fluctuation | None:
-    """Of attention's averages times a gain; None where the tokens' overlaps are not followed.
+    """Fluctuation of attention's averages times a gain; None if overlaps are not tracked.
 
     Args:
         signal: the tokens attended to.
-        weights: (..., L, L) mean attention, or (..., P, P) to one token of a class; None: uniform,
-            tokens alike.
-        gain: from an average's overlap to that of values.
+        weights: (..., L, L) mean attention weights, or `ClassRows`; None: uniform, exchangeable
+            tokens.
+        gain: of an average's overlap in the values.
     """
     overlaps = followed(signal)
     if signal.fluctuation is None or overlaps is None:
         return None
-    tokens, fixed = signal.second_moment(), has_fixed_norms(signal)
-    average = _alike if weights is None else _resolved
-    mixed, shared, _, _ = average(tokens, overlaps, weights, False, signal.seq_len)
-    norms = signal.fluctuation.before_norms
-    _, _, mixed_norms, shared_norms = average(tokens, norms, weights, fixed, signal.seq_len)
+    tokens, square = signal.second_moment(), gain * gain
+    norms, fixed = signal.fluctuation.before_norms, has_fixed_norms(signal)
+
+    def averaged(variances: Kernel, fixed: bool) -> tuple[Kernel, Kernel]:
+        if weights is None:
+            return _uniform_averages(tokens, variances, fixed, signal.seq_len)
+        return _averages(tokens, variances, weights, fixed)
+
+    mixed, shared = averaged(overlaps, False)
+    mixed_norms, shared_norms = averaged(norms, fixed)
     result = shared.scaled(gain), shared_norms.scaled(gain)
-    square = gain * gain
     return Fluctuation(mixed_norms.scaled(square), mixed.scaled(square), shared=result)
 
 
-_Averages = tuple[Kernel, Kernel, Kernel, Kernel]
-
-
-def _resolved(
-    tokens: Kernel, square: Kernel, weights: Any, fixed: bool, _seq_len: int
-) -> _Averages:
+def _averages(tokens: Kernel, square: Kernel, weights: Any, fixed: bool) -> tuple[Kernel, Kernel]:
+    """Variances Y of averages of tokens with variances `square`, and covariances with the tokens as
+    in `Fluctuation.shared`; `fixed` if the tokens' norms are."""
     root = signed_root(square, tokens)
     averaged = rows_times(weights, root)
     averaged = averaged * averaged
     mixed = between_rows(weights, root)
     mixed = mixed * mixed
+    if fixed:
+        lost = _times_entries(weights, rows_times(weights, tokens), tokens.diagonal)
+        cross = _times_rows(averaged, lost)
+        mixed = mixed - cross - cross.transposed() + between_rows(lost, square)
+        averaged = averaged - rows_times(lost, square)
     inverse, _ = tokens.over_tokens(ratio_or_zero(1.0, tokens.diagonal))
-
-    def shared(of_rows: Kernel) -> Kernel:
-        off_diagonal = np.swapaxes(of_rows.off_diagonal, -1, -2) * inverse
-        return Kernel(diagonal_of(off_diagonal), off_diagonal, tokens.resolved)
-
-    free = mixed, shared(averaged)
-    if not fixed:
-        return (*free, *free)
-    lost = _times_entries(weights, rows_times(weights, tokens), tokens.diagonal)
-    cross = _times_rows(averaged, lost)
-    mixed = mixed - cross - cross.transposed() + between_rows(lost, square)
-    return (*free, mixed, shared(averaged - rows_times(lost, square)))
+    shared = np.swapaxes(averaged.off_diagonal, -1, -2) * inverse
+    return mixed, Kernel(diagonal_of(shared), shared, tokens.resolved)
 
 
 def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kernel:
-    """A function of a kernel on classes, its pairs and what a token has besides, inside documents
-    and across them; what belongs to one place is that next to it: the rows are the same."""
+    """Apply a function of (off-diagonal, excess of the diagonal) to each block of a kernel on
+    classes. Its result depends on attention rows, so that its diagonal has no excess."""
     classes = kernel.classes
     assert classes is not None
     result = []
@@ -258,8 +250,8 @@ def _of_rows(function: Callable[[Array, Array], Array], kernel: Kernel) -> Kerne
 
 
 def rows_times(rows: Any, kernel: Kernel) -> Kernel:
-    """[row, key] of rows W times a kernel; on classes for one key of a class, a row having with the
-    key at its own position what it has with one next to that."""
+    """W K [row, key] of attention weights W; on classes for a single key of a class, where the key
+    at the row's own position has the value of its neighbours."""
     if not isinstance(rows, ClassRows):
         return Kernel.of_matrix(rows @ kernel.off_diagonal)
     return _of_rows(
@@ -271,15 +263,14 @@ def rows_times(rows: Any, kernel: Kernel) -> Kernel:
 
 
 def _times_rows(kernel: Kernel, rows: Any) -> Kernel:
-    """[row, row] of K W^T, where K has what belongs to one place next to it."""
+    """K W^T [row, row] of a kernel K [row, key] whose diagonal has no excess."""
     if not isinstance(rows, ClassRows):
         return Kernel.of_matrix(kernel.off_diagonal @ np.swapaxes(rows, -1, -2))
     return _of_rows(lambda pairs, _: pairs @ np.swapaxes(rows.counted, -1, -2), kernel)
 
 
 def _times_entries(rows: Any, kernel: Kernel, size: Array) -> Any:
-    """Rows times entries [row, key] over the key's size; on classes, to the keys of a row's own
-    document alone."""
+    """W_ij K_ij/size_j [row, key]; on classes for keys of the row's own document."""
     if not isinstance(rows, ClassRows):
         return rows * ratio_or_zero(kernel.off_diagonal, size[..., None, :])
     assert kernel.classes is not None
@@ -295,66 +286,68 @@ def between_rows(rows: Any, kernel: Kernel) -> Kernel:
     counted, each, shared = rows.counted, rows.weights, rows.key_counts.shared
 
     def between(off_diagonal: Array, excess: Array) -> Array:
-        alone = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, excess)
-        return np.asarray(counted @ off_diagonal @ np.swapaxes(counted, -1, -2) + alone)
+        common = np.einsum("psq,...pq,...sq,...q->...ps", shared, each, each, excess)
+        return np.asarray(counted @ off_diagonal @ np.swapaxes(counted, -1, -2) + common)
 
     return _of_rows(between, kernel)
 
 
-def _alike(tokens: Kernel, square: Kernel, _weights: Any, fixed: bool, seq_len: int) -> _Averages:
+def _uniform_averages(
+    tokens: Kernel, square: Kernel, fixed: bool, seq_len: int
+) -> tuple[Kernel, Kernel]:
+    """`_averages` of exchangeable tokens with uniform weights."""
     root = signed_root(square, tokens)
-    averaged = ((root.diagonal + (seq_len - 1) * root.off_diagonal) / seq_len) ** 2
+    mixed = averaged = ((root.diagonal + (seq_len - 1) * root.off_diagonal) / seq_len) ** 2
     inverse = ratio_or_zero(1.0, tokens.diagonal)
-    free = Kernel(averaged, averaged), Kernel(averaged * inverse, averaged * inverse)
-    if not fixed:
-        return (*free, *free)
-    lost = (1 + (seq_len - 1) * tokens.off_diagonal * inverse) / seq_len
-    mean = (square.diagonal + (seq_len - 1) * square.off_diagonal) / seq_len
-    mixed = averaged - 2 * lost * averaged + lost * lost * mean
-    shared = (averaged - lost * mean) * inverse
-    return (*free, Kernel(mixed, mixed), Kernel(shared, shared))
+    if fixed:
+        lost = (1 + (seq_len - 1) * tokens.off_diagonal * inverse) / seq_len
+        mean = (square.diagonal + (seq_len - 1) * square.off_diagonal) / seq_len
+        mixed = averaged - 2 * lost * averaged + lost * lost * mean
+        averaged = averaged - lost * mean
+    return Kernel(mixed, mixed), Kernel(averaged * inverse, averaged * inverse)
 
 
 def normalised(
     signal: Signal, kernel: Kernel, normal: Kernel, epsilon: Any, square: Any
 ) -> Fluctuation:
-    """Behind a normalisation, and a gain of that square.
+    """Fluctuation behind a normalisation and a gain.
 
     Args:
-        kernel, normal: of what is divided by its norm, and of what that leaves.
+        kernel, normal: of the tensor that is divided by its norm, and of the quotient.
         epsilon: added to the variance under the root.
+        square: mean square of the gain.
     """
     fixed = normal.scaled(0.0)
     overlaps = followed(signal)
     if signal.fluctuation is None or overlaps is None:
         return Fluctuation(fixed)
-    one, _ = kernel.lift(epsilon)
-    size = ratio_or_zero(square, kernel.diagonal + one)
+    lifted, _ = kernel.lift(epsilon)
+    size = ratio_or_zero(square, kernel.diagonal + lifted)
     first, second = kernel.over_tokens(size)
     both = first * second
     shared = signal.fluctuation.shared
     if shared is not None:
-        moved = shared[0].at_every_pair(second)
-        shared = moved, moved.scaled(0.0)
+        normed = shared[0].at_every_pair(second)
+        shared = normed, normed.scaled(0.0)
     free = signal.fluctuation.before_norms.at_every_pair(both)
     return Fluctuation(fixed, overlaps.at_every_pair(both), free, shared)
 
 
 INDEPENDENT = 1e-9
-"""Relative deviation of squared norms' variance from that of independent entries by which nothing
-of it came from before: rounding."""
+"""Relative difference, by rounding, of squared norms' variance from that of independent entries."""
 
 
 def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> Fluctuation:
-    """Behind a function of independent entries.
+    """Fluctuation behind an activation, of independent entries.
 
-    Behind a normalisation it is what tokens have of their own, u, that varies, relatively, by what
-    y of two others is over the norm; there this relative y moves by dlog u'/dlog u, and not the
-    covariance by the slope, which exceeds that where the function is not homogeneous.
+    If norms vary by independent entries alone, as behind a normalisation, the relative fluctuation
+    of the unshared part u of tokens is that of y, relative to the norm. It is then multiplied by
+    dlog u'/dlog u, and not the covariance by the slope, which exceeds that where the activation is
+    not homogeneous.
 
     Args:
-        kurtosis: of an entry behind it.
-        slope: mean change of a covariance per change of the input's.
+        kurtosis: of an entry of the output.
+        slope: mean derivative of the output's covariance by the input's.
     """
     assert signal.fluctuation is not None
     tokens, moment = signal.second_moment(), output.second_moment()
@@ -362,8 +355,8 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
     before, squared = signal.kernel * signal.kernel, moment * moment
 
     def inherited(kernel: Kernel, entries: Array) -> Kernel:
-        # What independent entries make of it goes, which is 2/width only where they are Gaussian:
-        # not where one such function follows another.
+        # Without the part of independent entries: 2/width only if these are Gaussian, which they
+        # are not if one activation follows another.
         return kernel.mixed(1.0, before, -entries / signal.width)
 
     norms, overlaps, _, _ = signal.fluctuation
@@ -384,17 +377,17 @@ def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> 
 
 
 def _by_parts(kernel: Kernel, unshared: Array, common: Array) -> Kernel:
-    """A kernel with factors on what a token has beyond others, and on what all have."""
+    """Multiply the part of a kernel that all tokens share by `common`, the rest by `unshared`."""
     if common is unshared:
         return kernel.scaled(common)
-    (one, _), (more, two) = kernel.lift(unshared), kernel.lift(common)
+    (one, _), (shared, two) = kernel.lift(unshared), kernel.lift(common)
     mean, _ = kernel.lift(kernel.mean_off_diagonal())
-    diagonal = kernel.diagonal * one + mean * (more - one)
+    diagonal = kernel.diagonal * one + mean * (shared - one)
     return Kernel.joined(diagonal, kernel.off_diagonal * two, kernel.resolved)
 
 
 def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
-    """Behind dropout, whose masks are fresh for every token and entry.
+    """Fluctuation behind dropout, whose masks are independent for every token and entry.
 
     |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the masks'
     variance, p/q^3 times the fourth moment. E o o = (C_ii C_jj/q^2 + ...)/width.
@@ -416,35 +409,40 @@ def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
     return Fluctuation(norms, overlaps, shared=scaled_shared(signal, 1.0, 1 / kept))
 
 
-# --- overlaps of what two tokens have of their own ------------------------------------------------
+# --- overlaps of the unshared parts of tokens -----------------------------------------------------
 
 
 class UnsharedOverlap(NamedTuple):
-    """How much the overlap of what two tokens have of their own varies, at one point of a network.
+    """Fluctuation of the overlap of two tokens' unshared parts, at one point of a network.
 
-    Which of Y no more knows: attention takes the mean of its rows away from it, and what is left
-    differs by the rows' own weights. One number for all pairs, followed through the tree of records
-    when weight gradients of queries and keys ask for it; derived in `moments.noise.overlap`.
+    The unshared part of a token is its vector without the mean over tokens. Y does not follow it
+    through attention, whose rows differ by their weights. One number for all pairs, propagated for
+    weight gradients of queries and keys; derived in `moments.noise.overlap`.
 
     Attributes:
-        variance: nu, over the product of both tokens' own variances.
-        response: relative change of the overlap per relative change of the stack's input's.
+        variance: nu, relative to the product of both unshared variances.
+        response: relative change of the overlap per relative change of the stack's input overlap.
     """
 
     variance: float
     response: float = 1.0
 
     def mapped(self, width: Array) -> UnsharedOverlap:
-        """Behind a linear map onto so many features."""
+        """Behind a random matrix onto `width` features."""
         return UnsharedOverlap(self.variance + 1.0 / width, self.response)
 
     def activated(
         self, elasticity: float, widths: tuple[float, float], units: float = 1.0
     ) -> UnsharedOverlap:
-        """Of independent features' nonlinear images, (features in, features out), of which so few
-        count as `units` says (`layers.elementary.concentration`)."""
-        moved = elasticity**2 * (self.variance - 1.0 / widths[0])
-        return UnsharedOverlap(moved + units / widths[1], self.response * elasticity)
+        """Behind an activation.
+
+        Args:
+            widths: number of features at the input and at the output.
+            units: ratio of the output's features to their effective number
+                (`layers.elementary.concentration`).
+        """
+        inherited = elasticity**2 * (self.variance - 1.0 / widths[0])
+        return UnsharedOverlap(inherited + units / widths[1], self.response * elasticity)
 
     def added(
         self,
@@ -453,35 +451,34 @@ class UnsharedOverlap(NamedTuple):
         source: UnsharedOverlap,
         width: float,
     ) -> UnsharedOverlap:
-        """Of a sum of two tensors, independent in direction, that both depend on `source`.
+        """Of the sum with another tensor, of independent direction; both are functions of a tensor
+        with the overlap `source`.
 
         Args:
-            other: of what is added.
-            variances: own variances of both.
-            source: of what both are made from.
+            variances: unshared variances of the two addends.
         """
         first, second = variances
         total = first + second
         if total == 0.0:
             return self
-        # Where nothing of the input is left in the overlap, nothing of it is common to both.
-        moved = self.response * other.response
-        moved *= source.variance / source.response**2 if source.response else 0.0
+        # Both follow the source's overlap by their responses, unless it has forgotten the input's.
+        common = self.response * other.response
+        common *= source.variance / source.response**2 if source.response else 0.0
         variance = self.variance * first**2 + other.variance * second**2
-        variance += 2.0 * (moved + 1.0 / width) * first * second
+        variance += 2.0 * (common + 1.0 / width) * first * second
         response = (self.response * first + other.response * second) / total
         return UnsharedOverlap(variance / total**2, response)
 
 
 @dataclass
 class OverlapWalk:
-    """A walk through a tree of records, and what it gathers.
+    """Propagation of an `UnsharedOverlap` through a tree of records, and its results.
 
     Attributes:
-        memory: nu of what cross-attention reads; None: 1/width of that.
-        real: (L,) 1 for real tokens and 0 for padding, by token; None: all are real.
-        attended: nu of what every attention attends to, by its place.
-        growth: factors on squared gradient norms, by layer and name.
+        memory: nu of the memory of cross-attention; None: 1/width.
+        real: (L,) 1 for real tokens and 0 for padding; None: all are real.
+        attended: nu of the input of every attention, by (layer, site).
+        growth: factors on squared gradient norms, by (layer, name).
     """
 
     memory: float | None = None
@@ -490,19 +487,19 @@ class OverlapWalk:
     growth: dict[tuple[int, str], float] = field(default_factory=dict)
 
     def through(self, record: Record, at: UnsharedOverlap) -> UnsharedOverlap:
-        """That behind a component."""
-        behind: UnsharedOverlap = record.component.unshared_overlap(record, at, self)
-        return behind
+        """Propagate `at` through a record's component."""
+        result: UnsharedOverlap = record.component.unshared_overlap(record, at, self)
+        return result
 
 
 def unshared_variance(signal: Signal, real: Array | None = None) -> float:
-    """What a token's second moment has beyond what two tokens share, averaged over real ones."""
+    """Mean second moment of real tokens minus that of pairs of different real tokens."""
     tokens = signal.second_moment()
     return max(float(tokens.mean_diagonal(real)) - float(tokens.mean_off_diagonal(real)), 0.0)
 
 
 def elasticity(leaf: Any, before: Signal, after: Signal, real: Array | None) -> float:
-    """Relative change of two tokens' overlap behind an entrywise function per that before it."""
+    """Relative change of the unshared overlap behind an activation per that before it."""
     kernel = before.kernel
     tokens = Kernel(float(kernel.mean_diagonal(real)), float(kernel.mean_off_diagonal(real)))
     mean = before.second_moment().mean_diagonal(real) - kernel.mean_diagonal(real)

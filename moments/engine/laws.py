@@ -1,14 +1,14 @@
-"""What laws of second moments are written with: `moments.laws` to a user.
+"""Functions in which users write laws of second moments of their blocks: `moments.laws`.
 
-Two replicas of a network have one architecture and Gaussian weights, of variance s in either and
-of covariance s + c across. A block's law takes the array X of E x_i . x'_j per feature, x and x' of
-one replica each, to that of its output. At c = 0 both are the same network: the law is the
-signal's, its derivative in X, what each replica has by itself being fixed, gives the gradient's
-second moments (Price's theorem), that in c the squared gradients of the weights.
+Two replicas of a network have the same architecture and Gaussian weights, of variance s in each and
+covariance s + c across. A block's law maps the array X of E x_i . x'_j per feature, x and x' of one
+replica each, to that of its output. At c = 0 both are the same network and the law is that of the
+signal. Its derivative in X at fixed moments of each replica gives the gradient's second moments
+(Price's theorem), its derivative in c the squared gradients of the weights.
 
-Where a block mixes tokens, X is (..., L, L). Where it does not, it may also be (..., P + 1, P):
-pairs of different tokens of P classes, and in the last row every class' token with itself. See
-docs/theory/gradients.md, Two replicas.
+If a block mixes tokens, X is (..., L, L). If not, it may also be (..., P + 1, P): pairs of
+different tokens of P classes, and in the last row the diagonal. See docs/theory/gradients.md, Two
+replicas.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["activation", "normalized", "plain", "primitive", "selves", "variance
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a kernel lies in the array that a law takes.
+    """Conversion of a kernel to the array that a law maps, and back.
 
     Attributes:
         resolved: as `Kernel.resolved`.
-        sequences: B that one kernel by token holds; their array is (..., B, B, L, L).
+        sequences: number B of sequences in a kernel by token, with the array (..., B, B, L, L).
     """
 
     resolved: Any
@@ -75,7 +75,7 @@ class Layout:
         return Kernel(one, two) if np.ndim(one) else Kernel(float(one), float(two))
 
     def cut(self, matrix: Array) -> Array:
-        """(..., B L, B L) by sequence."""
+        """(..., B, B, L, L) from (..., B L, B L)."""
         if self.sequences == 1:
             return matrix
         *lead, size, _ = matrix.shape
@@ -83,14 +83,14 @@ class Layout:
         return np.swapaxes(matrix.reshape(*lead, count, size // count, count, -1), -3, -2)
 
     def joined(self, array: Array) -> Array:
-        """The same back."""
+        """(..., B L, B L) from (..., B, B, L, L)."""
         if self.sequences == 1:
             return array
         *lead, count, _, length, _ = array.shape
         return np.swapaxes(array, -3, -2).reshape(*lead, count * length, count * length)
 
     def selves(self, array: Array) -> tuple[Array, Array]:
-        """(..., L, L) moments of the first replica, and of the second."""
+        """(..., L, L) moments of each replica by itself."""
         if self.sequences == 1:
             return array, array
         diagonal = np.moveaxis(np.diagonal(array, axis1=-4, axis2=-3), -1, -3)
@@ -102,10 +102,9 @@ class Layout:
             first, second = (np.diagonal(s, axis1=-2, axis2=-1) for s in self.selves(array))
             return first[..., :, None], second[..., None, :]
         diagonal = array[..., -1:, :]
-        along = np.broadcast_to(
-            np.swapaxes(diagonal, -1, -2), (*diagonal.shape[:-2], *diagonal.shape[-1:] * 2)
-        )
-        return np.concatenate([along, diagonal], -2), diagonal
+        square = *diagonal.shape[:-2], *diagonal.shape[-1:] * 2
+        first = np.broadcast_to(np.swapaxes(diagonal, -1, -2), square)
+        return np.concatenate([first, diagonal], -2), diagonal
 
     def diagonal(self, shape: tuple[int, ...]) -> Array:
         """Which entries are of a token with itself."""
@@ -120,8 +119,7 @@ class Layout:
 
 
 class _At(NamedTuple):
-    """Where a law is being evaluated: what tapes of a level from `level` on trace is across
-    replicas."""
+    """Context of a law's evaluation; tapes of a level >= `level` trace moments across replicas."""
 
     layout: Layout
     level: float
@@ -132,7 +130,7 @@ _AT: ContextVar[_At | None] = ContextVar("law", default=None)
 
 @contextmanager
 def evaluating(layout: Layout, level: float) -> Iterator[None]:
-    """Inside, a law's functions know where its array's entries are, and what they hold constant."""
+    """Provide a law's functions with the layout of its arrays and the level of its tape."""
     token = _AT.set(_At(layout, level))
     try:
         yield
@@ -153,15 +151,15 @@ def _untraced(x: Array, level: float) -> Array:
     return x
 
 
-# --- what a law is written with -------------------------------------------------------------------
+# --- functions of laws ----------------------------------------------------------------------------
 
 
 def selves(x: Array) -> tuple[Array, Array]:
-    """(..., L, L) second moments of the first replica by itself, and of the second, at a tensor
-    whose moments across are `x`; constants to a derivative in `x`.
+    """(..., L, L) second moments of the first replica and of the second, each by itself, for a
+    tensor whose moments across replicas are `x`; constant in derivatives by `x`.
 
     Raises:
-        DomainError: the block does not mix tokens, and knows no more than `variances`.
+        DomainError: the block does not mix tokens, so that only `variances` are defined.
     """
     at = _here()
     if at.layout.resolved is not True:
@@ -172,32 +170,32 @@ def selves(x: Array) -> tuple[Array, Array]:
 
 
 def variances(x: Array) -> tuple[Array, Array]:
-    """Second moments of the first and of the second token of every entry of `x`, which broadcast
-    against it; constants to a derivative in `x`."""
+    """Variances of the first and of the second token of every entry of `x`, which broadcast against
+    it; constant in derivatives by `x`."""
     at = _here()
     return at.layout.variances(_untraced(x, at.level))
 
 
 def normalized(x: Array, epsilon: float = 0.0) -> Array:
-    """Behind a normalisation of every token, with `epsilon` added to its variance; to leading order
-    in 1/width."""
+    """Moments behind a normalisation of every token, with `epsilon` added to its variance; to
+    leading order in 1/width."""
     first, second = variances(x)
     return x / np.sqrt((first + epsilon) * (second + epsilon))
 
 
 def activation(name: str, x: Array) -> Array:
-    """E f(u_i) f(u'_j) of entries u that are Gaussian with moments `x`.
+    """E f(u_i) f(u'_j) for Gaussian entries u with moments `x`.
 
     Args:
-        name: of f, as `Transformer(activation=...)` takes it.
-        x: moments across, behind a matrix.
+        name: of the activation f, as in `Transformer(activation=...)`.
+        x: moments across replicas, behind a matrix.
     """
     first, second = variances(x)
     return _moment(first, second, x, _here().layout.diagonal(np.shape(plain(x))), _pair(name))
 
 
 class _Pair(NamedTuple):
-    """Second moment and slope of an activation's pair of entries."""
+    """Laws of E f(u) f(u') and E f'(u) f'(u') of an activation f."""
 
     moment: Law
     slope: Law
@@ -210,41 +208,41 @@ def _pair(name: str) -> _Pair:
 
 
 def of_pairs(law: Law, v: Array, w: Array, x: Array) -> Array:
-    """What a law multiplies the gradient's covariance by, at variances v and w and covariance x."""
+    """A law's factor on the gradient's covariance, at variances v and w and covariance x."""
     values = {"x_variance": v, "x_other_variance": w, "grad_covariance": np.ones_like(x)}
     values["x_correlation"] = np.clip(ratio_or_zero(x, np.sqrt(v * w)), -1.0, 1.0)
     return np.asarray(law.formula(NUMPY, *law.pick(values)))
 
 
 def _in_variance(order: int, v: Array, w: Array, x: Array, diagonal: Array, pair: _Pair) -> Array:
-    """Derivative in v of moment (order 0) or slope (1).
+    """Derivative of the moment (order 0) or slope (1) by v.
 
-    Own entries are a function f(q, q, q) of one number, whose derivative is finite where those of f
-    are not; half of what is not that in the covariance falls to either variance.
+    A diagonal entry is a function f(q, q, q) of one number, whose total derivative is finite even
+    where partial ones are not. Without its part by the covariance, half belongs to either variance.
     """
     h, law = STEP, pair[order]
-    apart = (of_pairs(law, v * (1 + h), w, x) - of_pairs(law, v * (1 - h), w, x)) / (2 * h)
+    partial = (of_pairs(law, v * (1 + h), w, x) - of_pairs(law, v * (1 - h), w, x)) / (2 * h)
     whole = (of_pairs(law, *(v * (1 + h),) * 3) - of_pairs(law, *(v * (1 - h),) * 3)) / (2 * h)
     if order == 0:
         whole = whole - v * of_pairs(pair.slope, v, v, v)
-    return ratio_or_zero(np.where(diagonal, whole / 2, apart), v + 0.0 * x)
+    return ratio_or_zero(np.where(diagonal, whole / 2, partial), v + 0.0 * x)
 
 
 def _in_covariance(v: Array, w: Array, x: Array, diagonal: Array, pair: _Pair) -> Array:
-    """Derivative of the slope in x."""
+    """Derivative of the slope by x."""
     step = STEP * np.sqrt(v * w)
     result = of_pairs(pair.slope, v, w, x + step) - of_pairs(pair.slope, v, w, x - step)
     return np.where(diagonal, 0.0, ratio_or_zero(result, 2 * step + 0.0 * x))
 
 
 def _times(slope: Callable[..., Array], argument: int) -> Callable[..., Any]:
-    """Pullback in an argument of a law with that slope, summed over axes that were broadcast."""
+    """Pullback of a law with this slope in one argument, summed over broadcast axes."""
 
-    def rule(_: Array, *given: Any) -> Any:
-        shape = np.shape(plain(given[argument]))
+    def rule(_: Array, *arguments: Any) -> Any:
+        shape = np.shape(plain(arguments[argument]))
 
         def pull(g: Array) -> Array:
-            grad_in = g * slope(*given)
+            grad_in = g * slope(*arguments)
             axes = tuple(
                 k for k, n in enumerate(shape, -len(shape)) if n < np.shape(plain(grad_in))[k]
             )
@@ -279,9 +277,9 @@ class LawMatrix(NamedTuple):
 
     Attributes:
         name: in the table of weight gradients.
-        fan_in, fan_out: features that it sums over, and those that it makes.
+        fan_in, fan_out: number of input and output features.
         variance: of its entries.
-        bias: variance of its bias; None: it has none.
+        bias: variance of its bias; None: no bias.
     """
 
     name: str
@@ -292,14 +290,14 @@ class LawMatrix(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the matrix, and of its bias."""
+        """Names of the matrix and of its bias."""
         return (self.name,) if self.bias is None else (self.name, f"{self.name}.bias")
 
 
 class Applied:
-    """A block's weights as its law has them: `w.gate(x)` are moments behind the matrix "gate".
+    """A block's weights in its law: `w.gate(x)` are the moments behind the matrix "gate".
 
-    Its own names are the matrices', and all else is private.
+    Public attributes are the names of matrices, hence all else is private.
     """
 
     def __init__(
@@ -308,8 +306,7 @@ class Applied:
         matrices: tuple[LawMatrix, ...],
         extra: Mapping[str, Array] = MappingProxyType({}),
     ) -> None:
-        """`extra`: by name, by how much the covariance of a weight across replicas exceeds its
-        variance; what is added behind the matrix "gate" is called "gate.bias"."""
+        """`extra`: by name, c of each weight; that of a bias of "gate" is called "gate.bias"."""
         self._block, self._extra = block, extra
         self._matrices = {one.name: one for one in matrices}
         self._passed: dict[str, tuple[Array, Array]] = {}
@@ -336,7 +333,7 @@ class Applied:
 
 
 class Cut(Applied):
-    """The same with moments of one's own behind every matrix, in place of what its input gives."""
+    """`Applied` with prescribed moments `extra` behind every matrix, independent of its input."""
 
     def _behind(self, matrix: LawMatrix, x: Array) -> Array:
         if matrix.name in self._passed:
@@ -348,5 +345,5 @@ class Cut(Applied):
 
 
 def passed(weights: Applied) -> dict[str, tuple[Array, Array]]:
-    """Moments before and behind each matrix, in the order in which a law has applied them."""
+    """Moments before and behind each matrix, in the order of application."""
     return weights._passed

@@ -1,6 +1,6 @@
-"""What a part of a network does to sensitivities, by token: around a record of both passes.
+"""Adjoints of a part of a network: how sensitivities pass through it, around recorded moments.
 
-A number y is linear in the gradient's kernel, dy = sum(Lambda o dG), and smooth in the signal's,
+A scalar y is linear in the gradient's kernel, dy = sum(Lambda o dG), and smooth in the signal's,
 dy = sum(Gamma o dC), at every point. Through a part with signals C -> C' and gradients G' -> G,
 
     Lambda' = (dG/dG')^T Lambda,    Gamma = (dC'/dC)^T Gamma' + d<Lambda, G>/dC.
@@ -25,17 +25,17 @@ from .state import Array, Fluctuation, Gradient, Kernel, Signal
 from .trace import Record
 
 SINGLE = np.float32
-"""Precision of sensitivities and of the maps they pass through: they need no more."""
+"""Precision of sensitivities and of the maps they pass through."""
 
 
 class GradientAdjoint(NamedTuple):
-    """What a sensitivity at a part's input says about the part.
+    """Result of propagating a sensitivity to gradients forward through a part.
 
     Attributes:
         sensitivity: (..., L, L) Lambda', to the gradient at the output.
-        exposure: what `Response.signal_adjoint` needs of it.
-        noise: (...,) variance that randomness inside the part adds to y.
-        coherence: (...,) share of the part's gain that overlaps of different directions have.
+        exposure: input of `Response.signal_adjoint`, from which d<Lambda, G>/dC follows.
+        noise: (...,) variance of y due to randomness inside the part.
+        coherence: (...,) gain of the overlap of two orthogonal directions, over the part's gain.
     """
 
     sensitivity: Array
@@ -45,11 +45,11 @@ class GradientAdjoint(NamedTuple):
 
 
 class SignalAdjoint(NamedTuple):
-    """What a sensitivity to the signal at a part's output says about the part.
+    """Result of propagating a sensitivity to signals backward through a part.
 
     Attributes:
         sensitivity: (..., L, L) Gamma, to the signal at the input.
-        noise: (...,) variance that randomness inside the part adds to y.
+        noise: (...,) variance of y due to randomness inside the part.
     """
 
     sensitivity: Array
@@ -57,21 +57,18 @@ class SignalAdjoint(NamedTuple):
 
 
 class Response(Protocol):
-    """What a part does to sensitivities; kernels (targets, ..., L, L)."""
+    """Adjoints of a part; sensitivities (targets, ..., L, L) have one target per scalar y."""
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        """From the gradient at the input to that at the output."""
+        """Propagate a sensitivity from the gradient at the input to that at the output."""
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        """Sensitivity to the signal at the input, of one to that at the output.
-
-        `exposure` is that of a `GradientAdjoint`, possibly of fewer targets: the first ones.
-        """
+        """Propagate a sensitivity from the signal at the output to that at the input; `exposure` is
+        that of a `GradientAdjoint`, of the same targets or the first ones."""
 
 
 def ratio(numerator: Array, denominator: Array) -> Array:
-    """A ratio, in the numerator's precision; 0 where there is no such mode (tokens identical, or of
-    zero sum)."""
+    """A ratio in the numerator's precision, 0 where the denominator is."""
     numerator, denominator = np.asarray(numerator), np.asarray(denominator)
     present = denominator != 0
     if present.all():
@@ -82,14 +79,15 @@ def ratio(numerator: Array, denominator: Array) -> Array:
     return np.asarray(result, numerator.dtype)
 
 
-# --- matrices over tokens: arrays (..., L, L), or on classes --------------------------------------
+# --- matrices over tokens -------------------------------------------------------------------------
 
 Matrix = Any
+"""An array (..., L, L) or a `ClassMatrix`."""
 
 
 def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
-    """A kernel's entries; tokens alike are one class of `seq_len`."""
-    if kernel.classes is not None:  # of one document, for all: others are sequences of a batch
+    """A kernel as a matrix; exchangeable tokens are one class of `seq_len`."""
+    if kernel.classes is not None:  # other documents are treated as sequences of a batch
         diagonal, off_diagonal = kernel.classes.alone(kernel.diagonal, kernel.off_diagonal)
         return ClassMatrix(diagonal, off_diagonal, kernel.classes.of_one)
     if kernel.resolved:
@@ -99,7 +97,7 @@ def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
 
 
 def kernel_of(matrix: Matrix) -> Kernel:
-    """The kernel of these entries."""
+    """The inverse of `matrix_of`."""
     if isinstance(matrix, ClassMatrix):
         if isinstance(matrix.classes, OneClass):
             return Kernel(matrix.diagonal[..., 0], matrix.off_diagonal[..., 0, 0])
@@ -127,14 +125,14 @@ def row_sums(matrix: Matrix) -> Array:
 
 
 def trace_of(matrix: Matrix) -> Array:
-    """(...) sum over tokens of their own entries."""
+    """(...) sum of the diagonal over tokens."""
     if isinstance(matrix, ClassMatrix):
         return matrix.trace()
     return np.trace(matrix, axis1=-2, axis2=-1)
 
 
 def over_tokens(entries: Array, like: Matrix) -> Array:
-    """(...) sum over tokens of a number for each."""
+    """(...) sum over tokens of values (..., L)."""
     if isinstance(like, ClassMatrix):
         return np.asarray((entries * like.classes.count).sum(-1))
     return np.asarray(entries.sum(-1))
@@ -146,10 +144,10 @@ def count_of(matrix: Matrix) -> float:
 
 
 def diagonal_matrix(entries: Array, like: Matrix) -> Matrix:
-    """The diagonal matrices of entries (..., L)."""
+    """The diagonal matrix of entries (..., L)."""
     if isinstance(like, ClassMatrix):
-        none = np.zeros((*entries.shape, entries.shape[-1]), entries.dtype)
-        return ClassMatrix(entries, none, like.classes)
+        zeros = np.zeros((*entries.shape, entries.shape[-1]), entries.dtype)
+        return ClassMatrix(entries, zeros, like.classes)
     matrix = np.zeros((*entries.shape, entries.shape[-1]), entries.dtype)
     index = np.arange(entries.shape[-1])
     matrix[..., index, index] = entries
@@ -157,39 +155,35 @@ def diagonal_matrix(entries: Array, like: Matrix) -> Matrix:
 
 
 def without_diagonal(matrix: Matrix) -> Matrix:
-    """The same without what tokens have with themselves."""
     return matrix - diagonal_matrix(diagonal_of(matrix), matrix)
 
 
 def ones(shape: tuple[int, ...], like: Matrix) -> Matrix:
-    """A matrix of ones of shape (..., L, L)."""
     if isinstance(like, ClassMatrix):
         return ClassMatrix(np.ones(shape[:-1]), np.ones(shape), like.classes)
     return np.ones(shape)
 
 
 def stacked(matrices: Several[Matrix], axis: Any = np.concatenate) -> Matrix:
-    """Matrices one after the other along their first axis, or along a new one by np.stack."""
+    """Join matrices along their first axis, or by `np.stack` along a new one."""
     first = matrices[0]
     if isinstance(first, ClassMatrix):
-        diagonal, off_diagonal = (
-            axis([one.diagonal for one in matrices]),
-            axis([one.off_diagonal for one in matrices]),
-        )
+        diagonal = axis([one.diagonal for one in matrices])
+        off_diagonal = axis([one.off_diagonal for one in matrices])
         crowded = None if first.crowded is None else axis([one.crowded for one in matrices])
         return ClassMatrix(diagonal, off_diagonal, first.classes, crowded)
     return axis(matrices)
 
 
 def present(matrix: Matrix) -> bool:
-    """Whether any entry is not 0."""
+    """Whether any entry is nonzero."""
     if isinstance(matrix, ClassMatrix):
         return bool(np.any(matrix.diagonal) or np.any(matrix.off_diagonal))
     return bool(np.any(matrix))
 
 
 def sum_of(matrices: Several[Any]) -> Any:
-    """Of matrices or kernels, at least one."""
+    """Sum of one or more matrices or kernels."""
     result = matrices[0]
     for one in matrices[1:]:
         result = result + one
@@ -197,16 +191,16 @@ def sum_of(matrices: Several[Any]) -> Any:
 
 
 def grown(matrix: Matrix, first: Matrix) -> Matrix:
-    """The sum, of a matrix with possibly fewer leading entries: the first ones."""
+    """Add a matrix of the first targets to one of all targets."""
     if len(first) == len(matrix):
         return matrix + first
     return stacked([matrix[: len(first)] + first, matrix[len(first) :]])
 
 
 def entrywise(function: Callable[..., Any], *matrices: Any) -> Any:
-    """A function of entries, which may return several; arrays meet pairs of tokens."""
-    on = next((one.classes for one in matrices if isinstance(one, ClassMatrix)), None)
-    if on is None:
+    """Apply a function of entries, which may return a tuple, to matrices; arrays broadcast."""
+    classes = next((one.classes for one in matrices if isinstance(one, ClassMatrix)), None)
+    if classes is None:
         return function(*matrices)
     diagonal = function(
         *(m.diagonal if isinstance(m, ClassMatrix) else diagonal_factor(m) for m in matrices)
@@ -215,25 +209,26 @@ def entrywise(function: Callable[..., Any], *matrices: Any) -> Any:
         *(m.off_diagonal if isinstance(m, ClassMatrix) else m for m in matrices)
     )
     if isinstance(diagonal, tuple):
-        return tuple(ClassMatrix(a, b, on) for a, b in zip(diagonal, off_diagonal, strict=True))
-    return ClassMatrix(diagonal, off_diagonal, on)
+        pairs = zip(diagonal, off_diagonal, strict=True)
+        return tuple(ClassMatrix(*pair, classes) for pair in pairs)
+    return ClassMatrix(diagonal, off_diagonal, classes)
 
 
 def per_pair(values: Any) -> Array:
-    """A number for each configuration, to meet a matrix's entries."""
+    """Values (...,) with axes to broadcast against a matrix."""
     return np.asarray(values, SINGLE)[..., None, None]
 
 
 def per_unit(matrix: Matrix, unit: Array) -> Matrix:
-    """Entries over a number (...,); 0 where that is."""
+    """A matrix over values (...,), 0 where these are."""
     return entrywise(ratio, matrix, np.asarray(unit)[..., None, None])
 
 
 def paired(sensitivity: Matrix, first: Matrix, second: Matrix) -> Array:
     """tr(Lambda A Lambda B) of symmetric matrices."""
-    one = sensitivity @ first
-    other = one if second is first else sensitivity @ second
-    return total(one * transposed(other))
+    left = sensitivity @ first
+    right = left if second is first else sensitivity @ second
+    return total(left * transposed(right))
 
 
 # --- responses of components ----------------------------------------------------------------------
@@ -244,22 +239,26 @@ STEP = 1e-4
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A leaf that acts on every token alone.
+    """Adjoints of a leaf that acts on every token separately; all matrices (..., L, L).
+
+    An entry C'_ij of the output's kernel is a function of C_ij and of the sizes of tokens i and j.
+    So is the factor B_ij on the gradient, G_ij = B_ij G'_ij.
 
     Attributes:
-        onward, back: (..., L, L) derivative of an output pair by its input pair, and the factor on
-            a gradient pair.
-        growth, back_growth: (..., L, L) change of an output pair, and of that factor, where both
-            tokens grow, over the tokens' relative growth; correlated as they were.
-        back_change: (..., L, L) derivative of that factor by the pair.
-        kernel, gradient: second moments at the input, gradient at the output.
+        slope: dC'_ij/dC_ij, 0 for i = j.
+        growth: dC'_ij by the relative growth of both tokens at constant correlation.
+        factor: B_ij.
+        factor_slope: dB_ij/dC_ij, 0 for i = j.
+        factor_growth: dB_ij by the relative growth of both tokens at constant correlation.
+        kernel: C, second moments at the input.
+        gradient: G', at the output.
     """
 
-    onward: Matrix
+    slope: Matrix
     growth: Matrix
-    back: Matrix
-    back_change: Matrix
-    back_growth: Matrix
+    factor: Matrix
+    factor_slope: Matrix
+    factor_growth: Matrix
     kernel: Matrix
     gradient: Matrix
 
@@ -272,63 +271,70 @@ class Elementwise:
         grad_out: Array,
         at_once: bool = True,
     ) -> Elementwise:
-        """Differences of a leaf's `forward` around the signal that entered it.
+        """Differentiate a leaf's `forward` numerically at the signal that entered it.
 
         Args:
-            grad_out: the same, as sensitivities have it.
-            at_once: whether it takes several signals on an axis before those of configurations.
+            forward: as `composition.Leaf.forward`.
+            gradient: at the output.
+            grad_out: the kernel of `gradient`, in the units of sensitivities.
+            at_once: whether `forward` accepts several signals stacked on a first axis.
         """
         kernel = signal.second_moment()
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
-        nearer = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
-        risen = base.replace(kernel=kernel.scaled(1 + STEP), fluctuation=_grown(signal.fluctuation))
-        ends = base, base.replace(kernel=nearer), risen
-        groups = [_side_by_side(ends, grad_out.shape[:-2])] if at_once else ends
-        outs: list[Matrix] = []
-        backs: list[Matrix] = []
+        decorrelated = base.replace(kernel=kernel - scale.scaled(STEP).weighted(0.0, 1.0))
+        enlarged = base.replace(
+            kernel=kernel.scaled(1 + STEP), fluctuation=_grown(signal.fluctuation)
+        )
+        inputs = base, decorrelated, enlarged
+        groups = [_side_by_side(inputs, grad_out.shape[:-2])] if at_once else inputs
+        count = len(inputs) if at_once else 1
+        outputs: list[Matrix] = []
+        factors: list[Matrix] = []
         for entering in groups:
             output, pullback = forward(entering)
             grad_in = pullback(_ones(gradient, entering.kernel)).gradient.kernel
-            for result, one in ((outs, output.second_moment()), (backs, grad_in)):
-                result += _each(
-                    matrix_of(one, signal.seq_len), grad_out.shape, len(ends) if at_once else 1
-                )
-        (out, out_near, out_grown), (back, back_near, back_grown) = outs, backs
+            for result, one in ((outputs, output.second_moment()), (factors, grad_in)):
+                result += _each(matrix_of(one, signal.seq_len), grad_out.shape, count)
         tokens, step = (matrix_of(one, signal.seq_len) for one in (kernel, scale.scaled(STEP)))
-        onward, change = (
-            without_diagonal(entrywise(ratio, at - near, step))
-            for at, near in ((out, out_near), (back, back_near))
+
+        def derivatives(at: Matrix, decorrelated: Matrix, enlarged: Matrix) -> tuple[Matrix, ...]:
+            slope = without_diagonal(entrywise(ratio, at - decorrelated, step))
+            return slope, (enlarged - at) / STEP - slope * tokens
+
+        fields = (
+            *derivatives(*outputs),
+            factors[0],
+            *derivatives(*factors),
+            tokens,
+            grad_out,
         )
-        growth = (out_grown - out) / STEP - onward * tokens
-        back_growth = (back_grown - back) / STEP - change * tokens
-        fields = (onward, growth, back, change, back_growth, tokens, grad_out)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        paired = sensitivity * self.gradient
-        by_pair = self.back_change * paired if present(self.back_change) else None
-        exposure = by_pair, self._by_size(self.back_growth * paired)
-        return GradientAdjoint(self.back * sensitivity, exposure, coherence=self._coherence)
+        weights = sensitivity * self.gradient
+        by_pair = self.factor_slope * weights if present(self.factor_slope) else None
+        exposure = by_pair, self._by_size(self.factor_growth * weights)
+        return GradientAdjoint(self.factor * sensitivity, exposure, coherence=self._coherence)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
         by_pair, by_size = exposure
         size = self._by_size(self.growth * sensitivity)
         size[: len(by_size)] += by_size
-        result = self.onward * sensitivity
+        result = self.slope * sensitivity
         if by_pair is not None:
             result = grown(result, by_pair)
         return SignalAdjoint(result + diagonal_matrix(size, result))
 
     @functools.cached_property
     def _coherence(self) -> Array:
-        factor = kernel_of(self.back)
+        factor = kernel_of(self.factor)
         return ratio(factor.mean_off_diagonal(), factor.mean_diagonal())
 
-    def _by_size(self, entries: Array) -> Array:
-        """Each of two tokens has half a share in their pair."""
-        return ratio(row_sums(entries), diagonal_of(self.kernel))
+    def _by_size(self, growth: Array) -> Array:
+        """Sensitivity to each token's size: half of every pair belongs to either token."""
+        return ratio(row_sums(growth), diagonal_of(self.kernel))
 
 
 @dataclass(frozen=True)
@@ -339,7 +345,7 @@ class Sequence:
 
     @property
     def shares(self) -> list[Array]:
-        """Those of the parallel branches in it."""
+        """Those of the parallel branches in the sequence."""
         inner = [part for part in self.parts if isinstance(part, Sum | Sequence)]
         return inner[0].shares
 
@@ -361,11 +367,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Sum:
-    """Branches that read the same tensor, whose outputs add up.
-
-    Attributes:
-        grad_out: (..., L, L) gradient at the output.
-    """
+    """Parallel branches of one tensor; `grad_out` (..., L, L) is the gradient at their sum."""
 
     parts: tuple[Response, ...]
     grad_out: Array
@@ -385,7 +387,7 @@ class Sum:
 
     @functools.cached_property
     def shares(self) -> list[Array]:
-        """(...,) share of every branch in the variance of the gradient they send back."""
+        """(...,) share of each branch in the variance of the gradient at the input."""
         identity = diagonal_matrix(np.ones((1, *self.grad_out.shape[:-1]), SINGLE), self.grad_out)
         sizes = [
             total(part.gradient_adjoint(identity).sensitivity[0] * self.grad_out)
@@ -396,23 +398,23 @@ class Sum:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A response with a skip connection past it, around the means; kernels (..., L, L).
+    """Adjoints and noise of a residual sum, or of a part without one; kernels (..., L, L).
 
     Attributes:
-        response: of the branch, or of the whole where there is no skip connection.
-        residual: whether there is an addition.
-        skip: (..., 1 or L, 1 or L) squared factor of the skip connection, 0 where there is none.
+        response: of the branch, or of the whole part if there is no skip connection.
+        residual: whether the part adds noise of its own, as a residual sum does.
+        skip: (..., 1 or L, 1 or L) squared factor of the skip connection, 0 if there is none.
         scale: (...,) squared factor of the branch.
-        entering, leaving: kernels of the signal.
-        grad_in, grad_out: kernels of the gradient, at the input and at the output, in units of the
-            former's trace.
-        kappa: (...,) d_model times the relative variance of |branch|^2.
-        back_kappa: the same of the gradient; both beyond what `response` calls noise.
-        inner: number of features of all heads, where the branch attends; else None.
-        attends: (...,) share of attention in what the branch adds; 1 where it is all of it.
-        scatter: relative covariance of factors of its tokens that all features share and a draw
-            sets; None: there are none.
-        inside: part of `skip` by which the branch itself hands on what enters.
+        entering, leaving: kernels of the signal at the input and at the output.
+        grad_in, grad_out: kernels of the gradient there, over the trace of the former.
+        kappa: (...,) width times the relative variance of |branch|^2, without the noise that
+            `response` returns.
+        back_kappa: likewise for the gradient that leaves the branch.
+        inner: number of features of all heads if the branch has self-attention; else None.
+        attends: (...,) share of attention in the gradient of the branch.
+        scatter: relative covariance over draws of a random factor of each token of the branch, the
+            same for all features; None: no such factor.
+        inside: part of `skip` that runs through the branch itself (bottom-to-top).
     """
 
     response: Response
@@ -433,11 +435,11 @@ class Sublayer:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         result = self.response.gradient_adjoint(sensitivity)
-        onward = per_pair(self.scale) * result.sensitivity
+        branch = per_pair(self.scale) * result.sensitivity
+        noise = self._noise(sensitivity, self.kept_gradient, self.grad_in, self.back_kappa)
         return result._replace(
-            sensitivity=onward + (self.skip - self.inside) * sensitivity,
-            noise=result.noise
-            + self._noise(sensitivity, self.kept_gradient, self.grad_in, self.back_kappa),
+            sensitivity=branch + (self.skip - self.inside) * sensitivity,
+            noise=result.noise + noise,
         )
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
@@ -449,55 +451,56 @@ class Sublayer:
 
     @functools.cached_property
     def kept(self) -> Matrix:
-        """Of the signal that leaves, what the skip connection kept."""
+        """Kernel of the skip connection's share of the output."""
         return self.skip * self.entering
 
     @functools.cached_property
     def kept_gradient(self) -> Matrix:
-        """The same of the gradient that the part sends."""
+        """Kernel of the skip connection's share of the gradient at the input."""
         return self.skip * self.grad_out
 
     def floor(self, carried: Array, added: Array, coherent: Array, overlap: Array) -> Array:
-        """Covariance of what the addition does to different directions of random overlap.
+        """Noise covariance of contributions to y in directions whose overlap is random, 0 on
+        average.
 
         Args:
-            carried, added: parts of y through the skip connection and through the branch.
-            coherent: of `added`, what the mean of the tokens carries on.
-            overlap: q, second moment of the directions' correlation.
+            carried, added: shares of y through the skip connection and through the branch.
+            coherent: `added` times the coherence of the branch.
+            overlap: q, mean square of the overlap.
         """
         cross = 4 * carried * coherent * overlap
         if self.inner is None:
             return (cross + self.kappa * coherent**2 * overlap) / self.width
-        # two matrices one after the other: behind the first, overlaps have grown by 1/inner
-        twice = 2 * overlap * self.width / self.inner + 2 * (overlap + 1 / self.inner)
+        # Two matrices in sequence: behind the first, q has grown by 1/inner.
+        both = 2 * overlap * self.width / self.inner + 2 * (overlap + 1 / self.inner)
         common = 0.0 if np.all(self.attends == 1) else self.kappa * coherent**2 * overlap
-        return (cross + twice * (self.attends * added) ** 2 + common) / self.width
+        return (cross + both * (self.attends * added) ** 2 + common) / self.width
 
     def _noise(self, sensitivity: Array, carried: Array, whole: Array, kappa: Array) -> Array:
-        """Variance that an addition to what is carried adds."""
+        """Variance of y due to the addition `whole - carried` to `carried`: docs/theory/band.md."""
         if not self.residual:
             return np.zeros(sensitivity.shape[:-2])
         added = whole - carried
         skipped, branch = sensitivity @ carried, sensitivity @ added
-        own = total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
+        noise = total((4 * skipped + per_pair(kappa) * branch) * transposed(branch)) / self.width
         if self.scatter is None:
-            return own
-        each = sensitivity * added
-        return own + 4 * total(transposed(each) @ (self.scatter @ each))
+            return noise
+        factors = sensitivity * added
+        return noise + 4 * total(transposed(factors) @ (self.scatter @ factors))
 
 
 @dataclass(frozen=True)
 class Around:
-    """The units in which a part's gradients are measured.
+    """Converts a record's kernels to matrices, gradients in a common unit.
 
     Attributes:
-        unit: (...,) trace of the gradient that the part sends.
+        unit: (...,) trace of the gradient at the part's input.
     """
 
     unit: Array
 
     def by_token(self, values: Array, kernel: Kernel) -> Array:
-        """(..., L) numbers for every token of a kernel, as sensitivities have them."""
+        """(..., L) values per token, with one entry for exchangeable tokens."""
         return np.asarray(values) if kernel.resolved else np.asarray(values)[..., None]
 
     def grad_out(self, record: Record) -> Matrix:
@@ -506,7 +509,7 @@ class Around:
         return in_units(grad_out, self.unit)
 
     def kernels(self, record: Record) -> tuple[Matrix, Matrix, Matrix, Matrix]:
-        """Of the signal that enters and leaves, and of the gradient sent and received."""
+        """Kernels `entering`, `leaving`, `grad_in` and `grad_out` of `Sublayer`."""
         entering, leaving = (
             matrix_of(one.second_moment(), one.seq_len).astype(SINGLE)
             for one in (record.input, record.output)
@@ -515,22 +518,22 @@ class Around:
         return entering, leaving, grad_in, self.grad_out(record)
 
     def part(self, record: Record) -> Sublayer:
-        """What a layer is made of, with a skip connection or without."""
-        answer = record.component.response(record, self)
-        return answer if isinstance(answer, Sublayer) else self.alone(record, answer)
+        """The response of a part of a layer, with a skip connection or without."""
+        response = record.component.response(record, self)
+        return response if isinstance(response, Sublayer) else self.alone(record, response)
 
-    def alone(self, record: Record, answer: Response, kappa: Array = 0.0) -> Sublayer:
-        """A part without a skip connection, whose own draw adds noise of that kappa."""
-        adds, nothing = bool(np.any(kappa)), per_pair(0.0)
-        fixed = *self.kernels(record), kappa, kappa, float(record.output.width)
-        return Sublayer(answer, adds, nothing, 1.0, *fixed, heads_width(record))
+    def alone(self, record: Record, response: Response, kappa: Array = 0.0) -> Sublayer:
+        """A part without a skip connection, with noise of that kappa."""
+        noisy, no_skip = bool(np.any(kappa)), per_pair(0.0)
+        fields = *self.kernels(record), kappa, kappa, float(record.output.width)
+        return Sublayer(response, noisy, no_skip, 1.0, *fields, heads_width(record))
 
     def added(self, record: Record, branch: Record, skip: Array, scale: Array) -> Sublayer:
-        """What `branch` adds to a skip connection; squared factors of both."""
-        answer = branch.component.response(branch, self)
-        kappa, back_kappa, attends = kappas(branch, answer)
+        """A residual sum; `skip` and `scale` are the squared factors of its addends."""
+        response = branch.component.response(branch, self)
+        kappa, back_kappa, attends = kappas(branch, response)
         return Sublayer(
-            answer,
+            response,
             True,
             per_pair(skip),
             scale,
@@ -544,83 +547,81 @@ class Around:
 
 
 def heads_width(record: Record) -> float | None:
-    """Number of features of all heads of self-attention, None where there is none."""
+    """Number of features of all heads of self-attention; None without self-attention."""
     for leaf in record.leaves():
         if leaf.component.mixes_tokens and leaf.memory is None:
             return float(leaf.output.width)
     return None
 
 
-def kappas(branch: Record, answer: Any) -> tuple[Array, Array, Array]:
-    """kappa, back_kappa and share of attention of `Sublayer`.
+def kappas(branch: Record, response: Any) -> tuple[Array, Array, Array]:
+    """`kappa`, `back_kappa` and `attends` of `Sublayer`.
 
-    Of parallel branches, whose sum varies by 2 (sum B)^2/d if each does by 2 B^2/d; unless a
-    normalisation behind them fixes the size of the sum.
+    A sum of parallel branches of squared norms B_b varies by 2 (sum B)^2/d if each varies by
+    2 B_b^2/d; unless a normalisation behind them fixes the norm of the sum.
     """
-    result = branch.paths()
-    common = set(result[0]).intersection(*result[1:]) if len(result) > 1 else set()
-    if fixed_behind(result[0], common):
-        result, common = [tuple(branch.leaves())], set()
+    paths = branch.paths()
+    common = set(paths[0]).intersection(*paths[1:]) if len(paths) > 1 else set()
+    if fixed_behind(paths[0], common):
+        paths, common = [tuple(branch.leaves())], set()
     sizes, of_signal, of_gradient, attention_flags = [], [], [], []
-    for path in result:
-        reached = last_matrix([leaf for leaf in path if leaf not in common]).output
-        of_signal.append(_own_fluctuation(path, branch.input, reached))
-        sizes.append(np.asarray(reached.second_moment().mean_diagonal()))
+    for path in paths:
+        output = last_matrix([leaf for leaf in path if leaf not in common]).output
+        of_signal.append(_added_norm_variance(path, branch.input, output))
+        sizes.append(np.asarray(output.second_moment().mean_diagonal()))
         attends = any(leaf.component.mixes_tokens and leaf.memory is None for leaf in path)
         of_gradient.append(2.0 if attends else of_signal[-1])
         attention_flags.append(float(attends))
-    if len(result) == 1:
+    if len(paths) == 1:
         return of_signal[0], of_gradient[0], 1.0
-    shares = _path_shares(answer)
+    shares = _path_shares(response)
     return (
-        _together(of_signal, [ratio(size, sum(sizes)) for size in sizes]),
-        _together(of_gradient, shares),
+        _kappa_of_sum(of_signal, [ratio(size, sum(sizes)) for size in sizes]),
+        _kappa_of_sum(of_gradient, shares),
         sum(share * one for share, one in zip(shares, attention_flags, strict=True)),
     )
 
 
-def _path_shares(answer: Any) -> list[Array]:
-    """Shares of every way through parallel branches, of branches in branches too; none where there
-    is one way."""
-    if isinstance(answer, Sequence):
-        return next(filter(None, map(_path_shares, answer.parts)), [])
-    if not isinstance(answer, Sum):
+def _path_shares(response: Any) -> list[Array]:
+    """Share of each path through (nested) parallel branches; empty if there is a single path."""
+    if isinstance(response, Sequence):
+        return next(filter(None, map(_path_shares, response.parts)), [])
+    if not isinstance(response, Sum):
         return []
     return [
-        share * one
-        for share, part in zip(answer.shares, answer.parts, strict=True)
-        for one in _path_shares(part) or [1.0]
+        share * inner
+        for share, part in zip(response.shares, response.parts, strict=True)
+        for inner in _path_shares(part) or [1.0]
     ]
 
 
 def fixed_behind(path: Several[Record], common: set[Record]) -> bool:
-    """Whether a normalisation stands behind parallel branches, in what their paths have in
-    common."""
+    """Whether a normalisation follows parallel branches, in the leaves `common` to their paths."""
     behind = itertools.takewhile(lambda leaf: leaf in common, reversed(path))
     return any(leaf.component.normalises for leaf in behind)
 
 
 def last_matrix(path: Several[Record]) -> Record:
-    """A path's last leaf but dropout, whose masks, fresh for every token, average out."""
+    """The last leaf of a path that is not dropout, whose masks average out over tokens."""
     return next(leaf for leaf in reversed(path) if not leaf.component.masks)
 
 
-def _together(kappas: Several[Array], shares: Several[Array]) -> Array:
+def _kappa_of_sum(kappas: Several[Array], shares: Several[Array]) -> Array:
     excess = ((kappa - 2) * share**2 for kappa, share in zip(kappas, shares, strict=True))
     return 2 + sum(excess)
 
 
-def _own_fluctuation(path: Several[Record], entering: Signal, reached: Signal) -> Array:
-    """d_model times the relative variance of |branch|^2 that its own matrices add."""
-    # What a norm divides by, and what attention averages, is tracked anew.
-    anew = any(leaf.component.normalises or leaf.component.mixes_tokens for leaf in path)
-    inherited = 0.0 if anew else norm_variance(entering)
-    return reached.width * np.maximum(norm_variance(reached) - inherited, 0.0)
+def _added_norm_variance(path: Several[Record], entering: Signal, output: Signal) -> Array:
+    """width times the relative variance of |branch|^2 that the branch's own matrices add."""
+    # Behind a normalisation or attention, the tracked variance does not include the input's.
+    reset = any(leaf.component.normalises or leaf.component.mixes_tokens for leaf in path)
+    inherited = 0.0 if reset else norm_variance(entering)
+    return output.width * np.maximum(norm_variance(output) - inherited, 0.0)
 
 
 def _grown(fluctuation: Fluctuation | None) -> Fluctuation | None:
-    """What varies over draws of tokens that grew by a step, correlated in every draw as they were:
-    overlaps then vary in proportion (docs/theory/band.md)."""
+    """Fluctuations of tokens enlarged by a step, at the same correlation in every draw: overlaps
+    then vary in proportion (docs/theory/band.md)."""
     if fluctuation is None:
         return None
     square = (1 + STEP) ** 2
@@ -630,13 +631,12 @@ def _grown(fluctuation: Fluctuation | None) -> Fluctuation | None:
 
 
 def in_units(kernel: Matrix, unit: Array) -> Matrix:
-    """A gradient's kernel in these units; 0 where the unit is."""
+    """A gradient's kernel over its unit (...,), 0 where the unit is."""
     return per_unit(kernel, unit).astype(SINGLE)
 
 
 def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
-    """Signals that differ in their kernels, on an axis of their own before those of
-    configurations."""
+    """Stack signals that differ in their kernels on a new first axis."""
 
     def entries(values: Several[Array], axis_count: int) -> Array:
         shape = np.shape(values[0])
@@ -663,19 +663,19 @@ def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
 
 
 def _each(matrix: Matrix, shape: tuple[int, ...], count: int) -> list[Matrix]:
-    """Of so many matrices side by side, each; or one that is the same for all."""
-    alone = count == 1 or len(matrix.shape) <= len(shape)
-    return [matrix] * count if alone else [matrix[k] for k in range(count)]
+    """Split `count` stacked matrices; a matrix without that axis is the same for all."""
+    single = count == 1 or len(matrix.shape) <= len(shape)
+    return [matrix] * count if single else [matrix[k] for k in range(count)]
 
 
 def _ones(gradient: Gradient, kernel: Kernel) -> Gradient:
-    """A gradient of covariance 1 everywhere, otherwise as the one given."""
+    """A gradient whose covariances are all 1, with the directions of `gradient`."""
     tokens = matrix_of(kernel, gradient.seq_len)
     grad_out = matrix_of(gradient.kernel, gradient.seq_len)
     even = kernel_of(ones(np.broadcast_shapes(grad_out.shape, tokens.shape), tokens))
     axes = np.ndim(gradient.kernel.diagonal)
 
-    def spread_over(value: Array) -> Array:  # what is of every token or configuration stays that
+    def spread_over(value: Array) -> Array:
         by_token = axes and np.ndim(value) == axes
         return np.broadcast_to(value, np.shape(even.diagonal)) if by_token else value
 

@@ -1,4 +1,4 @@
-"""What travels through a network: the moments of a signal and of its gradient.
+"""State of a pass: the moments of a signal and of its gradient.
 
 A `Kernel` has one number per token and one per pair of tokens, in one of three resolutions:
 
@@ -8,8 +8,8 @@ by class         P classes of positions (`classes`): shapes (..., P) and (..., P
 token-resolved   `diagonal` has shape (..., L), `off_diagonal` (..., L, L) with it on its diagonal
 
 Leading axes are configurations; without any, exchangeable entries are plain floats. All classes are
-values: nothing changes one after it is made (they are not declared frozen, which would double the
-time to make them). See docs/theory/state.md, The kernel.
+immutable by convention (declaring them frozen would double the time of construction). See
+docs/theory/state.md, The kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Array = Any  # float or numpy array; see the module docstring
 
 
 def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
-    """A share or a correlation; 0 where there is nothing to share."""
+    """A ratio, 0 where the denominator is."""
     if is_number(denominator) or np.ndim(denominator) == 0:
         return numerator / denominator if denominator else 0.0 * numerator
     if denominator.all():
@@ -41,9 +41,9 @@ def ratio_or_zero(numerator: Array, denominator: Array) -> Array:
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """Second moments: per token, and per ordered pair of different tokens.
+    """Second moments per token and per ordered pair of different tokens.
 
-    `resolved` is False for tokens alike, True by token, and the classes where there are some.
+    `resolved` is False for exchangeable tokens, True by token, else the classes of positions.
     """
 
     diagonal: Array
@@ -52,16 +52,16 @@ class Kernel:
 
     @property
     def classes(self) -> PositionClasses | None:
-        """Of positions; None for tokens alike and by token."""
+        """The classes of positions; None in the other resolutions."""
         return self.resolved if isinstance(self.resolved, PositionClasses) else None
 
     @classmethod
     def of_matrix(cls, matrix: Array) -> Kernel:
-        """Token-resolved kernel of a (..., L, L) matrix."""
+        """The token-resolved kernel of a (..., L, L) matrix."""
         return cls(np.diagonal(matrix, axis1=-2, axis2=-1), matrix, True)
 
     def with_diagonal(self, diagonal: Array) -> Kernel:
-        """The same pairs with another diagonal."""
+        """The kernel with another diagonal."""
         if self.resolved is not True:
             return Kernel(diagonal, self.off_diagonal, self.resolved)
         shape = np.shape(diagonal)
@@ -74,18 +74,18 @@ class Kernel:
     def joined(
         cls, diagonal: Array, off_diagonal: Array, resolved: bool | PositionClasses
     ) -> Kernel:
-        """A kernel of one law's diagonal and another's pairs."""
+        """A kernel from a diagonal and an off-diagonal computed separately."""
         kernel = cls(diagonal, off_diagonal, resolved)
         return kernel.with_diagonal(diagonal) if resolved is True else kernel
 
     def lift(self, value: Array) -> tuple[Array, Array]:
-        """A per-configuration number, shaped to meet `diagonal` and to meet `off_diagonal`."""
+        """A value per configuration, with axes to broadcast against `diagonal`, `off_diagonal`."""
         if not self.resolved or np.ndim(value) == 0:
             return value, value
         return value[..., None], value[..., None, None]
 
     def scaled(self, factor: Array) -> Kernel:
-        """Every entry times a per-configuration factor."""
+        """The kernel times a factor per configuration."""
         if is_number(factor) and factor == 1.0:
             return self
         if not self.resolved:
@@ -94,19 +94,19 @@ class Kernel:
         return Kernel(self.diagonal * one, self.off_diagonal * two, self.resolved)
 
     def with_ones(self) -> Kernel:
-        """Ones in the same shape."""
+        """A kernel of ones of the same shape."""
         if not self.resolved:
             return Kernel(0.0 * self.diagonal + 1.0, 0.0 * self.off_diagonal + 1.0)
         return Kernel(np.ones_like(self.diagonal), np.ones_like(self.off_diagonal), self.resolved)
 
     def weighted(self, diagonal: Array, off_diagonal: Array) -> Kernel:
-        """The diagonal and the pairs, each times a factor of its own."""
+        """The kernel with separate factors on the diagonal and off-diagonal entries."""
         return Kernel.joined(
             self.diagonal * diagonal, self.off_diagonal * off_diagonal, self.resolved
         )
 
     def resolved_as(self, other: Kernel) -> Kernel:
-        """Tokens alike in the resolution of another kernel; what is resolved stays."""
+        """An exchangeable kernel in the resolution of another; a resolved one is unchanged."""
         if self.resolved or not other.resolved:
             return self
         diagonal = np.broadcast_to(other.lift(self.diagonal)[0], np.shape(other.diagonal))
@@ -116,7 +116,7 @@ class Kernel:
         return Kernel.joined(diagonal, off_diagonal, other.resolved)
 
     def mixed(self, share: Array, other: Kernel, other_share: Array) -> Kernel:
-        """share * self + other_share * other, in one step."""
+        """share * self + other_share * other."""
         if self.resolved:
             return self.scaled(share) + other.scaled(other_share)
         return Kernel(
@@ -125,7 +125,7 @@ class Kernel:
         )
 
     def without_common(self) -> Kernel:
-        """Every entry less the mean over pairs of different tokens."""
+        """The kernel minus its mean over pairs of different tokens."""
         one, two = self.lift(self.mean_off_diagonal())
         return Kernel(self.diagonal - one, self.off_diagonal - two, self.resolved)
 
@@ -145,7 +145,7 @@ class Kernel:
         )
 
     def at_every_pair(self, factor: Array) -> Kernel:
-        """Every entry times a factor per pair, a token's own being that of it with itself."""
+        """The kernel times an off-diagonal factor; its diagonal multiplies the kernel's."""
         if self.classes is not None:
             return Kernel(
                 self.diagonal * diagonal_factor(factor), self.off_diagonal * factor, self.resolved
@@ -155,13 +155,12 @@ class Kernel:
         return Kernel.of_matrix(self.off_diagonal * factor)
 
     def transposed(self) -> Kernel:
-        """The second token first."""
         if not self.resolved:
             return self
         return Kernel(self.diagonal, np.swapaxes(self.off_diagonal, -1, -2), self.resolved)
 
     def over_tokens(self, value: Array) -> tuple[Array, Array]:
-        """A per-token number at the first and at the second token of every pair."""
+        """A value per token, broadcast as the first and as the second token of every pair."""
         if not self.resolved:
             return value, value
         return value[..., :, None], value[..., None, :]
@@ -171,10 +170,10 @@ class Kernel:
         return self.average(self.diagonal, real)
 
     def average(self, values: Array, real: Array | None = None) -> Array:
-        """Average over tokens of a number for each; a number for all stays.
+        """Average of values over tokens; a value common to all tokens is unchanged.
 
         Args:
-            real: (L,) 1 for tokens that count and 0 for padding, by token; None: all count.
+            real: (L,) 1 for real tokens and 0 for padding, by token; None: all are real.
         """
         if not self.resolved or np.ndim(values) < np.ndim(self.diagonal):
             return values
@@ -183,7 +182,7 @@ class Kernel:
         return np.mean(values, axis=-1) if real is None else values @ real / real.sum()
 
     def mean_off_diagonal(self, real: Array | None = None) -> Array:
-        """Average over ordered pairs of different tokens, `real` as in `average`; 0 without any."""
+        """Average over pairs of different tokens, `real` as in `average`; 0 for a single token."""
         if not self.resolved:
             return self.off_diagonal
         if self.classes is not None:
@@ -197,7 +196,7 @@ class Kernel:
         return total / max(length * (length - 1), 1)
 
     def total(self, seq_len: int) -> Array:
-        """Sum over all tokens and ordered pairs."""
+        """Sum of all entries, over tokens and ordered pairs."""
         if self.classes is not None:
             diagonal = (self.diagonal * self.classes.count).sum(-1)
             return diagonal + self.classes.sum_of_pairs(self.off_diagonal)
@@ -207,19 +206,17 @@ class Kernel:
 
 
 class Fluctuation(NamedTuple):
-    """How realised overlaps o_ij = x_i.x_j/width vary over draws of the weights about their means.
-
-    Everything at a point of the network that varies over draws is of these overlaps, a token's
-    squared norm being that with itself (`fluctuation`).
+    """Covariances over draws of realised overlaps o_ij = x_i.x_j/width (module `fluctuation`).
 
     Attributes:
         norms: U, covariance of o_ii and o_jj; 0 behind a normalisation.
         overlaps: Y, with Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2 where y has the entries
-            sqrt(Y) and the kernel's signs: 2 C o C/width for Gaussian features. What a
-            normalisation does to norms is left out. None: not followed.
-        free_norms: U as it was before a normalisation fixed the norms; None: `norms`.
-        shared: covariances of overlaps and of squared norms with those that the first token of a
-            pair had where the branch begins, over its squared norm there; None: it begins here.
+            sqrt(Y) and the kernel's signs: 2 C o C/width for Gaussian features. It ignores that a
+            normalisation fixes norms. None: not tracked.
+        free_norms: U before a normalisation fixed the norms; None: `norms`.
+        shared: covariances of overlaps, and of squared norms, with the overlap, or squared norm, of
+            the first token at the start of the branch, over that token's squared norm there; None:
+            the branch starts here.
     """
 
     norms: Kernel
@@ -229,21 +226,21 @@ class Fluctuation(NamedTuple):
 
     @classmethod
     def of_gaussian(cls, kernel: Kernel, width: Array) -> Fluctuation:
-        """Of independent Gaussian features, whose overlaps are not followed: 2 C o C/width."""
+        """That of independent Gaussian features, 2 C o C/width, without overlaps."""
         return cls((kernel * kernel).scaled(2 / width))
 
     @classmethod
     def fixed(cls, kernel: Kernel) -> Fluctuation:
-        """Of tokens of fixed norms, whose overlaps are not followed."""
+        """That of tokens with fixed norms, without overlaps."""
         return cls(kernel.scaled(0.0))
 
     @property
     def before_norms(self) -> Kernel:
-        """U as no normalisation has touched it."""
+        """U before any normalisation."""
         return self.norms if self.free_norms is None else self.free_norms
 
     def scaled(self, factor: Array) -> Fluctuation:
-        """Of a tensor whose squares are `factor` times these, in the middle of a branch."""
+        """That of the tensor times sqrt(factor), inside a branch."""
         square, (norms, overlaps, free, shared) = factor * factor, self
         if shared is not None:
             shared = shared[0].scaled(factor), shared[1].scaled(factor)
@@ -257,20 +254,19 @@ class Fluctuation(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Signal:
-    """Moments of a tensor of shape (tokens, features), features alike.
+    """Moments of a tensor of shape (tokens, features) with exchangeable features.
 
     Attributes:
         kernel: variances and token covariances about the ensemble mean.
         mean: ensemble mean, per token where resolved.
         hidden_covariance: covariance between two features of one token (published theory).
-        fluctuation: how realised norms and overlaps vary over draws of the weights (refined
-            theory); None where not tracked.
+        fluctuation: of norms and overlaps over draws (refined theory); None: not tracked.
         centred: part of `kernel` whose features already average to zero within every token.
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
-        diagnostics: what the component that made this signal adds to its moments.
-        notes: what made the numbers here less certain, for the component that produced them.
-        apart: of several streams, whose mean this is, the kernel of one's deviation from it; None:
-            there is one, or they are copies.
+        diagnostics: further statistics by the component that produced the signal.
+        notes: warnings by that component about the accuracy of the moments.
+        apart: if the signal is the mean of several streams, the kernel of a stream's deviation
+            from it; None: a single stream, or copies.
     """
 
     kernel: Kernel
@@ -287,7 +283,7 @@ class Signal:
 
     @property
     def algebra(self) -> Any:
-        """Number system of the entries: plain floats where there are no axes at all."""
+        """Number system of the entries: plain floats if there are no axes."""
         return number_system(self.kernel.diagonal)
 
     @property
@@ -295,7 +291,7 @@ class Signal:
         return self.kernel.resolved
 
     def correlation(self) -> Array:
-        """Correlation of every pair, kept inside [-1, 1] against rounding; 0 without variance."""
+        """Correlation of every pair, clipped to [-1, 1]; 0 without variance."""
         kernel = self.kernel
         if is_number(kernel.diagonal):
             return min(1.0, max(-1.0, ratio_or_zero(kernel.off_diagonal, kernel.diagonal)))
@@ -310,7 +306,7 @@ class Signal:
         return ratio_or_zero(tokens.off_diagonal * tokens.off_diagonal, first * second)
 
     def second_moment(self) -> Kernel:
-        """E x_i x_j: the kernel about zero instead of about the mean."""
+        """E x_i x_j, the kernel about zero instead of the mean."""
         kernel, mean = self.kernel, self.mean
         if is_number(mean) and mean == 0.0:
             return kernel
@@ -329,15 +325,18 @@ class Gradient:
 
     Attributes:
         kernel: variances and token covariances.
-        radial: variance of the gradient's component along the signal at its point, over that of
-            any other component: 0.0 where everything downstream ignores the signal's scale, 1 where
-            nothing is known. A number for all tokens or one for each.
+        radial: variance of the gradient's component along the signal, over that of any other
+            component: 0.0 if everything downstream ignores the signal's scale, 1 if nothing is
+            known. For all tokens or per token.
         centred_share: share of the variance whose features already average to zero.
-        norm_response: by how much, relatively, a token's variance falls per relative rise of the
-            signal's squared norm there, for all tokens or each: 1 behind a normalisation, which
-            divides by that norm.
-        persistence: relative growth of what a branch returns, to tokens that it treats alone and
-            to those that it mixes, left to its parts to add (`directions.persistence`).
+        norm_response: relative decrease of a token's variance per relative increase of the signal's
+            squared norm, for all tokens or per token: 1 before a normalisation.
+        persistence: relative growth that a branch's parts have to apply to the gradient they
+            return: (kernel, value per token) for parts that act on tokens separately and for
+            attention (`directions.persistence`, `directions.shared_persistence`).
+        apart: as `Signal.apart`.
+        alone: share of what a branch returns to a token that comes from what this token itself
+            receives; None: all of it, or nothing if the branch mixes tokens.
     """
 
     kernel: Kernel
@@ -347,10 +346,11 @@ class Gradient:
     norm_response: Array = 0.0
     persistence: tuple[Kernel, Array] | None = None
     apart: Kernel | None = None
+    alone: Array | None = None
 
     @property
     def orthogonal(self) -> bool:
-        """Whether the gradient has no component along the signal at all."""
+        """Whether the gradient has no component along the signal."""
         return is_number(self.radial) and self.radial == 0.0
 
     @property
@@ -358,11 +358,11 @@ class Gradient:
         return self.kernel.resolved
 
     def with_kernel(self, kernel: Kernel) -> Gradient:
-        """A generic gradient with these moments: nothing known about its directions."""
+        """A gradient with this kernel and unknown directions."""
         return Gradient(kernel, self.seq_len)
 
     def joined(self, other: Kernel) -> Gradient:
-        """The sum with an independent gradient of which moments alone are known."""
+        """The sum with an independent gradient of unknown directions."""
         total = self.kernel + other
         one = ratio_or_zero(self.kernel.diagonal, total.diagonal)
         mean = ratio_or_zero(self.kernel.mean_diagonal(), total.mean_diagonal())
@@ -374,11 +374,11 @@ class Gradient:
         )
 
     def along(self, kernel: Kernel) -> Gradient:
-        """The gradient behind a map that keeps x.g and the tokens' norms."""
+        """The gradient behind a map that preserves x.g and the tokens' norms."""
         return Gradient(kernel, self.seq_len, self.radial, norm_response=self.norm_response)
 
     def averaged(self) -> Gradient:
-        """The same with one number for all tokens, weighted by their variances."""
+        """The gradient with `radial` and `norm_response` averaged over tokens by variance."""
         if not self.resolved:
             return self
         return replace(
@@ -395,10 +395,10 @@ class Gradient:
     def at_addend(
         self, kernel: Kernel, share: Array, persistence: tuple[Kernel, Array] | None = None
     ) -> Gradient:
-        """The gradient as seen by one addend, `share` of the variance of the sum of independents.
+        """The gradient at one of two independent addends, of `share` of the sum's variance.
 
-        Of what it lacks along x = a + b, share lies along a: E (a.g)^2 = |a|^2 |g|^2/d times
-        1 - share (1 - radial). And the norm of a moves that of x by its share.
+        Of the component that it lacks along x = a + b, `share` lies along a: E (a.g)^2 =
+        |a|^2 |g|^2/d times 1 - share (1 - radial). |x|^2 changes by `share` times that of |a|^2.
         """
         radial = 1.0 - share * (1.0 - self.radial)
         response = share * self.norm_response
@@ -407,7 +407,7 @@ class Gradient:
         )
 
 
-# --- laws at work ---------------------------------------------------------------------------------
+# --- evaluation of laws ---------------------------------------------------------------------------
 
 Values = dict[str, Array]
 
@@ -418,7 +418,7 @@ _OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 @contextmanager
 def observed(by: Observer | None) -> Iterator[None]:
-    """Show every law that is evaluated inside, in this thread or task alone; None: to nobody."""
+    """Call `by` with every law evaluated inside the context, in this thread or task; None: stop."""
     token = _OBSERVER.set(by)
     try:
         yield
@@ -427,9 +427,9 @@ def observed(by: Observer | None) -> Iterator[None]:
 
 
 def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Values]:
-    """Values of the laws' symbols: those of one token, and those of a pair of tokens.
+    """Values of the laws' symbols for one token, and for a pair of tokens.
 
-    With tokens alike both are one dictionary, so that a law may mix them, as the published ones do.
+    For exchangeable tokens both are the same dictionary, since published laws mix the symbols.
     """
     kernel = signal.kernel
     if not signal.resolved:
@@ -452,7 +452,7 @@ def bind(signal: Signal, parameters: Mapping[str, Array]) -> tuple[Values, Value
 
 
 def evaluate(law: Law, algebra: Any, values: Values) -> Array:
-    """One law on bound values, in the number system of the signal."""
+    """Evaluate a law on bound values, in the number system of the signal."""
     result = law.formula(algebra, *law.pick(values))
     if (observer := _OBSERVER.get()) is not None:
         observer(law, values, result)
@@ -462,9 +462,9 @@ def evaluate(law: Law, algebra: Any, values: Values) -> Array:
 def evaluate_sides(
     law: Law, algebra: Any, values: Values, sides: tuple[Values, Values] | None
 ) -> tuple[Array, Array]:
-    """One law at two values of some symbols, or twice at `values` where there are none.
+    """Evaluate a law at `values` updated by either of two `sides`; None: twice at `values`.
 
-    What is observed is the law at `values`, between them.
+    An observer sees the law at `values`.
     """
     if sides is None:
         return (evaluate(law, algebra, values),) * 2

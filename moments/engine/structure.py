@@ -1,6 +1,6 @@
-"""States and declarations as their numbers and the structure that holds them.
+"""Flattening of states and declarations into numbers and structure, to evaluate several together.
 
-Values of one structure are evaluated at once, with arrays where each has a number (`joined`).
+Values of one structure are `joined` into one value whose numbers are arrays.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _VALUES = (Kernel, Fluctuation, Signal, Gradient)
 
 
 class Unlike(Exception):
-    """Values that differ in more than numbers."""
+    """Raised for values of different structure."""
 
 
 @functools.cache
 def _fields(kind: Any) -> tuple[str, ...] | None:
-    """The names to walk through of a class that holds numbers; None: it is no such class."""
+    """Names of the fields of a state or component class; None for other classes."""
     if kind in _VALUES or issubclass(kind, Component):
         names = getattr(kind, "_fields", None) or [f.name for f in dataclasses.fields(kind)]
         return tuple(name for name in names if name != "diagnostics")
@@ -32,13 +32,12 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
 
 
 def flattened(value: Any, numbers: list[Any], axes: bool = False) -> Any:
-    """The structure of a state or a declaration, hashable; its numbers are appended.
+    """Append the numbers of a state or declaration to `numbers` and return its hashable structure.
 
-    A number is a float, or an array (B,) of one for each of B configurations; with `axes` an array
-    of any shape.
+    A number is a float or an array (B,) over configurations, with `axes` an array of any shape.
 
     Raises:
-        Unlike: a state with other axes.
+        Unlike: an array of another shape.
     """
     kind: Any = type(value)
     if kind is float or (kind is np.ndarray and (axes or value.ndim == 1)):
@@ -62,7 +61,7 @@ def flattened(value: Any, numbers: list[Any], axes: bool = False) -> Any:
 
 
 def unflattened(structure: Any, numbers: Iterator[Any]) -> Any:
-    """The value of that structure with those numbers."""
+    """The inverse of `flattened`."""
     if structure is float:
         return next(numbers)
     if not (isinstance(structure, tuple) and structure and isinstance(structure[0], type)):
@@ -75,7 +74,7 @@ def unflattened(structure: Any, numbers: Iterator[Any]) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def fields_of(structure: Any, field: str = "") -> tuple[str, ...]:
-    """Names of the fields that hold its numbers, in their order."""
+    """Names of the fields that hold the numbers of a structure, in order."""
     if structure is float:
         return (field,)
     if not (isinstance(structure, tuple) and structure and isinstance(structure[0], type)):
@@ -86,13 +85,13 @@ def fields_of(structure: Any, field: str = "") -> tuple[str, ...]:
 
 
 def joined(values: Sequence[Any], join: Callable[[str, tuple[Any, ...]], Any]) -> Any:
-    """One value of the structure that all have.
+    """Join values of one structure into one.
 
     Args:
-        join: of a field's name and its numbers, the number that takes their place.
+        join: returns the joined number, from a field's name and the values' numbers.
 
     Raises:
-        Unlike: they differ in more than numbers.
+        Unlike: the structures differ.
     """
     numbers: list[list[Any]] = [[] for _ in values]
     structure, *others = (flattened(*one, True) for one in zip(values, numbers, strict=True))

@@ -1,7 +1,7 @@
-"""What a pass through a declaration leaves behind: a tree of records that mirrors it.
+"""Records of the forward and backward pass: a tree that mirrors the declaration.
 
-Propagation makes one `Record` for every node, with what entered and what left; carrying a gradient
-back makes the same tree again with the gradients in it.
+The forward pass creates a `Record` for every component, with its input and output; the backward
+pass returns the tree completed by gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .state import Array, Gradient, Signal
 
 
 class Point(NamedTuple):
-    """One site of the network with the moments that pass through it."""
+    """One site of the network with its moments."""
 
     layer: int
     site: str
@@ -25,20 +25,20 @@ class Point(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One component as a signal passed it, and a gradient where one has come back.
+    """Forward pass through one component and, where completed, the backward pass.
 
-    A value, like `state.Signal`: nothing changes it after it is made.
+    Immutable by convention, like `state.Signal`.
 
     Attributes:
-        component: the node of the declaration, a `composition.Component`.
-        layer: number of the layer that it is in; 0 before the first.
-        input, output: what entered and left.
-        children: of the components it holds, in the order in which the signal passed them.
-        pullback: of a leaf, the way back around `input`.
-        memory: what a leaf read besides its input.
-        grad_out, grad_in: the `Gradient` at the output and at the input; None before it came.
-        pulled: of a leaf, the `composition.Pulled` that its way back returned.
-        grad_memory: the gradient at `memory`.
+        component: a `composition.Component`.
+        layer: number of its layer; 0 before the first.
+        input, output: signals.
+        children: records of the component's children, in the order of the forward pass.
+        pullback: of a leaf, the backward pass at `input`.
+        memory: signal that a leaf reads in addition to its input.
+        grad_out, grad_in: `Gradient` at the output and at the input; None before the backward pass.
+        pulled: of a leaf, the `composition.Pulled` that its pullback returned.
+        grad_memory: gradient at `memory`.
     """
 
     component: Any
@@ -54,7 +54,7 @@ class Record:
     grad_memory: Gradient | None = None
 
     def backward(self, gradient: Gradient, run: Run | None = None) -> Record:
-        """The same with a gradient at the output carried back through it."""
+        """The record completed by the backward pass of a gradient at the output."""
         done: Record = self.component.backpropagate(self, gradient, Run() if run is None else run)
         return done
 
@@ -66,62 +66,60 @@ class Record:
         pulled: Any = None,
         grad_memory: Gradient | None = None,
     ) -> Record:
-        """The same with what came back."""
-        entered = self.component, self.layer, self.input, self.output, children
-        passed = self.pullback, self.memory
-        return Record(*entered, *passed, grad_out, grad_in, pulled, grad_memory)
+        """The record with the results of the backward pass."""
+        passed = self.component, self.layer, self.input, self.output, children
+        read = self.pullback, self.memory
+        return Record(*passed, *read, grad_out, grad_in, pulled, grad_memory)
 
     def walk(self) -> Iterator[Record]:
-        """Every record, children before what holds them: the order of the forward pass."""
+        """All records of the tree, children first: the order of the forward pass."""
         for child in self.children:
             yield from child.walk()
         yield self
 
     def walk_back(self) -> Iterator[Record]:
-        """Every record, what holds others before them: the order of the backward pass."""
+        """All records of the tree, parents first: the order of the backward pass."""
         yield self
         for child in self.component.way_back(self.children):
             yield from child.walk_back()
 
     def notes(self) -> list[tuple[int, str, str]]:
-        """(layer, site, note) of all that makes the numbers here less certain."""
+        """(layer, site, note) of all warnings about accuracy."""
         return [(o.layer, o.component.label, n) for o in self.sites() for n in o.output.notes]
 
     def paths(self) -> list[tuple[Record, ...]]:
-        """The leaves of every way through parallel branches; those before and behind the branches
-        are in each."""
+        """The leaves on each path through parallel branches, with those before and behind them."""
         paths: list[tuple[Record, ...]] = self.component.record_paths(self)
         return paths
 
     def in_order(self) -> tuple[Record, ...]:
-        """What follows one another in it: itself, unless it is of a chain."""
-        alone = any(one is self.component for one in self.component.in_order())
-        return (self,) if alone else self.children
+        """The records of a chain's components, or the record itself."""
+        single = any(one is self.component for one in self.component.in_order())
+        return (self,) if single else self.children
 
     def leaves(self) -> Iterator[Record]:
-        """Those of components that hold no others."""
         return (one for one in self.walk() if not one.component.children)
 
     def sites(self) -> Iterator[Record]:
-        """Those of components that have a site in a trace, in the order of the forward pass."""
+        """The labelled records, in the order of the forward pass."""
         return (one for one in self.walk() if one.component.label)
 
     @property
     def place(self) -> tuple[int, str]:
-        """Number of the layer and name of the site: no other record has both."""
+        """(layer, site), which is unique."""
         return self.layer, self.component.label
 
     @property
     def point(self) -> Point:
-        """The site behind the component."""
+        """The site at the component's output."""
         return Point(self.layer, self.component.label, self.output, self.grad_out)
 
     def weights(self, overlap: Array | None = None) -> Mapping[str, Array]:
         """Expected squared gradient norms of a leaf's weights, by name.
 
         Args:
-            overlap: variance of two tokens' overlap in what it attends to (`overlap`); None: that
-                of independent features, 1/width.
+            overlap: variance of two tokens' overlap in the attended tensor (`noise.overlap`); None:
+                that of independent features, 1/width.
         """
         if self.pulled is None:
             return {}
@@ -135,16 +133,18 @@ class Record:
 
 @dataclass
 class Run:
-    """One pass under way: what components may read, where it is, and callbacks.
+    """State of a running pass, which components read and update.
 
     Attributes:
-        layer: number of the layer at hand.
-        on_layer: called as each layer is passed, in either direction.
-        reached: every site passed on the way up, for an error to say where numbers broke.
-        returned, gradients: every one on the way back, and what arrived there.
-        kept: what later components read besides their input, by its name: of what leaves a layer
-            (0: of what enters the first) that layer's number.
-        sent: what they sent back to it.
+        memory: what cross-attention reads.
+        layer: number of the current layer.
+        on_layer: called after each layer, in either direction.
+        reached: sites of the forward pass so far, for error messages.
+        returned, gradients: records of the backward pass so far, and the gradients at their
+            outputs.
+        kept: tensors that later components read in addition to their input, by name: the output of
+            a layer by its number, the input of the first by 0.
+        sent: gradients that these components send back, by the same names.
     """
 
     memory: Signal | None = None
@@ -157,24 +157,23 @@ class Run:
     sent: dict[Any, list[Any]] = field(default_factory=dict)
 
     def send(self, name: Any, gradient: Any) -> None:
-        """A gradient back to what is kept."""
+        """Send a gradient back to one of `kept`."""
         self.sent.setdefault(name, []).append(gradient)
 
     @property
     def points(self) -> list[Point]:
-        """Every site reached, with the gradient that has come back to it."""
-        places = [(one.layer, one.component.label) for one in self.returned]
-        grad_in = dict(zip(places, self.gradients, strict=True))
+        """All sites reached, with their gradients as far as computed."""
+        gradients = dict(zip((one.place for one in self.returned), self.gradients, strict=True))
         points = [one.point if isinstance(one, Record) else one for one in self.reached]
-        return [p._replace(gradient=grad_in.get((p.layer, p.site))) for p in points]
+        return [p._replace(gradient=gradients.get((p.layer, p.site))) for p in points]
 
     def passed(self, record: Record) -> Record:
-        """Note a site on the way up."""
+        """Record a site in the forward pass."""
         self.reached.append(record)
         return record
 
     def returning(self, record: Record, gradient: Gradient) -> None:
-        """Note a site on the way back."""
+        """Record a site in the backward pass."""
         self.returned.append(record)
         self.gradients.append(gradient)
 
@@ -185,13 +184,14 @@ class Run:
 
 @dataclass(eq=False)
 class Trace:
-    """Both passes through a model, or as much of them as there has been.
+    """Both passes through a model, as far as they have been computed.
 
     Attributes:
-        entering: what enters layer 1.
-        embedding: of what follows the sum of the embedding tables.
-        ending: of what stands between the last layer and the matrix to the logits, or the decoder
-            that reads it.
+        entering: signal that enters layer 1.
+        stack: record of the layers.
+        embedding: record of the components behind the sum of the embedding tables.
+        ending: record of the components between the last layer and the matrix to the logits, or the
+            decoder that reads the stack.
         logits: the last site, behind `ending`.
         kept: as `Run.kept`.
     """
@@ -205,7 +205,7 @@ class Trace:
 
     @functools.cached_property
     def points(self) -> list[Point]:
-        """Every site, in the order of the forward pass."""
+        """All sites, in the order of the forward pass."""
         result = [] if self.embedding is None else [one.point for one in self.embedding.sites()]
         result.append(Point(0, "stream", self.entering, self.stack.grad_in if self.stack else None))
         for record in (self.stack, self.ending):
@@ -218,50 +218,48 @@ class Trace:
         return [point for point in self.points if point.site == "stream"]
 
     def passing(self) -> list[tuple[Signal, Gradient]]:
-        """What enters every layer, and the gradient that its output receives."""
+        """For each layer the signal at its input and the gradient at its output."""
         return [(one.input, one.children[0].grad_out) for one in self.layers]
 
     def notes(self) -> list[tuple[int, str, str]]:
-        """Those of every record, in the order of the forward pass."""
+        """`Record.notes` of all records, in the order of the forward pass."""
         records = (self.embedding, self.stack, self.ending)
         return [note for record in records if record is not None for note in record.notes()]
 
     @property
     def layers(self) -> tuple[Record, ...]:
-        """Of every numbered layer."""
+        """Records of the numbered layers."""
         return () if self.stack is None else self.stack.children
 
     @property
     def memory(self) -> Signal | None:
-        """What cross-attention in the layers reads."""
-        read = (one.memory for layer in self.layers[:1] for one in layer.walk())
-        return next((memory for memory in read if memory is not None), None)
+        """The signal that cross-attention reads."""
+        memories = (one.memory for layer in self.layers[:1] for one in layer.walk())
+        return next((memory for memory in memories if memory is not None), None)
 
     def grad_memory(self) -> list[Gradient]:
-        """The gradients at what cross-attention reads, from the last layer down."""
+        """The gradients at `memory`, from the last layer to the first."""
         if self.stack is None:
             return []
-        grad_in = (one.grad_memory for one in self.stack.walk_back())
-        return [gradient for gradient in grad_in if gradient is not None]
+        gradients = (one.grad_memory for one in self.stack.walk_back())
+        return [gradient for gradient in gradients if gradient is not None]
 
     def weights(self) -> list[tuple[int, str, Array]]:
-        """(layer, matrix, expected squared gradient norm), from the first layer to the last.
-
-        Of tokens whose overlaps vary as those of independent features do.
-        """
+        """(layer, matrix, expected squared gradient norm), from the first layer to the last; for
+        overlaps of tokens that vary as those of independent features."""
         return weight_rows((one, None) for one in self.weighted())
 
     def weighted(self) -> Iterator[Record]:
-        """The records whose weights stand for themselves, from the last on: a head's do not."""
-        read = self.ending if self.logits is None else None
-        for record in (read, self.stack, self.embedding):
+        """The records whose `weights` are final, in the backward order: not those of a head."""
+        reading = self.ending if self.logits is None else None
+        for record in (reading, self.stack, self.embedding):
             if record is not None:
                 yield from record.walk_back()
 
 
 def weight_rows(records: Iterator[tuple[Record, Array | None]]) -> list[tuple[int, str, Array]]:
-    """(layer, matrix, squared norm) of records, each with the overlap for `Record.weights`, from
-    the first layer to the last."""
+    """(layer, matrix, squared norm), from the first layer to the last, of records with the
+    `overlap` of `Record.weights`."""
     rows = [
         (record.layer, name, norm)
         for record, overlap in records
@@ -271,6 +269,6 @@ def weight_rows(records: Iterator[tuple[Record, Array | None]]) -> list[tuple[in
 
 
 def with_top_gradient(stack: Record, gradient: Gradient) -> Record:
-    """A chain of layers whose last output is said to receive another gradient."""
+    """The record of a chain of layers with another gradient at the last layer's output."""
     *below, last = stack.children
     return replace(stack, children=(*below, replace(last, grad_out=gradient)))

@@ -143,7 +143,9 @@ class FiniteNormalization(Leaf):
         kernel = Kernel.joined(variance, off_diagonal, grad_out.resolved)
         # The output does not depend on the input's norm, so the gradient is orthogonal to it.
         centred = 1.0 if self.centres else gradient.centred_share
-        grad_in = Gradient(kernel, gradient.seq_len, 0.0, centred, norm_response=1.0)
+        grad_in = Gradient(
+            kernel, gradient.seq_len, 0.0, centred, norm_response=1.0, alone=gradient.alone
+        )
         return Pulled(grad_in, functools.partial(affine_weights, self, width, normal, gradient))
 
     def freedom(self, width: Any) -> float:

@@ -1,7 +1,7 @@
-"""One draw of the weights at finite width: how far it falls from the mean of all.
+"""Finite width: how far one draw of the weights deviates from the mean over draws.
 
-`band` is the spread of gradients, `network` what one number owes to every part's randomness;
-`overlap` how tokens' realised overlaps vary, which the gradients of queries and keys need.
+`band` gives the spread of gradients and signals, `network` sums the noise of all parts, and
+`overlap` corrects the gradients of queries and keys for the variance of tokens' overlaps.
 
 Imports `layers`. Start with `band`.
 """

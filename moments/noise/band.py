@@ -1,9 +1,9 @@
-"""The spread of one draw of the weights at finite width.
+"""The band: spread of one draw of the weights about the mean over draws, at finite width.
 
-A realised kernel x_i . x_j / d differs from its mean by O(1/sqrt(d)). To first order such
-fluctuations propagate linearly, so that what one number owes to each of them follows from its
-sensitivities (`network`), by token, on classes of positions or for tokens alike, one class of all.
-One draw is close to lognormal: sigma^2 = Var log g, typical = mean exp(-sigma^2/2).
+A realised kernel x_i . x_j / d differs from its mean by O(1/sqrt(d)). To first order these
+fluctuations propagate linearly, and the variance of any scalar follows from its sensitivities to
+them (`network`). One draw is close to lognormal: sigma^2 = Var log g, typical = mean
+exp(-sigma^2/2).
 
 See docs/theory/band.md, How it travels."""
 
@@ -37,34 +37,34 @@ from ..engine.state import Array
 from ..engine.trace import Trace
 from ..errors import listed
 from .alike import Alike, across_sequences, sublayer_of, sublayer_starts
-from .network import Network, OneByOne, SensitivityWalk
+from .network import Network, SensitivityWalk, SequentialWalk
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
 
 LARGEST = 4.0
-"""Variance of log g at which a fluctuation is twice its mean, and no small one."""
+"""Largest variance of log g that is believed to first order: the deviation is twice the mean."""
 
 
 TARGETS = 9
-"""Points of the stream that are followed by token; the deviation is linear in between."""
+"""Points of the stream at which Var log g is evaluated if tokens are resolved."""
 
 ALIKE_TARGETS = 129
-"""The same of tokens alike."""
+"""Likewise for exchangeable tokens."""
 
 CHUNK_ENTRIES = 2**23
-"""Numbers kept at once: sensitivities of several points at all parts."""
+"""Most entries of all sensitivities that are evaluated together."""
 
 
-class End(Protocol):
-    """Where the gradient at the last layer comes from."""
+class GradientSource(Protocol):
+    """Source of the gradient at the last layer: a loss, or a decoder that reads the stack."""
 
     def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
-        """That gradient, and how it answers to all that is behind it.
+        """The gradient at the last layer, over its trace, and the response of its source.
 
         Args:
-            trace: what both passes through the stack saw.
-            batch: sequences that share the weights.
+            trace: both passes through the stack.
+            batch: number of sequences that share the weights.
         """
 
 
@@ -72,26 +72,28 @@ def log_variance(
     declaration: Chain,
     trace: Trace,
     batch: float = 1,
-    top: End | None = None,
+    top: GradientSource | None = None,
     across: Sequence[Matrix] | None = None,
 ) -> Array:
     """Var log g of the gradient variance at every point of the stream, shape (..., N + 1).
 
-    To first order in the fluctuations, however large it says that they are (`first_order`).
+    To first order in the fluctuations, even where these are large (`first_order`).
 
     Args:
-        declaration: the stack of layers, as it was propagated through.
-        trace: what both passes saw.
-        batch: sequences of independent input and gradient that share the weights, those that one
-            kernel by token holds side by side included.
-        top: where the gradient at the last layer comes from; None: it is a fresh Gaussian tensor.
-        across: of two sequences, what their tokens share before every part and behind all, where
-            that is known (`between_documents`); None: what two texts do.
+        declaration: the stack of layers.
+        trace: both passes through it.
+        batch: sequences of independent input and gradient that share the weights, including those
+            that one kernel by token contains.
+        top: source of the gradient at the last layer; None: an independent Gaussian tensor.
+        across: covariances of tokens of different sequences before every part and behind the last
+            (`between_documents`); None: as `across_sequences` assumes.
     """
     layers = _layers(declaration)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        alone = _alone(trace, batch)
-        end = Fresh.of(trace) if top is None else top.gradient_response(trace, alone)
+        if top is None:
+            end: tuple[Matrix, Response] = GaussianSource.of(trace)
+        else:
+            end = top.gradient_response(trace, _independent_kernels(trace, batch))
         network = _network(layers, trace, batch, end, across)
         starts = sublayer_starts(layers)
 
@@ -99,20 +101,23 @@ def log_variance(
             return network.variance([starts[n] for n in points])
 
         result = _at_points(network, variance, len(layers))
-    return _where_it_arrives(result, trace)
+    gradients = [point.gradient.kernel for point in trace.stream() if point.gradient]
+    sizes = [kernel.mean_diagonal() for kernel in gradients]
+    arrives = np.stack(np.broadcast_arrays(*sizes), axis=-1) > 0
+    return np.where(arrives, np.where(np.isfinite(result), result, np.inf), 0.0)
 
 
 def _layers(declaration: Chain) -> list[Layer]:
     return [part for part in declaration.children if isinstance(part, Layer)]
 
 
-def _alone(trace: Trace, batch: float) -> float:
-    """Sequences beyond those that one kernel by token holds."""
+def _independent_kernels(trace: Trace, batch: float) -> float:
+    """Number of kernels like the trace's, one of which may contain several sequences by token."""
     first = trace.entering
     if first.resolved is not True:
         return batch
-    together = int(first.kernel.off_diagonal.shape[-1]) // first.seq_len
-    return max(1.0, batch // together)
+    sequences = int(first.kernel.off_diagonal.shape[-1]) // first.seq_len
+    return max(1.0, batch // sequences)
 
 
 def _network(
@@ -122,10 +127,13 @@ def _network(
     end: tuple[Matrix, Response],
     across: Sequence[Matrix] | None,
 ) -> Network:
-    first, batch = trace.entering, _alone(trace, batch)
-    walk = OneByOne(_by_token(trace)) if first.resolved else Alike.of(trace).walk(layers)
-    common = shared(layers, trace, walk, batch) if across is None else _means(across)
-    return Network(walk, first, batch, common, end, across)
+    first, batch = trace.entering, _independent_kernels(trace, batch)
+    walk = SequentialWalk(_sublayers(trace)) if first.resolved else Alike.of(trace).walk(layers)
+    if across is None:
+        covariances = mean_covariances(layers, trace, walk, batch)
+    else:
+        covariances = [total(one) / count_of(one) ** 2 for one in across]
+    return Network(walk, first, batch, covariances, end, across)
 
 
 def signal_log_variance(
@@ -138,33 +146,34 @@ def signal_log_variance(
     """Var log v of the signal's variance at every point of the stream, shape (..., N + 1).
 
     Args:
-        real: (n,) by token, 1 for tokens that count and 0 for padding; None: all count.
+        declaration, trace, batch, across: as `log_variance`.
+        real: (n,) by token, 1 for real tokens and 0 for padding; None: all are real.
     """
     layers = _layers(declaration)
     kernels = [
         matrix_of(point.signal.second_moment(), point.signal.seq_len) for point in trace.stream()
     ]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        network = _network(layers, trace, batch, Fresh.of(trace), across)
+        network = _network(layers, trace, batch, GaussianSource.of(trace), across)
         starts = sublayer_starts(layers)
 
         def variance(points: Sequence[int]) -> Array:
-            diagonal = [_averaging(kernels[n], real) for n in points[::-1]]
-            return network.signal_variance([starts[n] for n in points[::-1]], diagonal)[::-1]
+            sensitivities = [_of_mean_variance(kernels[n], real) for n in points[::-1]]
+            return network.signal_variance([starts[n] for n in points[::-1]], sensitivities)[::-1]
 
         return _at_points(network, variance, len(layers), False)
 
 
-def _averaging(kernel: Matrix, real: Array | None) -> Matrix:
-    """(1, ..., L, L) sensitivity of tokens' average variance over its mean to a kernel."""
+def _of_mean_variance(kernel: Matrix, real: Array | None) -> Matrix:
+    """(1, ..., L, L) sensitivity of the tokens' average variance, over its mean, to a kernel."""
     count = np.ones_like(diagonal_of(kernel)) if real is None else real + 0.0 * diagonal_of(kernel)
-    one = diagonal_matrix(count.astype(SINGLE), kernel)
-    return stacked([per_unit(one, total(one * kernel))], np.stack)
+    average = diagonal_matrix(count.astype(SINGLE), kernel)
+    return stacked([per_unit(average, total(average * kernel))], np.stack)
 
 
 def between_documents(trace: Trace) -> list[Matrix] | None:
-    """What tokens of two documents share before every part of every layer, and behind the last, of
-    a trace on `classes.DocumentClasses`; None where there is one document."""
+    """Covariances of tokens of two documents before every part of every layer and behind the last,
+    of a trace on `classes.DocumentClasses`; None if there is a single document."""
     records = [one for layer in trace.layers for one in layer.children[0].in_order()]
     result = []
     for signal in (*(one.input for one in records), records[-1].output):
@@ -177,14 +186,10 @@ def between_documents(trace: Trace) -> list[Matrix] | None:
     return result
 
 
-def _means(matrices: Sequence[Matrix]) -> list[Array]:
-    return [total(one) / count_of(one) ** 2 for one in matrices]
-
-
-def shared(
+def mean_covariances(
     layers: Sequence[Layer], trace: Trace, walk: SensitivityWalk, batch: float
 ) -> Sequence[Array]:
-    """What sequences that share the weights have in common, before every part and behind all."""
+    """`across_sequences` with the variances of a walk."""
     if batch == 1:
         return (0.0,)
     variances: dict[int, Array] = {}
@@ -195,15 +200,15 @@ def shared(
 
 
 @dataclass(frozen=True)
-class Fresh:
-    """A Gaussian gradient of its own at the last layer, kernel (..., L, L)."""
+class GaussianSource:
+    """Source of an independent Gaussian gradient at the last layer, kernel (..., L, L)."""
 
     grad_out: Matrix
     width: Array
 
     @classmethod
-    def of(cls, trace: Trace) -> tuple[Matrix, Fresh]:
-        """The gradient, and what it comes from."""
+    def of(cls, trace: Trace) -> tuple[Matrix, GaussianSource]:
+        """The gradient at the last layer, over its trace, and its source."""
         signal, gradient = trace.passing()[-1]
         grad_out = matrix_of(gradient.kernel, signal.seq_len)
         grad_out = per_unit(grad_out, trace_of(grad_out)).astype(SINGLE)
@@ -217,8 +222,8 @@ class Fresh:
         return SignalAdjoint(sensitivity)
 
 
-def _by_token(trace: Trace) -> list[Sublayer]:
-    """All parts of all layers."""
+def _sublayers(trace: Trace) -> list[Sublayer]:
+    """The parts of all layers, resolved."""
     stream = trace.stream()
     kernels = [point.signal.kernel for point in stream]
     kernels += [point.gradient.kernel for point in stream if point.gradient is not None]
@@ -233,43 +238,41 @@ def _at_points(
     layers: int,
     from_above: bool = True,
 ) -> Array:
-    """(..., N + 1) variance at the points of the stream, as many at once as the network's kernels
-    leave room for. `from_above`: it grows from the last point down, else from the first up."""
+    """(..., N + 1) `variance` at all points of the stream.
+
+    It is evaluated at some points, in chunks, and its square root interpolated linearly.
+
+    Args:
+        from_above: whether it grows from the last point to the first (gradients), or the reverse.
+    """
     resolved = bool(network.first.resolved)
     most = TARGETS if resolved else ALIKE_TARGETS
-    # The last points are their own: above the topmost layer there is no randomness but the loss's.
-    below = np.linspace(0, layers - 1, min(most - 1, layers)).round()
-    if len(below) < layers and not from_above:
-        # What a layer adds to a signal falls with its number: where it grows is near the first.
-        below = np.append(0.0, np.geomspace(1, layers, most)[:-1].round())
-    elif len(below) < layers and not resolved:
-        # In a deep stream of Pre-LN what one layer adds falls with its number.
-        fewer = most // 2
-        near = np.geomspace(1, layers, fewer).round() - 1
-        below = np.union1d(near, np.linspace(0, layers - 1, fewer).round())
-    targets = np.unique(np.append(below, layers)).astype(int)
+    # The last point is always a target: above the last layer only the loss is random.
+    targets = np.linspace(0, layers - 1, min(most - 1, layers)).round()
+    if len(targets) < layers and not from_above:
+        # The relative noise of a layer falls with its number: most of it is near the first.
+        targets = np.append(0.0, np.geomspace(1, layers, most)[:-1].round())
+    elif len(targets) < layers and not resolved:
+        # Likewise in a deep Pre-LN stream.
+        near = np.geomspace(1, layers, most // 2).round() - 1
+        targets = np.union1d(near, np.linspace(0, layers - 1, most // 2).round())
+    targets = np.unique(np.append(targets, layers)).astype(int)
     parts = sum(len(group.places) for group in network.walk.groups)
-    size = max(1, CHUNK_ENTRIES // (network.top.size * parts))
+    size = max(1, CHUNK_ENTRIES // (network.last_gradient.size * parts))
     result = [
         variance(targets[first : first + size].tolist()) for first in range(0, len(targets), size)
     ]
     deviation = np.sqrt(np.concatenate(result))
     points = np.arange(layers + 1)
     after = np.clip(np.searchsorted(targets, points), 1, len(targets) - 1)
-    way = (points - targets[after - 1]) / (targets[after] - targets[after - 1])
-    way = way.reshape(-1, *(1,) * (deviation.ndim - 1))
-    return np.moveaxis((1 - way) * deviation[after - 1] + way * deviation[after], 0, -1) ** 2
-
-
-def _where_it_arrives(variance: Array, trace: Trace) -> Array:
-    """The variance, 0 where no gradient arrives, and infinite where there is none."""
-    size = [point.gradient.kernel.mean_diagonal() for point in trace.stream() if point.gradient]
-    arrives = np.stack(np.broadcast_arrays(*size), axis=-1) > 0
-    return np.where(arrives, np.where(np.isfinite(variance), variance, np.inf), 0.0)
+    weight = (points - targets[after - 1]) / (targets[after] - targets[after - 1])
+    weight = weight.reshape(-1, *(1,) * (deviation.ndim - 1))
+    deviation = (1 - weight) * deviation[after - 1] + weight * deviation[after]
+    return np.moveaxis(deviation, 0, -1) ** 2
 
 
 def first_order(variance: Array, what: str = "gradient") -> tuple[Array, tuple[str, ...]]:
-    """`log_variance` as far as it holds, at most `LARGEST`, and notes on what is beyond."""
+    """A variance limited to `LARGEST`, and a note on the points where it is larger."""
     worst = float(np.max(variance))
     if worst <= LARGEST:
         return variance, ()

@@ -1,10 +1,10 @@
-"""What one draw of a decoder makes of the gradient that its encoder receives.
+"""Fluctuations of the gradient that a decoder sends to its encoder.
 
-Every layer's cross-attention sends the memory a gradient M_k R_k: R_k the modes of the gradient
-that the layer's part receives, M_k a map that depends on the modes of the memory and of the tokens
-that ask. Their sum over layers is a number y as any other (`network.Inflow`), with noise of the
-matrices in between (`_noise`). The memory's own fluctuations are the response of that gradient to
-the memory. By token, the decoder is followed with moments averaged over tokens.
+The cross-attention of layer k sends the memory a gradient with modes M_k R_k: R_k are the modes of
+the gradient at the layer's output, and M_k depends on the modes of the memory and of the query
+tokens. The sum over layers is a scalar y like any other (`network.SideOutput`), plus the noise of
+the matrices in M_k (`_noise`). Fluctuations of the memory enter through the response of the sum to
+the memory. Where tokens are resolved, the decoder's moments are averaged over tokens.
 
 See docs/theory/band.md, Where gradients come from."""
 
@@ -41,8 +41,8 @@ from ..engine.trace import Record, Trace
 from ..layers.attention.kernels.exact_rows import AlikeRows
 from ..layers.attention.projections import logit_law
 from .alike import Alike, averaged_tokens, stacked
-from .band import End, Fresh, shared
-from .network import AllAtOnce, Group, Inflow, Network, matrix_times
+from .band import GaussianSource, GradientSource, mean_covariances
+from .network import ExchangeableWalk, Group, Network, SideOutput, matvec
 
 STEP = 1e-5
 """Relative step of the one-sided differences, whose error is of this order."""
@@ -50,18 +50,19 @@ STEP = 1e-5
 
 @dataclass(frozen=True)
 class Modes:
-    """The two eigenvalues of a kernel over L tokens alike, last axis (mean, difference)."""
+    """Eigenvalues of kernels of exchangeable tokens, on a last axis: that of the mean over tokens,
+    and that of differences from the mean."""
 
     seq_len: int
 
     @property
     def count(self) -> Array:
-        """Number of modes of each kind."""
+        """Multiplicity of each eigenvalue."""
         return np.array([1.0, self.seq_len - 1.0])
 
     @property
     def average(self) -> Array:
-        """Weights with which the modes make up the variance of a token."""
+        """Weights of the eigenvalues in the variance of a token."""
         return self.count / self.seq_len
 
     def of(self, kernel: Kernel) -> Array:
@@ -78,27 +79,27 @@ class Modes:
         return Kernel(difference + off_diagonal, off_diagonal)
 
     def sensitivity(self, derivative: Array) -> Array:
-        """(..., 2) to a token's moment and to that of two, of derivatives by both eigenvalues."""
+        """(..., 2) sensitivities to a diagonal and an off-diagonal entry, from the derivatives by
+        both eigenvalues."""
         kernel = self.kernel(ratio(derivative, self.count))
         return np.stack([kernel.diagonal, kernel.off_diagonal], axis=-1)
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderTop:
-    """The decoder that reads an encoder.
+    """The decoder as the source of its encoder's gradient (a `band.GradientSource`).
 
     Attributes:
-        trace: of the decoder, both passes.
-        top: where its own last gradient comes from; None: it is a fresh Gaussian tensor.
+        declaration, trace: of the decoder.
+        top: source of the decoder's own last gradient; None: an independent Gaussian tensor.
     """
 
     declaration: Chain
     trace: Trace
-    top: End | None = None
+    top: GradientSource | None = None
 
     def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
-        """The encoder's last gradient, and how it answers to the decoder; `trace` is the
-        encoder's."""
+        """The encoder's last gradient and the decoder's response; `trace` is the encoder's."""
         last, reading = trace.stream()[-1], trace.ending
         assert last.gradient is not None
         assert reading is not None
@@ -113,34 +114,33 @@ class DecoderTop:
         return in_units(grad_out, around.unit), Sequence((*parts, decoder))
 
     def _of_modes(self, memory: Signal, modes: Modes, batch: float) -> tuple[Array, Array]:
-        """Response of the memory's gradient to the memory, and covariance of its modes.
-
-        Both in relative modes (..., 2, 2), of the gradient's over its variance.
-        """
+        """(..., 2, 2) derivative of the memory gradient's modes by relative changes of the memory's
+        modes, and covariance of the gradient's modes; both over the gradient's variance."""
         layers = [part for part in self.declaration.children if isinstance(part, Layer)]
         decoder = Alike.of(self.trace)
         parts = decoder.sublayers(layers)
         groups = [group for group, _ in parts]
         shape = groups[0].sublayer.grad_in.shape[:-3]
-        of_memory = _Memory.of(memory, modes, batch, shape)
-        grad_in: list[tuple[Group, _Sent]] = []
+        perturbed = _Memory.of(memory, modes, batch, shape)
+        contributions: list[tuple[Group, _Contribution]] = []
         for group, record in parts:
-            reading = [one for one in record.leaves() if one.memory is not None]
-            grad_in += [(group, _of_part(record, reading[0], of_memory)) for _ in reading[:1]]
-        whole = np.add.reduce([one.added[:3].sum(-2) for _, one in grad_in])
+            reader = next((one for one in record.leaves() if one.memory is not None), None)
+            if reader is not None:
+                contributions.append((group, _contribution(record, reader, perturbed)))
+        whole = np.add.reduce([one.modes[:3].sum(-2) for _, one in contributions])
         size = whole[0] @ modes.average
-        walk = AllAtOnce(groups)
-        overlaps = shared(layers, self.trace, walk, batch)
+        walk = ExchangeableWalk(groups)
+        overlaps = mean_covariances(layers, self.trace, walk, batch)
         network = Network(walk, decoder.entering, batch, overlaps, self._end(batch))
-        covariance = _covariance(network, walk, grad_in, size, of_memory)
+        covariance = _covariance(network, walk, contributions, size, perturbed)
         response = (whole[1:] - whole[0]) / (STEP * size[..., None])
         return np.moveaxis(response, 0, -1), covariance
 
     def _end(self, batch: float) -> tuple[Matrix, Response]:
-        """The decoder's own last gradient, as of tokens alike."""
+        """The decoder's own last gradient and its source, for exchangeable tokens."""
         first, sequences = self.trace.entering, 1
         if self.top is None:
-            end: tuple[Matrix, Response] = Fresh.of(self.trace)
+            end: tuple[Matrix, Response] = GaussianSource.of(self.trace)
         else:
             if first.resolved is True:
                 sequences = first.kernel.off_diagonal.shape[-1] // first.seq_len
@@ -152,30 +152,33 @@ class DecoderTop:
         return _alike(grad_out, kind), OfAverages(response, grad_out, kind, sequences)
 
 
-class _Sent(NamedTuple):
-    """What parts' cross-attention sends to the memory, on the axis before the last.
+class _Contribution(NamedTuple):
+    """Gradients that the parts of a group send to the memory.
+
+    The five evaluations of `modes` are at the means; with one mode of the memory increased by STEP,
+    two; with one mode of the signal at the part's input increased by STEP, two.
 
     Attributes:
-        returned: (..., parts, 2, 2) map from the modes of the gradient that a part receives.
-        added: (5, ..., parts, 2) modes sent: at the means, at either mode of the memory a little
-            larger, and of the signal that enters the part.
-        entering: (..., parts, 2) modes of that signal.
-        noise: (..., parts, 2, 2) covariance that the part's matrices add.
+        mode_map: (..., parts, 2, 2) from the modes of a part's output gradient to those sent.
+        modes: (5, ..., parts, 2) modes sent.
+        entering: (..., parts, 2) modes of the signal at the part's input.
+        noise: (..., parts, 2, 2) covariance of the modes sent, due to the part's own matrices.
     """
 
-    returned: Array
-    added: Array
+    mode_map: Array
+    modes: Array
     entering: Array
     noise: Array
 
 
 class _Memory(NamedTuple):
-    """The memory, and slightly larger modes of it.
+    """The memory at the five evaluations of `_Contribution`.
 
     Attributes:
-        memory: (5, ..., 1) of these, the last two as it is.
+        memory: signal with kernels (5, ..., 1).
         modes: of its tokens.
-        batch: sequences that share the weights.
+        batch: number of sequences that share the weights.
+        shape: of configurations.
     """
 
     memory: Signal
@@ -190,120 +193,125 @@ class _Memory(NamedTuple):
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
         kernel = modes.kernel(base * (1 + steps.reshape(5, *(1,) * (base.ndim - 1), 2)))
         fixed = Fluctuation.fixed(kernel)
-        moved = Signal(kernel, modes.seq_len, width=memory.width, fluctuation=fixed)
-        return cls(stacked([moved]), modes, batch, shape)
+        perturbed = Signal(kernel, modes.seq_len, width=memory.width, fluctuation=fixed)
+        return cls(stacked([perturbed]), modes, batch, shape)
 
 
-def _of_part(record: Record, reading: Record, of_memory: _Memory) -> _Sent:
-    """Of the parts of a group, and one reader in them."""
-    modes, attention = Modes(record.input.seq_len), reading.component
+def _contribution(record: Record, reader: Record, memory: _Memory) -> _Contribution:
+    """The contribution of a group of parts whose cross-attention is `reader`."""
+    modes, attention = Modes(record.input.seq_len), reader.component
     kernel, gradient = record.input.kernel, record.grad_out.kernel
-    shape = (*of_memory.shape, np.shape(kernel.diagonal)[-1], 2)
+    shape = (*memory.shape, np.shape(kernel.diagonal)[-1], 2)
     base, grad_out = (np.broadcast_to(modes.of(one), shape) for one in (kernel, gradient))
     axes = (1,) * (base.ndim - 1)
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
-    nudged = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
-    signal = Signal(
-        nudged, modes.seq_len, width=record.input.width, fluctuation=Fluctuation.fixed(nudged)
-    )
+    perturbed = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
+    fixed = Fluctuation.fixed(perturbed)
+    signal = Signal(perturbed, modes.seq_len, width=record.input.width, fluctuation=fixed)
     basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
-    addition, scale, node = record.component.addition(record), 1.0, record
+    addition, scale, branch = record.component.addition(record), 1.0, record
     if addition is not None:
-        scale, node = addition.adding, addition.added
-    path = next(one for one in node.paths() if reading in one)
-    through = Chain(tuple(one.component for one in path))
-    passed = forward(through, signal, of_memory.memory)[1].backward(basis)
+        scale, branch = addition.adding, addition.added
+    path = next(one for one in branch.paths() if reader in one)
+    chain = Chain(tuple(one.component for one in path))
+    passed = forward(chain, signal, memory.memory)[1].backward(basis)
     (read,) = (one for one in passed.leaves() if one.grad_memory is not None)
     assert read.grad_memory is not None
-    grad_in = of_memory.modes.of(read.grad_memory.kernel)
-    grad_in = np.broadcast_to(grad_in, np.broadcast_shapes(grad_in.shape, (2, 5, *base.shape)))
-    returned = np.asarray(scale)[..., None, None] * np.moveaxis(grad_in, 0, -1)
-    query_tokens = _first(read.input.kernel)
-    noise = _noise(attention, returned[0], grad_out, query_tokens, of_memory, modes)
-    return _Sent(returned[0], matrix_times(returned, grad_out), base, noise)
+    sent = memory.modes.of(read.grad_memory.kernel)
+    sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
+    maps = np.asarray(scale)[..., None, None] * np.moveaxis(sent, 0, -1)
+    noise = _noise(attention, maps[0], grad_out, _first(read.input.kernel), memory, modes)
+    return _Contribution(maps[0], matvec(maps, grad_out), base, noise)
 
 
 def _noise(
     attention: Any,
-    returned: Array,
+    mode_map: Array,
     grad_out: Array,
     query_tokens: Kernel,
-    of_memory: _Memory,
+    memory: _Memory,
     modes: Modes,
 ) -> Array:
-    """Of one sequence: of W_o, 2 over the heads' features for each mode received; of W_v, 2/d for
-    each mode sent (and 4/d of what other layers have sent, independent in direction); and of what
-    the decoder's mean sends into the memory's differences, in every head one vector over tokens.
+    """(..., parts, 2, 2) covariance of the modes sent, for one sequence, due to a part's matrices.
+
+    W_o adds 2 over the number of heads' features for each mode received, and W_v 2/d for each mode
+    sent. The mean over query tokens reaches the memory's differences through one vector of
+    attention weights per head, whose squared norm varies.
     """
     inner, width = attention.heads * attention.d_head, attention.memory_width
-    stage = returned * (2 / inner * grad_out**2 / modes.count)[..., None, :]
-    noise = stage @ transposed(returned)
+    received = mode_map * (2 / inner * grad_out**2 / modes.count)[..., None, :]
+    noise = received @ transposed(mode_map)
     direct = np.stack(
-        [matrix_times(returned, grad_out)[..., 0], returned[..., 1, 1] * grad_out[..., 1]], axis=-1
+        [matvec(mode_map, grad_out)[..., 0], mode_map[..., 1, 1] * grad_out[..., 1]], axis=-1
     )
-    noise = noise + (2 * direct**2 / width / of_memory.modes.count)[..., None] * np.eye(2)
-    tokens = _first(of_memory.memory.second_moment())
+    noise = noise + (2 * direct**2 / width / memory.modes.count)[..., None] * np.eye(2)
+    tokens = _first(memory.memory.second_moment())
     law = logit_law(attention, query_tokens, tokens, (attention.d_model, width))
-    diagonal = law.keys.kernel.diagonal - law.keys.kernel.off_diagonal
-    # Squared weights are those of doubled logits, of four times their variance.
-    theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * diagonal, 0.0)
-    squares = AlikeRows.of(of_memory.modes.seq_len).rows(theta).sum_square
+    unshared = law.keys.kernel.diagonal - law.keys.kernel.off_diagonal
+    # The squared weights of a row are the softmax of doubled logits, of four times the variance.
+    theta = np.maximum(4 * law.scale * law.queries.kernel.diagonal * unshared, 0.0)
+    squares = AlikeRows.of(memory.modes.seq_len).rows(theta).sum_square
     share = 2 / attention.heads * (squares + 1 / width)
-    noise[..., 1, 1] += share * (returned[..., 1, 0] * grad_out[..., 0]) ** 2
+    noise[..., 1, 1] += share * (mode_map[..., 1, 0] * grad_out[..., 0]) ** 2
     return noise
 
 
 def _covariance(
     network: Network,
-    walk: AllAtOnce,
-    grad_in: Several[tuple[Group, _Sent]],
+    walk: ExchangeableWalk,
+    contributions: Several[tuple[Group, _Contribution]],
     size: Array,
-    of_memory: _Memory,
+    memory: _Memory,
 ) -> Array:
-    """(..., 2, 2) of the modes of all that the memory receives, over its variance `size`."""
-    network.variance([0])  # how far the gain of different directions agrees, of the decoder's own
-    units = np.stack([np.eye(2)[0], np.eye(2)[1], np.ones(2)])  # two modes, and their sum
+    """(..., 2, 2) covariance of the modes of the memory's gradient, over its variance `size`."""
+    network.variance([0])  # stores the coherence of the decoder's parts
+    units = np.stack([np.eye(2)[0], np.eye(2)[1], np.ones(2)])  # y: either mode, and their sum
     units = units.reshape(3, *(1,) * size.ndim, 2)
-    inflow: dict[int, Inflow] = {}
-    noise: Array = 0.0
+    side_outputs: dict[int, SideOutput] = {}
     parts = []
-    for group, one in grad_in:
+    for group, one in contributions:
         modes = Modes(group.sublayer.grad_in.classes.length)
         weights, over = units[..., None, :], size[..., None, None]
-        to_gradient = modes.sensitivity(matrix_times(transposed(one.returned), weights))
-        share = (weights * one.added[0] / over).sum(-1)
-        change = (one.added[3:] - one.added[0]) / (STEP * over)
+        to_gradient = modes.sensitivity(matvec(transposed(one.mode_map), weights))
+        share = (weights * one.modes[0] / over).sum(-1)
+        change = (one.modes[3:] - one.modes[0]) / (STEP * over)
         by_mode = np.moveaxis((weights * change[:, None]).sum(-1), 0, -1)
         exposure = modes.sensitivity(ratio(by_mode, one.entering))
         for j, place in enumerate(group.places):
-            inflow[place + 1] = Inflow(to_gradient[..., j, :], share[..., j], exposure[..., j, :])
-            parts.append((place, one.added[0][..., j, :], one.noise[..., j, :, :]))
+            side_outputs[place + 1] = SideOutput(
+                to_gradient[..., j, :], share[..., j], exposure[..., j, :]
+            )
+            parts.append((place, one.modes[0][..., j, :], one.noise[..., j, :, :]))
+    # Gradients of different layers are independent in direction: W_v adds 4/d of their product.
+    noise: Array = 0.0
     carried: Array = 0.0
-    for _, added, diagonal in sorted(parts, key=lambda part: -part[0]):
-        cross = 4 * carried * added / of_memory.memory.width / of_memory.modes.count
-        noise = noise + diagonal + cross[..., None] * np.eye(2)
+    for _, added, own in sorted(parts, key=lambda part: -part[0]):
+        cross = 4 * carried * added / memory.memory.width / memory.modes.count
+        noise = noise + own + cross[..., None] * np.eye(2)
         carried = carried + added
-    noise = noise / (of_memory.batch * size[..., None, None] ** 2)
-    result = network.along(walk.of(inflow)).variance([0, 0, 0])
-    cross = (result[2] - result[0] - result[1]) / 2
-    rows = np.stack([result[0], cross], -1), np.stack([cross, result[1]], -1)
+    noise = noise / (memory.batch * size[..., None, None] ** 2)
+    variances = network.with_walk(walk.with_side_outputs(side_outputs)).variance([0, 0, 0])
+    cross = (variances[2] - variances[0] - variances[1]) / 2
+    rows = np.stack([variances[0], cross], -1), np.stack([cross, variances[1]], -1)
     return noise + np.stack(rows, axis=-2)
 
 
 def _first(kernel: Kernel) -> Kernel:
+    """The first of five evaluations, that at the means."""
     return Kernel(kernel.diagonal[0], kernel.off_diagonal[0])
 
 
-# --- between gradients by token and those of tokens alike -----------------------------------------
+# --- between resolved and exchangeable tokens -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OfModes:
-    """A gradient that fluctuates by its modes, and responds to those of the signal.
+    """Source of a gradient whose modes fluctuate and depend on the modes of the signal.
 
     Attributes:
-        response, covariance: (..., 2, 2) as `DecoderTop` finds them.
+        response, covariance: (..., 2, 2) as `DecoderTop._of_modes` returns them.
         grad_out: the gradient.
+        kernel: of the signal.
         modes: of the tokens of a sequence.
     """
 
@@ -317,12 +325,12 @@ class OfModes:
         mean = _means(sensitivity @ self.grad_out, self.modes.seq_len)
         split = np.stack([mean, total(sensitivity * self.grad_out) - mean], axis=-1)
         weights = ratio(split, self._relative(self.grad_out))
-        noise = (weights * matrix_times(self.covariance, weights)).sum(-1)
+        noise = (weights * matvec(self.covariance, weights)).sum(-1)
         return GradientAdjoint(sensitivity, weights, noise, 0.0)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        # of x_j = dm_j/m_j, with the modes m of the tokens averaged over sequences
-        per_mode = matrix_times(transposed(self.response), exposure)
+        # `response` is by dm_j/m_j of the modes m, averaged over sequences.
+        per_mode = matvec(transposed(self.response), exposure)
         count = count_of(self.kernel)
         size = trace_of(self.kernel) / count
         per_mode = ratio(per_mode, self._relative(self.kernel) * size[..., None])
@@ -335,14 +343,14 @@ class OfModes:
         return SignalAdjoint(sensitivity + result.astype(SINGLE))
 
     def _relative(self, kernel: Matrix) -> Array:
-        """(..., 2) modes over the variance."""
+        """(..., 2) modes of a kernel over its variance."""
         mean = _means(kernel, self.modes.seq_len) / trace_of(kernel)
         sizes = np.stack([mean, 1 - mean], axis=-1)
         return sizes * self.modes.seq_len / self.modes.count
 
 
 def _same_sequence(like: Matrix, length: int) -> Matrix:
-    """Whether two tokens are of one sequence."""
+    """1 for pairs of tokens of the same sequence, else 0."""
     if isinstance(like, ClassMatrix):
         return like * 0.0 + 1.0
     return np.kron(np.eye(like.shape[-1] // length), np.ones((length, length)))
@@ -358,7 +366,7 @@ def _means(kernel: Matrix, seq_len: int) -> Array:
 
 
 def _alike(matrix: Matrix, kind: OneClass) -> ClassMatrix:
-    """Averages of tokens of one sequence, and of their pairs."""
+    """The matrix of exchangeable tokens, averaged over tokens and over pairs of one sequence."""
     diagonal = trace_of(matrix) / count_of(matrix)
     mean = kind.length * _means(matrix, kind.length) / count_of(matrix)
     off_diagonal = (mean - diagonal) / max(kind.length - 1, 1)
@@ -367,12 +375,13 @@ def _alike(matrix: Matrix, kind: OneClass) -> ClassMatrix:
 
 @dataclass(frozen=True)
 class OfAverages:
-    """What a gradient by token comes from, as that of tokens alike.
+    """The source of a resolved gradient, as one of exchangeable tokens.
 
     Attributes:
-        inner: the same by token.
-        like: a matrix by token.
-        sequences: how many of them the matrix holds.
+        inner: the source.
+        like: a matrix of resolved tokens.
+        kind: the class of exchangeable tokens.
+        sequences: number of sequences in `like`.
     """
 
     inner: Response
@@ -381,17 +390,15 @@ class OfAverages:
     sequences: int
 
     def gradient_adjoint(self, sensitivity: ClassMatrix) -> GradientAdjoint:
-        each = 0.0 * self.like
-        diagonal, off_diagonal = sensitivity.diagonal, sensitivity.off_diagonal
-        by_token = without_diagonal(
-            each + _same_sequence(self.like, self.kind.length) * off_diagonal
-        )
-        by_token = by_token + diagonal_matrix(diagonal_of(0.0 * by_token) + diagonal, by_token)
-        step = self.inner.gradient_adjoint(by_token.astype(SINGLE))
-        return step._replace(sensitivity=sensitivity, noise=step.noise * self.sequences)
+        same_sequence = _same_sequence(self.like, self.kind.length)
+        resolved = without_diagonal(0.0 * self.like + same_sequence * sensitivity.off_diagonal)
+        diagonal = diagonal_of(0.0 * resolved) + sensitivity.diagonal
+        resolved = resolved + diagonal_matrix(diagonal, resolved)
+        result = self.inner.gradient_adjoint(resolved.astype(SINGLE))
+        return result._replace(sensitivity=sensitivity, noise=result.noise * self.sequences)
 
     def signal_adjoint(self, sensitivity: ClassMatrix, exposure: Any) -> SignalAdjoint:
-        none = 0.0 * self.like
-        given = none + np.zeros((len(sensitivity), *(1,) * len(none.shape)))
-        step = self.inner.signal_adjoint(given.astype(SINGLE), exposure)
-        return step._replace(sensitivity=_alike(step.sensitivity, self.kind))
+        zeros = 0.0 * self.like
+        zeros = zeros + np.zeros((len(sensitivity), *(1,) * len(zeros.shape)))
+        result = self.inner.signal_adjoint(zeros.astype(SINGLE), exposure)
+        return result._replace(sensitivity=_alike(result.sensitivity, self.kind))

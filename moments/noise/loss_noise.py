@@ -1,12 +1,11 @@
-"""What one draw of the weights makes of the gradient that a head's loss sends to the last layer.
+"""Fluctuations of the gradient that a head's loss sends to the last layer.
 
-Given the targets, sum_v d_i(v) E_v of Gaussian rows E_v is a Gaussian tensor of the kernel D, with
-D_ij = sum_v d_i(v) d_j(v) of the gradients d at two tokens' logits (`readout`): a Wishart matrix of
-width degrees of freedom, 2 tr(D D)/width. A hidden layer's matrix and activation add their own.
-Besides, the final normalisation divides by the stream's realised sizes and the softmax depends on
-its realised overlaps (the response of the last gradient to the last signal); and where logits are
-few D_ii itself varies with the target's logit: given here is Var E(D_ii | target's logit), without
-what logits do together.
+Given the gradients d at the logits, sum_v d_i(v) E_v with Gaussian rows E_v is a Gaussian tensor
+with kernel D_ij = sum_v d_i(v) d_j(v) (`readout`), so that its realised kernel is a Wishart matrix
+of `width` degrees of freedom, with variance 2 tr(D D)/width. Hidden layers of the head add noise.
+The final normalisation divides by the stream's realised norms and the softmax depends on its
+realised overlaps: the response of the last gradient to the last signal. If there are few logits,
+D_ii itself varies; only Var E(D_ii | target's logit) of this is included.
 
 See docs/theory/band.md, Where gradients come from, and docs/theory/loss.md."""
 
@@ -49,112 +48,103 @@ from ..layers.head.components import Pool
 from ..layers.head.cross_entropy import softmax_expectations
 from ..layers.head.readout import Readout
 
-_NODES = 9  # of the average over the target's logit
+_NODES = 9  # Gauss nodes for the target's logit
 _ROUNDING = 1e-15
-_FIXED = 1e-9  # variance of a logit that is given, over that of the others
+_FIXED = 1e-9  # variance of a logit that is conditioned on, over that of the others
 
 
 def across(readout: Readout) -> Array:
-    """Sum of E (D_ij/T^2)^2 over the tokens of two sequences, over (sum of D_ii/T^2)^2.
+    """Sum of E (D_ij/T^2)^2 over pairs of tokens of two sequences, over (sum of D_ii/T^2)^2.
 
-    They agree by a common target alone.
+    Only pairs with the same target contribute.
     """
     targets, overlap = readout.targets, readout.overlap
-    common = _common(readout)
     first, second = overlap.over_tokens(targets.active)
-    agree = first * second * targets.same_target * common**2
+    square = first * second * targets.same_target * _of_same_target(readout) ** 2
     if overlap.resolved:
-        diagonal, kind = overlap.diagonal, overlap.resolved
-        apart, alone = Kernel.joined(0.0 * diagonal, agree, kind), overlap.weighted(1.0, 0.0)
-        return apart.total(readout.seq_len) / alone.total(readout.seq_len) ** 2
-    return agree / overlap.diagonal**2
+        pairs = Kernel.joined(0.0 * overlap.diagonal, square, overlap.resolved)
+        tokens = overlap.weighted(1.0, 0.0)
+        return pairs.total(readout.seq_len) / tokens.total(readout.seq_len) ** 2
+    return square / overlap.diagonal**2
 
 
 def mean_square(readout: Readout) -> Kernel:
-    """E (D_ij/T^2)^2 over texts, of probabilities of coincidence q: the square, and q (1 - q) times
-    the square of what a common target adds."""
+    """E (D_ij/T^2)^2 over texts: the square of the mean, plus q (1 - q) times the square of the
+    contribution of a common target, which two tokens have with probability q."""
     targets, overlap = readout.targets, readout.overlap
-    common = _common(readout)
     same = targets.same_target
     off_diagonal = ratio(overlap.off_diagonal**2, targets.both + 0 * overlap.off_diagonal)
-    off_diagonal = off_diagonal + targets.both * same * (1 - same) * common**2
+    variance = targets.both * same * (1 - same) * _of_same_target(readout) ** 2
     diagonal = ratio(overlap.diagonal**2, targets.active + 0 * overlap.diagonal)
-    return Kernel.joined(diagonal, off_diagonal, overlap.resolved)
+    return Kernel.joined(diagonal, off_diagonal + variance, overlap.resolved)
 
 
-def _common(readout: Readout) -> Array:
-    """What a common target adds to D_ij/T^2: its weight times E f'^2 of a logit's cap f, averaged
-    over tokens."""
+def _of_same_target(readout: Readout) -> Array:
+    """Contribution of a common target to D_ij/T^2: its squared weight times E f'^2 of the logits'
+    softcap f, averaged over tokens."""
     slope, kernel = readout.softmax.other.slope_square, readout.kernel
     slope = kernel.average(slope)[..., None, None] if kernel.resolved else slope
     return (1 - readout.smoothing) ** 2 * slope / readout.targets.count**2
 
 
 def logit_agreement(readout: Readout) -> Matrix:
-    """How far log D_ii and log D_jj vary together, 1 + 1/(V - 1) where they are one.
+    """Covariance of log D_ii and log D_jj over that of a token whose target alone varied.
 
-    Of a shift of all logits D knows nothing, so that the others' mean effects add 1/(V - 1) of that
-    of the target's, and two tokens' are correlated as their logits, by -1/(V - 1) of that where
-    they have different targets.
+    D does not change if all logits are shifted, so that the other logits add 1/(V - 1) to the
+    effect of the target's. Two tokens with the same target are correlated as their logits, with
+    different targets by -1/(V - 1) of that.
     """
     same, kernel = readout.targets.same_target, readout.kernel
-    other = readout.vocab_size - 1
+    others = readout.vocab_size - 1
     first, second = kernel.over_tokens(kernel.diagonal)
-    agree = (same - (1 - same) / other) * kernel.off_diagonal / np.sqrt(first * second)
-    agree = Kernel.joined(1.0 + 0.0 * kernel.diagonal, agree, kernel.resolved)
-    return matrix_of(agree.scaled(1 + 1 / other), readout.seq_len).astype(SINGLE)
+    agreement = (same - (1 - same) / others) * kernel.off_diagonal / np.sqrt(first * second)
+    agreement = Kernel.joined(1.0 + 0.0 * kernel.diagonal, agreement, kernel.resolved)
+    return matrix_of(agreement.scaled(1 + 1 / others), readout.seq_len).astype(SINGLE)
 
 
 def log_variance_of_mean(effect: tuple[Array, Array], share: Array) -> Array:
-    """Var log of an average, `share` of the variance of one left: exact for one and for many.
-
-    Of one it is the variance of the logarithm, of many the relative variance over their number.
-    """
+    """Var log of an average whose variance is `share` of that of one item, with the `effect` of
+    `logit_effect`: exact for one item, and for many, where it is their relative variance."""
     relative, logarithm = effect
     return relative * share + (logarithm - relative) * share**2
 
 
 def logit_effect(readout: Readout) -> tuple[Array, Array]:
-    """Relative variance of E(D_ii | the target's logit) and variance of its logarithm, (...,).
+    """Relative variance of E(D_ii | target's logit) and variance of its logarithm, (...,).
 
-    By a Gauss rule over that logit, at the logits' variance averaged over tokens.
+    By Gauss quadrature over that logit, with the logits' variance averaged over tokens.
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
     weights = weights / weights.sum()
-    each = np.asarray(readout.kernel.average(readout.variance))[..., None]
+    variance = np.asarray(readout.kernel.average(readout.variance))[..., None]
     count, hit = readout.vocab_size, 1 - readout.smoothing
-    softmax = softmax_expectations(
-        count, each, nodes * np.sqrt(each), _FIXED * each, readout.softcap
-    )
+    logits = nodes * np.sqrt(variance)
+    softmax = softmax_expectations(count, variance, logits, _FIXED * variance, readout.softcap)
     own, other = softmax.own, softmax.other
     square = own.square_slope_square + (count - 1) * other.square_slope_square
     value = square - 2 * hit * own.probability_slope_square + hit**2 * own.slope_square
-    # Where the target has all of the probability, the rest is rounding.
+    # If the target has nearly all probability, `value` is rounding error.
     mean, logarithm = value @ weights, np.log(np.maximum(value, _ROUNDING))
     centre = logarithm @ weights
     relative = ratio((value - mean[..., None]) ** 2 @ weights, mean**2)
     return relative, (logarithm - centre[..., None]) ** 2 @ weights
 
 
-# --- the head as the band meets it ----------------------------------------------------------------
+# --- the head as the source of the last gradient --------------------------------------------------
 
 
 _COARSE = 1e-2
-"""Step of the logits' variance, across which `softmax_agreement` may jump by .1 percent."""
+"""Relative step of the logits' variance, over which `softmax_agreement` may jump by .1 percent."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadTop:
-    """A head with a loss, as the band meets it.
-
-    Attributes:
-        readout: the matrix and its loss.
-    """
+    """A head with a loss as the source of the last gradient (a `band.GradientSource`)."""
 
     readout: Readout
 
     def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
-        """The last layer's gradient, and how it answers to all that is behind it."""
+        """The last layer's gradient, over its trace, and the response of the head."""
         before = trace.stream()[-1]
         assert before.gradient is not None
         assert trace.ending is not None
@@ -165,101 +155,102 @@ class HeadTop:
         parts: list[Response] = []
         for record in trace.ending.children:
             last, leaf = around.grad_out(record), record.component
-            answer = leaf.response(record, around)
+            response = leaf.response(record, around)
             if not isinstance(leaf, Pool):
-                answer = around.alone(record, answer, _kappa(leaf, record.output))
-            parts.append(answer)
-        parts.append(_Ending.of(self.readout, last, unit, batch))
+                response = around.alone(record, response, _kappa(leaf, record.output))
+            parts.append(response)
+        parts.append(_Loss.of(self.readout, last, unit, batch))
         return first, Sequence(tuple(parts))
 
 
-def _sent(readout: Readout) -> Kernel:
-    """Gradient at what the matrix multiplies."""
+def _grad_in(readout: Readout) -> Kernel:
+    """Gradient at the input of the logits' matrix."""
     return readout.gradient() if readout.normalised else readout.gradient() + readout.radial()
 
 
 def _kappa(leaf: Component, output: Signal) -> Array:
-    """width times the relative variance of a squared norm that a hidden layer's parts add."""
+    """width times the relative variance of the squared norm that a hidden layer adds."""
     if leaf.hidden is None:
         return 2.0 if leaf.matrices else 0.0
     return np.maximum(norm_variance(output) * output.width - 2.0, 0.0)
 
 
 @dataclass(frozen=True)
-class _Ending:
-    """The matrix and its loss.
+class _Loss:
+    """Response of the logits' matrix with the loss; the signal is the matrix's input.
 
     Attributes:
-        answer: of the gradient at what the matrix multiplies, to its kernel.
-        grad_out: (..., L, L) that gradient.
-        width: features that the matrix multiplies.
-        agreement, effect: how far tokens' D_ii vary together, and how much, over draws.
-        batch: sequences that share the weights.
-        unknown: (..., L, L) variance of `grad_out` over texts, that of D_ij.
-        shared: E of the squares of what a token's gradient shares with those of other sequences,
-            summed over them, relative to that of all its own.
+        response: of the gradient at the input to the signal.
+        grad_in: (..., L, L) gradient at the input.
+        width: number of features of the input.
+        agreement, effect: `logit_agreement` and `logit_effect`.
+        batch: number of sequences that share the weights.
+        text_variance: (..., L, L) variance of `grad_in` over texts.
+        shared: `across`, summed over all other sequences.
     """
 
-    answer: Elementwise
-    grad_out: Array
+    response: Elementwise
+    grad_in: Array
     width: float
     agreement: Array
     effect: tuple[Array, Array]
     batch: float
-    unknown: Array
+    text_variance: Array
     shared: Array
 
     @classmethod
-    def of(cls, readout: Readout, grad_out: Array, unit: Array, batch: float) -> _Ending:
+    def of(cls, readout: Readout, grad_in: Array, unit: Array, batch: float) -> _Loss:
         kernel, length = readout.kernel, readout.seq_len
+        # Derivatives of the gradient's kernel, as in `Elementwise.of`.
         first, second = kernel.over_tokens(kernel.diagonal)
         scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
-        near = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
-        base = matrix_of(_sent(readout), length)
-        change = base - matrix_of(_sent(_moved(readout, near)), length)
-        change = without_diagonal(change / matrix_of(scale.scaled(STEP), length))
-        diagonal = 0.0 * base
+        decorrelated = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
+        base = matrix_of(_grad_in(readout), length)
+        slope = base - matrix_of(_grad_in(_with_kernel(readout, decorrelated)), length)
+        slope = without_diagonal(slope / matrix_of(scale.scaled(STEP), length))
+        growth = 0.0 * base
         if not readout.normalised:
-            grown = dataclasses.replace(
+            enlarged = dataclasses.replace(
                 readout,
                 kernel=kernel.scaled(1 + _COARSE),
                 carried=readout.carried * np.sqrt(1 + _COARSE),
             )
-            diagonal = (matrix_of(_sent(grown), length) - base) / _COARSE
-            diagonal = diagonal - change * matrix_of(kernel, length)
-        back, change, diagonal = (in_units(entry, unit) for entry in (base, change, diagonal))
-        none = 0.0 * back
-        off_diagonal = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
-        answer = Elementwise(none, none, back, change, diagonal, off_diagonal, none + 1)
+            growth = (matrix_of(_grad_in(enlarged), length) - base) / _COARSE
+            growth = growth - slope * matrix_of(kernel, length)
+        factor, slope, growth = (in_units(entry, unit) for entry in (base, slope, growth))
+        zero = 0.0 * factor
+        signal = (matrix_of(kernel, length) + 0.0 * base).astype(SINGLE)
+        response = Elementwise(zero, zero, factor, slope, growth, signal, zero + 1)
+        # Variance over texts.
         excess = matrix_of(mean_square(readout), length) - matrix_of(readout.overlap, length) ** 2
         size = readout.scale**2 * readout.weight_variance
-        unknown = entrywise(lambda more: np.maximum(more, 0.0), excess) * size**2
-        unknown = in_units(unknown, unit**2)
-        drawn = logit_agreement(readout), logit_effect(readout), batch
+        variance = entrywise(lambda entry: np.maximum(entry, 0.0), excess) * size**2
+        variance = in_units(variance, unit**2)
+        logits = logit_agreement(readout), logit_effect(readout), batch
         shared = (batch - 1) * across(readout)
-        return cls(answer, grad_out, float(readout.width), *drawn, unknown, shared)
+        return cls(response, grad_in, float(readout.width), *logits, variance, shared)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        step, weighted = self.answer.gradient_adjoint(sensitivity), sensitivity * self.grad_out
-        noise = 2 / self.width * paired(sensitivity, self.grad_out, self.grad_out)
+        result, weighted = self.response.gradient_adjoint(sensitivity), sensitivity * self.grad_in
+        noise = 2 / self.width * paired(sensitivity, self.grad_in, self.grad_in)
         diagonal = diagonal_of(sensitivity)
-        spread = self.unknown * diagonal[..., :, None] * diagonal[..., None, :]
-        noise += 2 / self.width * (total(spread) + self.shared)
+        of_texts = self.text_variance * diagonal[..., :, None] * diagonal[..., None, :]
+        noise += 2 / self.width * (total(of_texts) + self.shared)
         tokens = row_sums(weighted)
-        weighed = (self.agreement @ tokens[..., :, None])[..., 0]
-        share = over_tokens(tokens * weighed, self.grad_out)
+        covariances = (self.agreement @ tokens[..., :, None])[..., 0]
+        share = over_tokens(tokens * covariances, self.grad_in)
         noise += log_variance_of_mean(self.effect, share / self.batch) * self.batch
-        return step._replace(noise=noise)
+        return result._replace(noise=noise)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        # above it there is nothing, of as many tokens as the matrix attends to
-        by_size = exposure[1]
-        none = diagonal_matrix(np.zeros(by_size.shape, SINGLE), self.grad_out)
-        return self.answer.signal_adjoint(none, exposure)
+        # Nothing follows the loss: the sensitivity to its output is 0.
+        _, by_size = exposure
+        zero = diagonal_matrix(np.zeros(by_size.shape, SINGLE), self.grad_in)
+        return self.response.signal_adjoint(zero, exposure)
 
 
-def _moved(readout: Readout, kernel: Kernel) -> Readout:
-    """The readout of tokens otherwise correlated, whose softmaxes are what they were."""
-    moved = dataclasses.replace(readout, kernel=kernel)
-    vars(moved).update(softmax=readout.softmax, _unread=readout._unread)
-    return moved
+def _with_kernel(readout: Readout, kernel: Kernel) -> Readout:
+    """The readout of a signal with other correlations, which do not change its softmax."""
+    result = dataclasses.replace(readout, kernel=kernel)
+    vars(result).update(softmax=readout.softmax, _unread=readout._unread)
+    return result

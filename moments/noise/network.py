@@ -1,18 +1,19 @@
-"""All parts of a network about their means: what one number owes to the randomness of each.
+"""Variance of one scalar y over draws: the noise of every part times the sensitivity of y to it.
 
-Let y be the gradient variance at one point of the stream over its mean. It is linear in the
-realised gradient kernels above, with sensitivities Lambda, and to first order it depends on all
-realised signal kernels, with sensitivities Gamma (`response`). All parts above a point add what
-their matrices make of the first, all parts of the network of the second; and where directions share
-nothing on average, their random overlap q is the floor under what tokens and sequences that share
-the weights can average out. Tokens alike are one class of all (`classes.ClassMatrix`), whose parts
-of one structure are evaluated at once (`alike`).
+y is the gradient variance at one point of the stream, relative to its mean. It is linear in the
+realised gradient kernels above that point, with sensitivities Lambda, and to first order it depends
+on all realised signal kernels, with sensitivities Gamma (`response`). Parts above the point add
+noise through Lambda, all parts of the network through Gamma. Directions that are orthogonal on
+average have a random overlap, of mean square q, which bounds from below how far averaging over
+tokens and sequences reduces the variance. Exchangeable tokens are one class (`classes.OneClass`);
+their parts of one structure are evaluated together (`alike`).
 
 See docs/theory/band.md, What fluctuates. See docs/theory/band.md, The floor."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,12 +40,12 @@ from ..engine.state import Array, Signal
 
 
 class Group(NamedTuple):
-    """Parts of one structure, whose numbers have them on a last axis; or one alone, without it.
+    """Parts of one structure, stacked on a last axis; or a single part without that axis.
 
     Attributes:
-        sublayer: what it does, or they do.
-        places: where in the network they are.
-        several: whether there is that axis.
+        sublayer: response of the part or of the stacked parts.
+        places: index of each part in the network.
+        several: whether the last axis is one of parts.
     """
 
     sublayer: Sublayer
@@ -52,105 +53,126 @@ class Group(NamedTuple):
     several: bool
 
     def gathered(self, by_place: Mapping[int, Array] | Sequence[Array]) -> Array:
-        """What every place of the network has, at those of the group."""
+        """Stack the values of the group's parts, out of those of all parts of the network."""
         if not self.several:
             return by_place[self.places[0]]
         return np.stack(np.broadcast_arrays(*(by_place[k] for k in self.places)), axis=-1)
 
     def by_place(self, values: Array) -> Iterator[tuple[int, Array]]:
-        """Values (..., parts) of the group, place by place."""
+        """(place, value) for each part, of stacked values (..., parts)."""
         if not self.several:
             return iter(((self.places[0], values),))
         return zip(self.places, np.moveaxis(values, -1, 0), strict=True)
 
     def summed(self, values: Array) -> Array:
-        """Over the parts of the group."""
+        """Sum over the parts of the group."""
         return values.sum(-1) if self.several else values
 
 
-class Passed(NamedTuple):
-    """A group with the sensitivities to the gradients at its inputs or, on the way down, to the
-    signals at its outputs, and what they say (a `GradientAdjoint` or a `SignalAdjoint`)."""
+class GroupSensitivity(NamedTuple):
+    """Sensitivities at a group of parts.
+
+    Attributes:
+        sensitivity: of the forward pass to the gradients at the parts' inputs, of the backward pass
+            to the signals at their outputs.
+        adjoint: the `GradientAdjoint` or `SignalAdjoint` of that sensitivity.
+    """
 
     group: Group
     sensitivity: Matrix
     adjoint: Any
 
 
-def normalised(sensitivity: Matrix, grad_in: Matrix) -> Matrix:
-    """In units of y: a linear map's paths together hand on the whole, and what traced moments lost
-    to corrections of order 1/d, and the maps to their approximations, is put back."""
+def with_unit_total(sensitivity: Matrix, grad_in: Matrix) -> Matrix:
+    """Rescale Lambda such that sum(Lambda o G) = 1, the mean of y: as exact linear maps would
+    preserve it. Traced moments deviate by corrections of order 1/d, the maps by approximation."""
     return per_unit(sensitivity, total(sensitivity * grad_in))
 
 
-class OneByOne:
-    """The walk by token, part after part."""
+class SequentialWalk:
+    """Propagation of sensitivities part by part, for tokens that are resolved."""
 
     def __init__(self, sublayers: Sequence[Sublayer]) -> None:
         self.groups = [Group(sublayer, (k,), False) for k, sublayer in enumerate(sublayers)]
 
-    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Passed], Matrix]:
-        """From the inputs of these parts to the last gradient `top`, to which the second answer is
-        the sensitivity. Of a group, only the first sensitivities may be there, if others are 0."""
-        sublayers = [one.sublayer for one in self.groups]
+    def forward(
+        self, starts: Sequence[int], last_gradient: Matrix
+    ) -> tuple[list[GroupSensitivity], Matrix]:
+        """Propagate Lambda forward from the inputs of the parts `starts`, in ascending order.
+
+        Returns:
+            Lambda at every part, without trailing targets where these are 0, and Lambda with
+            respect to `last_gradient`, the gradient at the network's output.
+        """
+        sublayers = [group.sublayer for group in self.groups]
         identity = diagonal_matrix(
             np.ones((1, *sublayers[0].grad_in.shape[:-1]), SINGLE), sublayers[0].grad_in
         )
         sensitivity, result = identity[:0], []
-        for k in range(len(sublayers) + 1):
-            fresh = [identity] * sum(start == k for start in starts)
-            sensitivity = stacked([sensitivity, *fresh])
-            sensitivity = normalised(
-                sensitivity, sublayers[k].grad_in if k < len(sublayers) else top
-            )
+        for k, grad_in in enumerate([*(one.grad_in for one in sublayers), last_gradient]):
+            begun = [identity] * sum(start == k for start in starts)
+            sensitivity = with_unit_total(stacked([sensitivity, *begun]), grad_in)
             if k < len(sublayers):
                 adjoint = sublayers[k].gradient_adjoint(sensitivity)
-                result.append(Passed(self.groups[k], sensitivity, adjoint))
+                result.append(GroupSensitivity(self.groups[k], sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
         return result, sensitivity
 
-    def down(self, ups: Sequence[Passed], last: Matrix) -> tuple[list[Passed], Matrix]:
-        """And back, from the last signal to the first, to which the second answer is the
-        sensitivity."""
+    def backward(
+        self, passed: Sequence[GroupSensitivity], last: Matrix
+    ) -> tuple[list[GroupSensitivity], Matrix]:
+        """Propagate Gamma backward from `last`, with respect to the last signal.
+
+        Args:
+            passed: the result of `forward`, through whose parts y depends on signals too.
+
+        Returns:
+            Gamma at every part and Gamma with respect to the first signal.
+        """
         result, sensitivity = [], last
-        for group, _, up in reversed(ups):
-            adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
-            result.append(Passed(group, sensitivity, adjoint))
+        for group, _, forward in reversed(passed):
+            adjoint = group.sublayer.signal_adjoint(sensitivity, forward.exposure)
+            result.append(GroupSensitivity(group, sensitivity, adjoint))
             sensitivity = adjoint.sensitivity
         return result, sensitivity
 
-    def fall(
-        self, starts: Sequence[int], diagonal: Sequence[Matrix]
-    ) -> tuple[list[Passed], Matrix]:
-        """The same of numbers that are made of signals alone: each of that which enters a part (or
-        leaves the last), with the sensitivity `diagonal` to it; from the last part to the first."""
+    def backward_of_signals(
+        self, starts: Sequence[int], sensitivities: Sequence[Matrix]
+    ) -> tuple[list[GroupSensitivity], Matrix]:
+        """`backward` for scalars that are functions of the signal alone.
+
+        Args:
+            starts: the parts at whose inputs the scalars are taken, in descending order; the number
+                of parts is the network's output.
+            sensitivities: (1, ..., L, L) each, of each scalar to the signal there.
+        """
         assert list(starts) == sorted(starts, reverse=True)
-        sensitivity, result = diagonal[0][:0], []
+        sensitivity, result = sensitivities[0][:0], []
         for k in range(len(self.groups), -1, -1):
-            fresh = [one for start, one in zip(starts, diagonal, strict=True) if start == k]
-            sensitivity = stacked([sensitivity, *fresh])
+            begun = [one for start, one in zip(starts, sensitivities, strict=True) if start == k]
+            sensitivity = stacked([sensitivity, *begun])
             if k and len(sensitivity):
                 group = self.groups[k - 1]
-                adjoint = signal_alone(group.sublayer, sensitivity)
-                result.append(Passed(group, sensitivity, adjoint))
+                adjoint = adjoint_of_signal(group.sublayer, sensitivity)
+                result.append(GroupSensitivity(group, sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
         return result, sensitivity
 
 
-def signal_alone(sublayer: Sublayer, sensitivity: Matrix) -> Any:
-    """The adjoint of a signal alone, which no gradient answers to."""
+def adjoint_of_signal(sublayer: Sublayer, sensitivity: Matrix) -> Any:
+    """`signal_adjoint` of a scalar that does not depend on gradients."""
     return sublayer.signal_adjoint(sensitivity, sublayer.gradient_adjoint(sensitivity[:0]).exposure)
 
 
-class Inflow(NamedTuple):
-    """What a part sends elsewhere, of which y is made too, tokens alike; all (targets, ..., 2) or
-    (targets, ...).
+class SideOutput(NamedTuple):
+    """Contribution to y of the gradient that one part sends to another tensor it reads, a decoder's
+    layer to its memory. Exchangeable tokens; shapes (targets, ..., 2) or (targets, ...).
 
     Attributes:
-        sensitivity: to the gradient at the part's output, in any unit: of a token with itself, and
-            with another.
-        share: of y that comes from there.
-        exposure: to the signal at the part's input.
+        sensitivity: to the gradient at the part's output, in any unit: to its diagonal and its
+            off-diagonal entry.
+        share: fraction of y that this contribution makes up.
+        exposure: sensitivity to the signal at the part's input.
     """
 
     sensitivity: Array
@@ -158,277 +180,289 @@ class Inflow(NamedTuple):
     exposure: Array
 
 
-class AllAtOnce:
-    """The walk of tokens alike: maps of two by two, and each group of parts once."""
+class ExchangeableWalk:
+    """Propagation of sensitivities for exchangeable tokens: a part is a 2 x 2 matrix that acts on
+    (diagonal, off-diagonal), and a group of parts is evaluated once."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
-        self._inflow: Mapping[int, Inflow] | None = None
+        self._side_outputs: Mapping[int, SideOutput] | None = None
         count = sum(len(group.places) for group in groups)
-        gradient, signal, grad_in = ([np.zeros(0)] * count for _ in range(3))
+        self._gradient_maps, self._signal_maps, self._grad_in = (
+            [np.zeros(0)] * count for _ in range(3)
+        )
         for group in groups:
             sublayer = group.sublayer
-            kind = sublayer.grad_in.classes
+            classes = sublayer.grad_in.classes
             axes = sublayer.grad_in.shape[:-2]
             units = np.eye(2).reshape(2, *(1,) * len(axes), 2)
-            basis = _matrix(np.broadcast_to(units, (2, *axes, 2)), kind)
-            onward = sublayer.gradient_adjoint(basis).sensitivity
-            nothing = sublayer.gradient_adjoint(basis[:0]).exposure
-            back = sublayer.signal_adjoint(basis, nothing).sensitivity
-            sizes = _in_total(sublayer.grad_in)
-            maps = [np.moveaxis(_numbers(one), 0, -1) for one in (onward, back)]
+            basis = _matrix(np.broadcast_to(units, (2, *axes, 2)), classes)
+            images = (
+                sublayer.gradient_adjoint(basis).sensitivity,
+                adjoint_of_signal(sublayer, basis).sensitivity,
+            )
+            of_gradients, of_signals = (np.moveaxis(_entries(one), 0, -1) for one in images)
+            coefficients = _sum_coefficients(sublayer.grad_in)
             for j, place in enumerate(group.places):
-                gradient[place], signal[place] = (one[..., j, :, :] for one in maps)
-                grad_in[place] = sizes[..., j, :]
-        self._gradient, self._signal, self._sent = gradient, signal, grad_in
+                self._gradient_maps[place] = of_gradients[..., j, :, :]
+                self._signal_maps[place] = of_signals[..., j, :, :]
+                self._grad_in[place] = coefficients[..., j, :]
 
-    def of(self, inflow: Mapping[int, Inflow]) -> AllAtOnce:
-        """The walk of a number made of what parts send elsewhere, by the place behind each, in
-        place of the gradient's variance at the starts given."""
+    def with_side_outputs(self, side_outputs: Mapping[int, SideOutput]) -> ExchangeableWalk:
+        """The walk of a y that sums these contributions, by the index of the part behind each; the
+        `starts` of `forward` then give the number of targets alone."""
         result = copy.copy(self)
-        result._inflow = inflow
+        result._side_outputs = side_outputs
         return result
 
-    def up(self, starts: Sequence[int], top: Matrix) -> tuple[list[Passed], Matrix]:
-        begins = np.asarray(starts).reshape(-1, *(1,) * self._sent[0].ndim)
-        at: Array = np.zeros((len(starts), *self._sent[0].shape))
-        share, identity, before = at[..., 0], np.array([1.0, 0.0]), []
-        for k, grad_in in enumerate([*self._sent, _in_total(top)]):
-            at = _sharing(at, grad_in, share)
-            if self._inflow is None:
-                here = begins == k
-                at, share = (
-                    np.where(here, _sharing(identity, grad_in, 1.0), at),
-                    share + here[..., 0],
-                )
-            elif k in self._inflow:
-                begun = self._inflow[k]
-                at = at + _sharing(begun.sensitivity, grad_in, begun.share)
-                share = share + begun.share
-            before.append(at)
-            if k < len(self._sent):
-                at = matrix_times(self._gradient[k], at)
-        result = []
-        for group in self.groups:
-            sensitivity = _matrix(_gathered(group, before), top.classes)
-            result.append(Passed(group, sensitivity, group.sublayer.gradient_adjoint(sensitivity)))
-        return result, _matrix(before[-1], top.classes)
+    def forward(
+        self, starts: Sequence[int], last_gradient: Matrix
+    ) -> tuple[list[GroupSensitivity], Matrix]:
+        """As `SequentialWalk.forward`, with `starts` in any order."""
+        begins = np.asarray(starts).reshape(-1, *(1,) * self._grad_in[0].ndim)
+        current: Array = np.zeros((len(starts), *self._grad_in[0].shape))
+        share, identity, at_inputs = current[..., 0], np.array([1.0, 0.0]), []
+        for k, grad_in in enumerate([*self._grad_in, _sum_coefficients(last_gradient)]):
+            current = _with_share(current, grad_in, share)
+            if self._side_outputs is None:
+                begin = begins == k
+                current = np.where(begin, _with_share(identity, grad_in, 1.0), current)
+                share = share + begin[..., 0]
+            elif k in self._side_outputs:
+                side = self._side_outputs[k]
+                current = current + _with_share(side.sensitivity, grad_in, side.share)
+                share = share + side.share
+            at_inputs.append(current)
+            if k < len(self._grad_in):
+                current = matvec(self._gradient_maps[k], current)
+        classes = last_gradient.classes
+        adjoints = [group.sublayer.gradient_adjoint for group in self.groups]
+        return self._evaluated(adjoints, at_inputs, classes), _matrix(at_inputs[-1], classes)
 
-    def down(self, ups: Sequence[Passed], last: Matrix) -> tuple[list[Passed], Matrix]:
-        exposed: list[Array] = [0.0] * len(self._sent)
-        for group, sensitivity, up in ups:
-            source = group.sublayer.signal_adjoint(0.0 * sensitivity, up.exposure).sensitivity
-            numbers = _numbers(source)
+    def backward(
+        self, passed: Sequence[GroupSensitivity], last: Matrix
+    ) -> tuple[list[GroupSensitivity], Matrix]:
+        """As `SequentialWalk.backward`."""
+        count = len(self._grad_in)
+        exposed: list[Array] = [0.0] * count
+        for group, sensitivity, forward in passed:
+            source = group.sublayer.signal_adjoint(0.0 * sensitivity, forward.exposure).sensitivity
+            entries = _entries(source)
             for j, place in enumerate(group.places):
-                exposed[place] = numbers[..., j, :]
-        at, behind = _numbers(last), [np.zeros(0)] * len(self._sent)
-        for k in range(len(self._sent) - 1, -1, -1):
-            behind[k] = at
-            at = matrix_times(self._signal[k], at) + exposed[k]
-            if self._inflow is not None and k + 1 in self._inflow:
-                at = at + self._inflow[k + 1].exposure
-        result = []
-        for group, _, up in ups:
-            sensitivity = _matrix(_gathered(group, behind), last.classes)
-            adjoint = group.sublayer.signal_adjoint(sensitivity, up.exposure)
-            result.append(Passed(group, sensitivity, adjoint))
-        return result, _matrix(at, last.classes)
+                exposed[place] = entries[..., j, :]
+        current, at_outputs = _entries(last), [np.zeros(0)] * count
+        for k in range(count - 1, -1, -1):
+            at_outputs[k] = current
+            current = matvec(self._signal_maps[k], current) + exposed[k]
+            if self._side_outputs is not None and k + 1 in self._side_outputs:
+                current = current + self._side_outputs[k + 1].exposure
+        adjoints = [
+            functools.partial(group.sublayer.signal_adjoint, exposure=forward.exposure)
+            for group, _, forward in passed
+        ]
+        return self._evaluated(adjoints, at_outputs, last.classes), _matrix(current, last.classes)
 
-    def fall(
-        self, starts: Sequence[int], diagonal: Sequence[Matrix]
-    ) -> tuple[list[Passed], Matrix]:
-        """As `OneByOne.fall`, whatever the order."""
-        kind, given = diagonal[0].classes, np.concatenate([_numbers(one) for one in diagonal])
-        begins = np.asarray(starts).reshape(-1, *(1,) * (given.ndim - 1))
-        at, behind = np.zeros_like(given), [given] * len(self._sent)
-        for k in range(len(self._sent), -1, -1):
-            at = np.where(begins == k, given, at)
+    def backward_of_signals(
+        self, starts: Sequence[int], sensitivities: Sequence[Matrix]
+    ) -> tuple[list[GroupSensitivity], Matrix]:
+        """As `SequentialWalk.backward_of_signals`, with `starts` in any order."""
+        classes = sensitivities[0].classes
+        initial = np.concatenate([_entries(one) for one in sensitivities])
+        begins = np.asarray(starts).reshape(-1, *(1,) * (initial.ndim - 1))
+        current, at_outputs = np.zeros_like(initial), [initial] * len(self._grad_in)
+        for k in range(len(self._grad_in), -1, -1):
+            current = np.where(begins == k, initial, current)
             if k:
-                behind[k - 1] = at
-                at = matrix_times(self._signal[k - 1], at)
+                at_outputs[k - 1] = current
+                current = matvec(self._signal_maps[k - 1], current)
+        adjoints = [functools.partial(adjoint_of_signal, group.sublayer) for group in self.groups]
+        return self._evaluated(adjoints, at_outputs, classes), _matrix(current, classes)
+
+    def _evaluated(
+        self, adjoints: Sequence[Any], by_place: Sequence[Array], classes: PositionClasses
+    ) -> list[GroupSensitivity]:
+        """Apply each group's adjoint to the sensitivities at its parts."""
         result = []
-        for group in self.groups:
-            sensitivity = _matrix(_gathered(group, behind), kind)
-            adjoint = signal_alone(group.sublayer, sensitivity)
-            result.append(Passed(group, sensitivity, adjoint))
-        return result, _matrix(at, kind)
+        for group, adjoint in zip(self.groups, adjoints, strict=True):
+            entries = np.stack([by_place[k] for k in group.places], axis=-2)
+            sensitivity = _matrix(entries, classes)
+            result.append(GroupSensitivity(group, sensitivity, adjoint(sensitivity)))
+        return result
 
 
-SensitivityWalk = OneByOne | AllAtOnce
+SensitivityWalk = SequentialWalk | ExchangeableWalk
 
 
-def _matrix(numbers: Array, kind: PositionClasses) -> ClassMatrix:
-    """Of (..., 2): a token with itself, and with another."""
-    numbers = np.asarray(numbers, SINGLE)
-    return ClassMatrix(numbers[..., :1], numbers[..., 1:, None], kind)
+def _matrix(entries: Array, classes: PositionClasses) -> ClassMatrix:
+    """The matrix of exchangeable tokens with entries (..., 2): diagonal, off-diagonal."""
+    entries = np.asarray(entries, SINGLE)
+    return ClassMatrix(entries[..., :1], entries[..., 1:, None], classes)
 
 
-def _numbers(matrix: ClassMatrix) -> Array:
-    """The same back."""
-    return np.stack([matrix.diagonal[..., 0], matrix.off_diagonal[..., 0, 0]], axis=-1).astype(
-        float
-    )
+def _entries(matrix: ClassMatrix) -> Array:
+    """(..., 2) diagonal and off-diagonal entry: the inverse of `_matrix`."""
+    pair = np.stack([matrix.diagonal[..., 0], matrix.off_diagonal[..., 0, 0]], axis=-1)
+    return pair.astype(float)
 
 
-def _in_total(matrix: ClassMatrix) -> Array:
-    """(..., 2) with what the two numbers of a sensitivity count in its product's sum."""
+def _sum_coefficients(matrix: ClassMatrix) -> Array:
+    """(..., 2) coefficients of the two entries of Lambda in sum(Lambda o matrix)."""
     length = matrix.classes.length
-    return np.array([1.0, length - 1.0]) * length * _numbers(matrix)
+    return np.array([1.0, length - 1.0]) * length * _entries(matrix)
 
 
-def _sharing(sensitivity: Array, grad_in: Array, share: Array) -> Array:
-    """In the unit in which y has that share there."""
-    unit = ratio(share, (sensitivity * grad_in).sum(-1))
+def _with_share(sensitivity: Array, coefficients: Array, share: Array) -> Array:
+    """Rescale Lambda (..., 2) such that sum(Lambda o G) = share."""
+    unit = ratio(share, (sensitivity * coefficients).sum(-1))
     return np.asarray(sensitivity * unit[..., None])
 
 
-def _gathered(group: Group, by_place: Sequence[Array]) -> Array:
-    return np.stack([by_place[k] for k in group.places], axis=-2)
-
-
-def matrix_times(matrix: Array, vector: Array) -> Array:
+def matvec(matrix: Array, vector: Array) -> Array:
     return (matrix @ vector[..., None])[..., 0]
 
 
 class Network:
-    """A walk, and the random overlap that directions have before each part."""
+    """Sums over all parts the noise that reaches y, with the overlap floor of each."""
 
     def __init__(
         self,
         walk: SensitivityWalk,
         first: Signal,
         batch: float,
-        overlaps: Sequence[Array],
+        mean_covariances: Sequence[Array],
         end: tuple[Matrix, Response],
         across: Sequence[Matrix] | None = None,
     ) -> None:
         """Arguments:
-        first: the signal that enters.
-        batch: sequences that share the weights.
-        overlaps: covariance of tokens of different sequences before every part, and behind all.
-        end: the gradient at the last part's output, and where it comes from.
-        across: the same as `overlaps`, place by place, where parts come one by one; None: alike.
+        first: the signal that enters the first part.
+        batch: number of sequences that share the weights.
+        mean_covariances: covariance of two tokens of different sequences, before every part and
+            behind the last, averaged over tokens.
+        end: the gradient at the last part's output, and the response of its source.
+        across: the same covariances as matrices over tokens, for a `SequentialWalk`; None: all
+            tokens have the mean.
         """
-        self.top, self.end = end
-        self.across = across
-        self.walk, self.first, self.batch, self.overlaps = walk, first, batch, overlaps
+        self.last_gradient, self.end = end
+        self.across, self.mean_covariances = across, mean_covariances
+        self.walk, self.first, self.batch = walk, first, batch
         self.width = first.width
         self._coherence: dict[int, Array] = {}
 
-    def along(self, walk: SensitivityWalk) -> Network:
-        """The same on another walk through the same parts."""
+    def with_walk(self, walk: SensitivityWalk) -> Network:
+        """The same network with another walk through the same parts."""
         result = copy.copy(self)
         result.walk = walk
         return result
 
     def variance(self, starts: Sequence[int]) -> Array:
-        """(starts, ...): of y at the inputs of these parts (or the network's output), in order.
+        """(starts, ...): Var y for y at the inputs of these parts (or the network's output), in
+        ascending order.
 
-        The first call has the input of the first part among them.
+        The first call must include the input of the first part: it stores coherences.
         """
-        ups, sensitivity = self.walk.up(starts, self.top)
-        last = self.end.gradient_adjoint(sensitivity)
-        noise = last.noise / self.batch
-        for group, _, adjoint in ups:
+        passed, sensitivity = self.walk.forward(starts, self.last_gradient)
+        source = self.end.gradient_adjoint(sensitivity)
+        noise = source.noise / self.batch
+        for group, _, adjoint in passed:
             added = group.summed(adjoint.noise / self.batch)
             noise[: len(added)] += added
-        self._known(ups)
-        for group, floor in self._gradient_floors(ups, starts, noise):
+        self._store_coherence(passed)
+        for group, floor in self._gradient_floors(passed, starts, noise):
             noise[: len(floor)] += group.summed(floor)
-        return noise + self._signal(ups, sensitivity, last.exposure)
+        last = self.end.signal_adjoint(0.0 * sensitivity, source.exposure)
+        signal_noise = np.zeros(sensitivity.shape[:-2]) + last.noise / self.batch
+        backward = self.walk.backward(passed, last.sensitivity)
+        return noise + self._with_signal_noise(signal_noise, *backward)
 
-    def signal_variance(self, starts: Sequence[int], diagonal: Sequence[Matrix]) -> Array:
-        """(starts, ...): of a number made of the signal at the inputs of these parts (or the
-        network's output), from the last to the first, with these sensitivities to it."""
+    def signal_variance(self, starts: Sequence[int], sensitivities: Sequence[Matrix]) -> Array:
+        """(starts, ...): variance of scalars that are functions of the signal at the inputs of
+        these parts (or the network's output), in descending order, with these sensitivities."""
         if self.batch > 1:
-            self._known(self.walk.up([0], self.top)[0])
-        downs, sensitivity = self.walk.fall(starts, diagonal)
-        result = np.zeros(sensitivity.shape[:-2])
-        return self._below(result, downs, sensitivity)
+            self._store_coherence(self.walk.forward([0], self.last_gradient)[0])
+        backward, sensitivity = self.walk.backward_of_signals(starts, sensitivities)
+        return self._with_signal_noise(np.zeros(sensitivity.shape[:-2]), backward, sensitivity)
 
-    def _known(self, ups: Sequence[Passed]) -> None:
-        """Keep the coherence of every part."""
+    def _store_coherence(self, passed: Sequence[GroupSensitivity]) -> None:
         if not self._coherence:
-            for group, given, adjoint in ups:
-                coherence = np.broadcast_to(adjoint.coherence, given.shape[:-2])
+            for group, sensitivity, adjoint in passed:
+                coherence = np.broadcast_to(adjoint.coherence, sensitivity.shape[:-2])
                 self._coherence |= group.by_place(coherence[:1])
 
     # --- gradient ------------------------------------------------------------------------------
 
     def _gradient_floors(
-        self, ups: Sequence[Passed], starts: Sequence[int], like: Array
+        self, passed: Sequence[GroupSensitivity], starts: Sequence[int], like: Array
     ) -> list[tuple[Group, Array]]:
-        """For each group with an addition, what different directions covary by."""
-        shares, by_place = [], dict[int, tuple[Array, Array]]()
-        for group, given, adjoint in ups:
+        """For each group with an addition, the covariance of y's contributions in orthogonal
+        directions, which share no mean overlap."""
+        shares, overlap_maps = [], dict[int, tuple[Array, Array]]()
+        for group, sensitivity, adjoint in passed:
             sublayer = group.sublayer
             if not sublayer.residual:
                 continue
-            whole = total(given * sublayer.grad_in)
-            carried = total(given * sublayer.kept_gradient)
-            alone = ratio(paired(given, sublayer.grad_in, sublayer.grad_in), whole**2) / self.batch
-            added, others = whole - carried, np.clip(1 - alone, 0.0, 1.0)
+            whole = total(sensitivity * sublayer.grad_in)
+            carried = total(sensitivity * sublayer.kept_gradient)
+            square = paired(sensitivity, sublayer.grad_in, sublayer.grad_in)
+            one_direction = ratio(square, whole**2) / self.batch
+            added, orthogonal = whole - carried, np.clip(1 - one_direction, 0.0, 1.0)
             coherent = adjoint.coherence * added
-            shares.append((group, carried, added, coherent, others))
+            shares.append((group, carried, added, coherent, orthogonal))
             carried, added, coherent = (ratio(one, whole) for one in (carried, added, coherent))
-            fresh = self._fresh(carried, added, sublayer.kappa)
-            kept = zip(
-                group.by_place((carried + coherent) ** 2), group.by_place(fresh), strict=True
-            )
-            by_place |= {k: (one, more) for (k, one), (_, more) in kept}
+            fresh = group.by_place(self._added_overlap(carried, added, sublayer.kappa))
+            kept = group.by_place((carried + coherent) ** 2)
+            overlap_maps |= {
+                k: (one, more) for (k, one), (_, more) in zip(kept, fresh, strict=True)
+            }
         overlaps: dict[int, Array] = {}
         overlap = np.full_like(like, 1 / self.width)
-        for k in sorted(by_place, reverse=True):
-            kept, fresh = by_place[k]
-            overlaps[k] = overlap[: len(fresh)]
+        for k in sorted(overlap_maps, reverse=True):
+            factor, added = overlap_maps[k]
+            overlaps[k] = overlap[: len(added)]
             overlap = overlap.copy()
-            overlap[: len(fresh)] = kept * overlaps[k] + fresh
+            overlap[: len(added)] = factor * overlaps[k] + added
         result = []
-        for group, carried, added, coherent, others in shares:
+        for group, carried, added, coherent, orthogonal in shares:
             sublayer, begins = group.sublayer, np.asarray(starts[: len(carried)])
-            visible = np.less_equal.outer(begins, group.places).astype(float)
+            above = np.less_equal.outer(begins, group.places).astype(float)
             axes = (1,) * (carried.ndim - 1 - group.several)
-            visible = visible.reshape(len(begins), *axes, *((-1,) if group.several else ()))
+            above = above.reshape(len(begins), *axes, *((-1,) if group.several else ()))
             floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
-            result.append((group, floor * others * visible))
+            result.append((group, floor * orthogonal * above))
         return result
 
     # --- signal --------------------------------------------------------------------------------
 
-    def _signal(self, ups: Sequence[Passed], like: Matrix, exposure: Any) -> Array:
-        last = self.end.signal_adjoint(0.0 * like, exposure)
-        result = np.zeros(like.shape[:-2]) + last.noise / self.batch
-        return self._below(result, *self.walk.down(ups, last.sensitivity))
-
-    def _below(self, result: Array, downs: Sequence[Passed], sensitivity: Matrix) -> Array:
-        """With what every part adds on the way down, and what enters the first."""
+    def _with_signal_noise(
+        self, result: Array, backward: Sequence[GroupSensitivity], sensitivity: Matrix
+    ) -> Array:
+        """Add to `result` the noise of every part's signal and of the first signal."""
         overlaps = self._signal_overlaps() if self.batch > 1 else {}
-        for group, given, adjoint in downs:
+        for group, behind, adjoint in backward:
             sublayer = group.sublayer
             noise = adjoint.noise / self.batch
             if sublayer.residual and self.batch > 1:
-                carried = total(given * sublayer.kept)
-                added = total(given * sublayer.leaving) - carried
+                carried = total(behind * sublayer.kept)
+                added = total(behind * sublayer.leaving) - carried
                 coherent = group.gathered(self._coherence) * added
                 floor = sublayer.floor(carried, added, coherent, group.gathered(overlaps))
-                noise = noise + (1 - 1 / self.batch) * floor + self._across(given, group)
+                noise = noise + (1 - 1 / self.batch) * floor
+                noise = noise + self._cross_sequence_noise(behind, group)
             noise = group.summed(noise)
             result[: len(noise)] += noise
-        kernel = self._entering()
-        if has_fixed_norms(self.first):
-            # a norm has fixed every token's size
-            lost = ratio(row_sums(sensitivity * kernel), diagonal_of(kernel))
-            sensitivity = sensitivity - diagonal_matrix(lost, kernel)
+        kernel = self._first_kernel()
+        if has_fixed_norms(self.first):  # remove the sensitivity along each token's squared norm
+            along = ratio(row_sums(sensitivity * kernel), diagonal_of(kernel))
+            sensitivity = sensitivity - diagonal_matrix(along, kernel)
         result += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
         if self.across is None:
-            across = (total(sensitivity) * self.overlaps[0]) ** 2
+            across = (total(sensitivity) * self.mean_covariances[0]) ** 2
         else:
             across = paired(sensitivity, self.across[0], self.across[0])
         return result + 2 / self.width * (1 - 1 / self.batch) * across
 
-    def _entering(self) -> Matrix:
-        """The kernel of independent features whose overlaps vary as those of what enters do: its
-        own, less what no weight is drawn for."""
+    def _first_kernel(self) -> Matrix:
+        """Kernel of Gaussian features whose overlaps vary as those of the first signal: its own
+        kernel, without the part that no weight is drawn for."""
         kernel, square = self.first.kernel, followed(self.first)
         if square is not None:
             kernel = signed_root(square, kernel).scaled((self.width / 2) ** 0.5)
@@ -450,27 +484,25 @@ class Network:
             if k in shares:
                 carried, kappa = shares[k]
                 added = 1 - carried
-                fresh = self._fresh(carried, added, kappa)
+                fresh = self._added_overlap(carried, added, kappa)
                 overlap = (carried + self._coherence[k] * added) ** 2 * overlap + fresh
         return result
 
-    def _fresh(self, carried: Array, added: Array, kappa: Any) -> Array:
-        """What an addition adds to the overlap q, of shares of their sum."""
+    def _added_overlap(self, carried: Array, added: Array, kappa: Any) -> Array:
+        """What an addition adds to q; `carried` and `added` are shares of its sum."""
         return np.asarray((2 * carried + kappa / 2 * added) * added / self.width)
 
-    def _across(self, sensitivity: Matrix, group: Group) -> Array:
-        """What tokens of other sequences share: the means of the activations, and positions."""
-        if self.batch == 1:
-            return 0.0
+    def _cross_sequence_noise(self, sensitivity: Matrix, group: Group) -> Array:
+        """Noise through the covariance of tokens of different sequences."""
         sublayer = group.sublayer
         if self.across is not None:
             (place,) = group.places
             kept = sublayer.skip * self.across[place]
             added = self.across[place + 1] - kept
-            both = 4 * paired(sensitivity, kept, added)
-            both = both + sublayer.kappa * paired(sensitivity, added, added)
-            return (1 - 1 / self.batch) * both / self.width
-        kept = sublayer.skip.mean((-2, -1)) * group.gathered(self.overlaps)
-        added = group.gathered(self.overlaps[1:]) - kept
+            noise = 4 * paired(sensitivity, kept, added)
+            noise = noise + sublayer.kappa * paired(sensitivity, added, added)
+            return (1 - 1 / self.batch) * noise / self.width
+        kept = sublayer.skip.mean((-2, -1)) * group.gathered(self.mean_covariances)
+        added = group.gathered(self.mean_covariances[1:]) - kept
         noise = (4 * kept + sublayer.kappa * added) * added / self.width
         return (1 - 1 / self.batch) * noise * total(sensitivity) ** 2

@@ -1,13 +1,13 @@
-"""How much two tokens' overlap x_a.x_b/d varies over draws, beyond independent features.
+"""Weight gradients corrected for the variance of two tokens' overlap o_ab = x_a.x_b/d over draws.
 
 The gradients of queries and keys sum o_ab^2 over L^2 pairs of tokens, whose mean overlap may be 0,
-and L terms C_aa: there 1/d is followed as one number nu for all pairs, the relative variance of
-the overlap of what two tokens have of their own (a component's `unshared_overlap`).
+and C_aa^2 over only L tokens, so that terms of order 1/d count. They are followed as one number nu,
+the relative variance of the overlap of two tokens' unshared parts (`Component.unshared_overlap`).
 
-Around a unit of realised overlap o, hidden units have the covariance F(o) and send the gradient
-G b(o) back. The gradients of the matrices before and behind, and of the gain of a norm before, sum
-o b(o) and F(o) over pairs: the mean is taken of the two values at E o +- sqrt(Var o), exact to
-third order in o. Var o_ab is the forward pass's (`fluctuation`).
+Hidden units of an activation whose inputs have the realised overlap o have the covariance F(o) and
+send the gradient G b(o) back. Squared gradients of the matrix or norm gain before them sum o b(o)
+over pairs, of the matrix behind them F(o). These are averaged over the two values E o +-
+sqrt(Var o), exact to third order in o; Var o is the forward pass's (`fluctuation`).
 
 See docs/theory/norms.md, Overlaps of idiosyncratic parts."""
 
@@ -26,11 +26,11 @@ from ..layers.attention.projections import real_tokens
 
 
 class StackOverlaps(NamedTuple):
-    """Overlaps over a whole stack.
+    """Variance of overlaps throughout a stack.
 
     Attributes:
-        attended: nu of what every attention attends to, by its place.
-        growth: factors on squared gradient norms, by layer and name.
+        attended: nu of the input of every attention, by (layer, site).
+        growth: factors on squared gradient norms, by (layer, name).
         last: nu at the stack's output.
     """
 
@@ -39,7 +39,7 @@ class StackOverlaps(NamedTuple):
     last: float
 
     def weights(self, trace: Trace) -> list[tuple[int, str, Array]]:
-        """`Trace.weights`, of overlaps as they vary."""
+        """`Trace.weights` with the corrections."""
         rows = weight_rows((one, self.attended.get(one.place)) for one in trace.weighted())
         return [
             (layer, name, norm * self.growth.get((layer, name), 1.0)) for layer, name, norm in rows
@@ -49,12 +49,12 @@ class StackOverlaps(NamedTuple):
 def stack_overlaps(
     stack: Record, memory: float | None = None, entering: float | None = None
 ) -> StackOverlaps:
-    """Follow nu through the layers.
+    """Propagate nu through the layers.
 
     Args:
-        stack: the layers, both passes, one configuration.
-        memory: nu of what cross-attention reads; None: 1/width of that.
-        entering: nu of what enters layer 1; None: 1/width.
+        stack: both passes through the layers, for a single configuration.
+        memory: nu of the memory of cross-attention; None: 1/width.
+        entering: nu of the signal that enters layer 1; None: 1/width.
     """
     leaves = (one.component for one in stack.leaves() if one.memory is None)
     padded = (real_tokens(leaf) for leaf in leaves if leaf.padding is not None)
@@ -69,39 +69,39 @@ def stack_overlaps(
 
 
 class ChainUnit(NamedTuple):
-    """A unit in a chain.
+    """An activation in a chain, with the matrices before it.
 
     Attributes:
-        records: of which it is made, from tokens to hidden features.
-        before: name of the gain that sums o b(o); None: there is none.
-        behind: name of the matrix that sums F(o); None: there is none.
-        along: (K_oo + 4 K_qq)/K_oo.
+        records: from the tokens to the hidden features.
+        gain: name of the norm gain before them; None: there is none.
+        matrix: name of the matrix behind them; None: there is none.
+        along: as `composition.Hidden.along`.
     """
 
     records: tuple[Record, ...]
-    before: str | None
-    behind: str | None
+    gain: str | None
+    matrix: str | None
     along: float
 
 
 def units(chain: Record) -> Iterator[ChainUnit]:
-    """The units of a chain that a gradient has come back through."""
+    """The units of a chain that a gradient has passed."""
     parts = [one.component for one in chain.children]
     for index, part in enumerate(parts):
-        result = part.hidden
-        if result is None or chain.children[index].grad_out is None:
+        hidden = part.hidden
+        if hidden is None or chain.children[index].grad_out is None:
             continue
-        first = index + 1 - result.parts
+        first = index + 1 - hidden.parts
         if first < 0 or not parts[first].matrices:
             continue
-        # scales do not change what a gain meets, nor masks what a matrix does
+        # Scales between a gain and the unit, and masks behind it, cancel in the ratios.
         before = [p for p in parts[:first] if p.normalises or not p.rescales]
         behind = [p for p in parts[index + 1 :] if not p.masks]
         yield ChainUnit(
             chain.children[first : index + 1],
             before[-1].gain_name if before else None,
             next(iter(behind[0].matrices), None) if behind else None,
-            result.along,
+            hidden.along,
         )
 
 
@@ -109,36 +109,35 @@ def unit_growth(unit: ChainUnit) -> dict[str, float]:
     """Factors on squared gradient norms, by name."""
     tokens, gradient = unit.records[0].input, unit.records[-1].grad_out
     kernel, moved = tokens.second_moment(), moved_overlaps(tokens)
-    if moved is None:  # behind a component of one's own that does not follow them
+    if moved is None:  # behind a user's component that does not track fluctuations
         return {}
     mean = tokens.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
-    at, above, below = (_norms(unit, one, gradient) for one in (mean, moved.above, moved.below))
-    grown = {name: 0.5 * (above[0][name] + below[0][name]) for name in at[0]}
-    if unit.before is not None:
+    (norms, _), (norms_above, above), (norms_below, below) = (
+        _norms(unit, one, gradient) for one in (mean, moved.above, moved.below)
+    )
+    result = {name: 0.5 * (norms_above[name] + norms_below[name]) for name in norms}
+    if unit.gain is not None:
         first, second = kernel.over_tokens(kernel.diagonal)
-        # a token with itself has no step
-        slope = ratio_or_zero(0.5 * (above[1] - below[1]), moved.step)
+        slope = ratio_or_zero(0.5 * (above - below), moved.step)  # 0 on the diagonal
         along = (first * second + 2.0 * kernel.off_diagonal**2) * slope / tokens.width
         diagonal = 0.0 * kernel.diagonal
         total = Kernel.joined(diagonal, along, kernel.resolved).total(tokens.seq_len)
-        grown[unit.before] += unit.along * float(np.sum(total))
-    return {name: grown[name] / norm for name, norm in at[0].items() if norm > 0.0}
+        result[unit.gain] += unit.along * float(np.sum(total))
+    return {name: result[name] / norm for name, norm in norms.items() if norm > 0.0}
 
 
 def _norms(unit: ChainUnit, tokens: Signal, gradient: Gradient) -> tuple[dict[str, float], Array]:
-    """Squared norms, or what they are in proportion to, and the gradient's pairs at the tokens."""
+    """Squared gradient norms, up to constant factors, and off-diagonal entries of the gradient at
+    the tokens."""
     _, record = forward(Chain(tuple(one.component for one in unit.records)), tokens)
-    signal = record.output
     result: dict[str, Array] = {}
-    if unit.behind is not None:
-        hidden = signal.second_moment() * gradient.kernel
-        result[unit.behind] = hidden.total(tokens.seq_len)
+    if unit.matrix is not None:
+        hidden = record.output.second_moment() * gradient.kernel
+        result[unit.matrix] = hidden.total(tokens.seq_len)
     record = record.backward(gradient)
     for one in record.leaves():
         result |= one.weights()
-    gradient = record.grad_in
-    if unit.before is not None:
-        result[unit.before] = (tokens.kernel * gradient.kernel).total(tokens.seq_len)
-    return {
-        name: float(np.sum(norm)) for name, norm in result.items()
-    }, gradient.kernel.off_diagonal
+    grad_in = record.grad_in.kernel
+    if unit.gain is not None:
+        result[unit.gain] = (tokens.kernel * grad_in).total(tokens.seq_len)
+    return {name: float(np.sum(norm)) for name, norm in result.items()}, grad_in.off_diagonal

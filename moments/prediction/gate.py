@@ -1,10 +1,9 @@
-"""What a prediction may say: where formulas left their validity, and the last look at numbers.
+"""Checks of a prediction's numbers, and warnings where formulas leave their domain of validity.
 
-Variances are finite and not negative, correlations within what so many tokens can have. What lies
-beyond by rounding is cut off; what lies further beyond is cut off with a note where the rest can
-stand without it, and refused where not. Small matrices are computed on one BLAS thread, where
-threadpoolctl (the extra "threads") is installed: more would wait for each other longer than they
-work.
+Variances must be finite and nonnegative, correlations possible for the number of tokens. Rounding
+errors are clipped. Larger violations are clipped with a note if other numbers do not depend on
+them, else they raise an error. Small matrices are computed on one BLAS thread, if threadpoolctl
+(the extra "threads") is installed: several threads would mostly wait for each other.
 """
 
 from __future__ import annotations
@@ -26,25 +25,29 @@ from ..formulas.law import Theory
 from ..model.transformer import Transformer
 
 ROUNDING = 1e-9
-"""Share of the largest entry that sums of so many terms may be off by."""
+"""Rounding error of a sum, relative to the largest entry."""
 
 
 class Gate:
-    """What one prediction may say, after notes on where its formulas left their validity, which
-    explain what is impossible; `tokens` are the fewest real ones of a sequence."""
+    """Checks the numbers of one prediction and collects notes.
+
+    Args:
+        notes: earlier validity warnings, which error messages quote as a possible cause.
+        tokens: least number of real tokens of a sequence.
+    """
 
     def __init__(self, theory: Theory, notes: Sequence[str], tokens: int) -> None:
         self.theory, self.before, self.least = theory, tuple(notes), -1.0 / max(tokens - 1, 1)
         self.notes: list[str] = []
 
     def finite(self, what: str, values: Array) -> Array:
-        """Numbers, or a DomainError where one is NaN or infinity."""
+        """The values; DomainError if one is NaN or infinite."""
         if not np.all(np.isfinite(values)):
             raise self._refused(f"{what} is not a finite number")
         return values
 
     def variance(self, what: str, values: Array) -> Array:
-        """Mean squares, or a DomainError where one is negative, NaN or infinity."""
+        """The mean squares; DomainError if one is negative, NaN or infinite."""
         self.finite(what, values)
         least = np.min(values)
         if least >= 0:
@@ -60,8 +63,11 @@ class Gate:
         rounding: float = ROUNDING,
         places: Sequence[str] | None = None,
     ) -> Array:
-        """Mean squares of parts (tokens, matrices): 0 for negative ones, noted beyond a share of
-        the largest. `places` are words along the last axis; None: the stream's, by layer and token.
+        """Mean squares of tokens or matrices, clipped at 0.
+
+        Args:
+            rounding: negative values beyond this share of the largest value are noted.
+            places: names along the last axis; None: axes are (..., layers, tokens).
         """
         self.finite(what, values)
         least = np.min(values, initial=0.0)
@@ -79,13 +85,13 @@ class Gate:
         return np.maximum(values, 0.0)
 
     def correlation(self, what: str, values: Array, places: Sequence[str] | None = None) -> Array:
-        """Correlations that so many tokens can have with each other, -1/(tokens - 1) to 1, noted
-        where cut off. `places` are words along the last axis; None: the stream's layers."""
+        """Correlations clipped to the possible range, -1/(tokens - 1) to 1; larger changes are
+        noted. `places` are names along the last axis; None: the stream's layers."""
         self.finite(what, values)
-        inside = np.clip(values, self.least, 1.0)
-        off = np.abs(values - inside)
-        if np.max(off, initial=0.0) > 1e-6:  # visible in print
-            index = int(np.argmax(off))
+        clipped = np.clip(values, self.least, 1.0)
+        change = np.abs(values - clipped)
+        if np.max(change, initial=0.0) > 1e-6:  # visible in print
+            index = int(np.argmax(change))
             worst = np.ravel(values)[index]
             where = f"{what}, {_place(values[..., None], index, None)}"
             if places is not None:
@@ -95,10 +101,10 @@ class Gate:
                 f"({np.clip(worst, self.least, 1.0):.3g}) stands in; numbers of that place are as "
                 f"uncertain{self._because()}"
             )
-        return inside
+        return clipped
 
     def sites(self, points: Sequence[Point]) -> None:
-        """Refuse a signal or gradient inside the network whose mean square is impossible."""
+        """Raise a DomainError if the variance of a signal or gradient at any site is impossible."""
         kernels = [at.signal.kernel for at in points]
         kernels += [at.gradient.kernel for at in points if at.gradient is not None]
         every = np.concatenate([np.ravel(kernel.diagonal) for kernel in kernels])
@@ -124,7 +130,7 @@ class Gate:
 
 
 def _place(values: Array, flat: int, places: Sequence[str] | None) -> str:
-    """Where an entry stands: on named places, or on (..., layers, tokens)."""
+    """Name the position of an entry: by `places`, or by layer and token."""
     index = np.unravel_index(flat, np.shape(values))
     if places is not None:
         return places[int(index[-1])]
@@ -136,15 +142,19 @@ _SAID = {
     *(f.name for f in dataclasses.fields(Transformer)),
     *("grad_variance", "grad_correlation", "grad_kernel", "token_ids", "segment_ids", "targets"),
     *("attention_mask", "document_ids", "pixels", "batch", "encoder_inputs"),
-    *("query", "key", "value"),  # weights of zeros where what they make is normalised
+    *("query", "key", "value"),  # zero weights whose product is normalised
 }
-"""What a user says of a prediction; a DomainError about any other value is the formulas' own."""
+"""Arguments of a user; a DomainError about any other value is an internal one of the formulas."""
 
 
 @contextlib.contextmanager
 def computing(theory: Theory, traces: Sequence[Run | Trace], rows: int = 1) -> Iterator[None]:
-    """Turn what breaks inside formulas into one DomainError that says where and why, by the stacks'
-    `traces` in order; `rows` are those of the matrices, few of which go on one BLAS thread."""
+    """Turn numerical errors inside the context into one DomainError that says where they occurred.
+
+    Args:
+        traces: of the stacks, in the order of computation.
+        rows: number of rows of the matrices, for `few_threads`.
+    """
     try:
         quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore")
         with few_threads(rows), quiet:
@@ -158,7 +168,7 @@ def computing(theory: Theory, traces: Sequence[Run | Trace], rows: int = 1) -> I
 
 
 def breakdown(theory: Theory, traces: Sequence[Run | Trace]) -> DomainError:
-    """Where the numbers first left what can be computed."""
+    """A DomainError that names the first site whose numbers overflow, or are 0."""
     points = [point for trace in traces for point in trace.points]
     if not points:
         return DomainError("the moments of what enters layer 1 overflow: use smaller variances")
@@ -185,14 +195,14 @@ def breakdown(theory: Theory, traces: Sequence[Run | Trace]) -> DomainError:
     )
 
 
-# --- where formulas left their validity -----------------------------------------------------------
+# --- validity warnings ----------------------------------------------------------------------------
 
 SIZE_SPREAD_NOTED = 0.2
-"""Relative variance of the last stream's squared norms beyond which a note says so."""
+"""Relative variance of the last stream's squared norms from which a note is issued."""
 
 
 def validity_warnings(model: Transformer, theory: Theory, trace: Trace) -> tuple[str, ...]:
-    """Where a formula left its regime, each with the layer and the size of the error if known."""
+    """Warnings on formulas outside their domain, with layer and size of the error if known."""
     if theory == "refined":
         of_stack = _unnormalised(model, trace) + _of_sizes(model, trace)
         of_stack += _behind_gates(model, trace) + _behind_tanh(model, trace)
@@ -221,11 +231,11 @@ def validity_warnings(model: Transformer, theory: Theory, trace: Trace) -> tuple
 
 
 LOOSE = 0.4
-"""Logit variance times relative spread of its tokens' norms up to which errors were not seen."""
+"""Logit variance times relative variance of tokens' norms, up to which no errors were measured."""
 
 
 def _unnormalised(model: Transformer, trace: Trace) -> tuple[str, ...]:
-    """Where logits are formed of tokens whose norms differ much from draw to draw."""
+    """Note on logits of tokens whose norms vary much over draws."""
     if model.norm != "none" or model.qk_norm is not None:
         return ()
     stream = trace.stream()
@@ -248,7 +258,7 @@ def _unnormalised(model: Transformer, trace: Trace) -> tuple[str, ...]:
 
 
 def _collected(trace: Trace) -> tuple[str, ...]:
-    """Notes of every site, one line for all layers that say the same."""
+    """Notes of all sites, one line for all layers with the same note."""
     layers: dict[tuple[str, str], list[int]] = {}
     for layer, site, note in trace.notes():
         layers.setdefault((site, note), []).append(layer)
@@ -258,8 +268,8 @@ def _collected(trace: Trace) -> tuple[str, ...]:
 
 
 def _of_sizes(model: Transformer, trace: Trace) -> tuple[str, ...]:
-    """What a stream without norms leaves out: query and key gradients hold products of realised
-    sizes."""
+    """Note on streams without normalisation, where query and key gradients depend on products of
+    realised norms."""
     if model.norm != "none" or (last := trace.stream()[-1].signal).fluctuation is None:
         return ()
     size = np.asarray(last.second_moment().mean_diagonal())
@@ -275,13 +285,13 @@ def _of_sizes(model: Transformer, trace: Trace) -> tuple[str, ...]:
 
 
 GATED_SPREAD = 0.04
-"""Relative variance of squared norms behind gated units beyond which a note says so."""
+"""Relative variance of squared norms behind gated units from which a note is issued."""
 
 
 def _behind_gates(model: Transformer, trace: Trace) -> tuple[str, ...]:
-    """Gated units without norms: a token that is larger in one draw grows faster. Its squared norm
-    varies by 2/d_model on entering, which the stack raises by the square of its elasticity, the
-    growth of the gradient over that of the signal."""
+    """Note on gated units without normalisation, where larger tokens grow faster. The relative
+    variance of squared norms, 2/d_model at the input, is multiplied by the square of the stack's
+    elasticity, the growth of the gradient over that of the signal."""
     stream = trace.stream()
     ends = [point.gradient for point in (stream[0], stream[-1])]
     if model.norm != "none" or not model.gated or ends[0] is None or ends[1] is None:
@@ -301,12 +311,12 @@ def _behind_gates(model: Transformer, trace: Trace) -> tuple[str, ...]:
 
 
 SATURATED = 0.1
-"""Mean square of what DyT leaves, its gain apart, beyond which a note says what comes of reading
-that for Gaussian."""
+"""Mean square of DyT's output without gain, from which a note on its non-Gaussian entries is
+issued."""
 
 
 def _behind_tanh(model: Transformer, trace: Trace) -> tuple[str, ...]:
-    """Post-LN with DyT hands on what a tanh leaves, whose entries are bounded."""
+    """Note on Post-LN with DyT, whose stream is the bounded output of a tanh."""
     if model.normalization != "dyt" or (model.norm != "post" and not model.post_layers):
         return ()
     sizes = [np.max(point.signal.kernel.mean_diagonal()) for point in trace.stream()[1:]]
@@ -329,17 +339,17 @@ def _layer_range(numbers: list[int]) -> str:
 # --- threads --------------------------------------------------------------------------------------
 
 SMALL = 512
-"""Rows of matrices up to which one thread computes. Twice as many rows are eight times the work of
-a product, some ten milliseconds, which threads share well."""
+"""Most rows of matrices that are computed on one thread: a product of twice as many rows takes some
+ten milliseconds, which several threads share well."""
 
 
 @contextlib.contextmanager
 def few_threads(rows: int) -> Iterator[None]:
-    """One BLAS thread while matrices of so many rows are worked on, in the main thread alone: set
-    from another, OpenBLAS's limit was seen not to hold there."""
+    """Use one BLAS thread inside the context, for matrices of few rows. In the main thread only:
+    OpenBLAS did not respect a limit set from another thread."""
     main = threading.current_thread() is threading.main_thread()
-    asked = 1 < rows <= SMALL and main
-    controller = _controller("scipy.linalg" in sys.modules) if asked else None
+    limit = 1 < rows <= SMALL and main
+    controller = _controller("scipy.linalg" in sys.modules) if limit else None
     if controller is None:
         yield
         return
@@ -349,7 +359,8 @@ def few_threads(rows: int) -> Iterator[None]:
 
 @functools.cache
 def _controller(_also_scipy: bool) -> Any:
-    """Of the libraries loaded by then, scipy's own among them if so; None without threadpoolctl."""
+    """A controller of the BLAS libraries loaded so far (cached per argument, as scipy loads its own
+    later); None without threadpoolctl."""
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:

@@ -1,21 +1,21 @@
-"""What few bits lose of the matrix products of a model: `Prediction.low_precision`.
+"""Errors of low-precision number formats in the matrix products: `Prediction.low_precision`.
 
-The laws are those of `formulas.quantization`; here stands which law the entries of an operand have.
-They are taken for
+The error of rounding follows from the distribution of an operand's entries
+(`formulas.quantization`), which is assumed to be
 
-* Gaussian of one variance: what a norm gives, weights, what attention hands on, gradients;
-* f(u), f(u) w and their derivatives times a Gaussian gradient: hidden units of a feed-forward
-  block, u and w Gaussian of the predicted variance.
+* Gaussian with a single variance for outputs of norms and of attention, weights, and gradients;
+* f(u), f(u) w or their derivatives times a Gaussian gradient for hidden units of a feed-forward
+  block, with Gaussian u and w of the predicted variance.
 
-Left out: that tokens differ in variance, and dropout's zeros.
+Unequal variances of tokens and the zeros of dropout are neglected.
 
-The gradient of a matrix, dW = sum_t g_t x_t^T, is summed over tokens, and a group of entries is one
-feature at consecutive tokens. Over features such a group is a draw of a Gaussian whose kernel is
-predicted, K at the input and D at the gradient, so that features are drawn, cast and multiplied:
-the noise of E |dW_Q - dW|^2 has the tokens' unequal variances, their correlation inside a group,
-and the signal, sum_ts K_ts D_ts, what the tokens' gradients have in common. Hidden units are their
-function of Gaussian draws. A key's signal also has the variance of overlaps (docs/theory/norms.md),
-which adds to pairs of different tokens alone, and so nothing to the noise.
+The gradient of a matrix, dW = sum_t g_t x_t^T, sums over tokens, and a group of entries is one
+feature at consecutive tokens: a Gaussian draw over tokens with the predicted kernel, K at the input
+and D at the gradient. Features are drawn, rounded and multiplied, so that the noise E |dW_Q - dW|^2
+includes unequal variances of tokens and their correlation inside a group; the signal is
+sum_ts K_ts D_ts. Hidden units are functions of Gaussian draws. The signal of a key also includes
+the variance of overlaps (docs/theory/norms.md), which only concerns pairs of different tokens and
+does not contribute to the noise.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 
 class Format(NamedTuple):
-    """Numbers of what goes forward and of gradients, the kind of scale (`quantization.loss`) and
-    entries of a group: None for a whole row, 0 for the whole tensor."""
+    """Number formats of forward operands and of gradients, kind of scale (`quantization.loss`), and
+    size of a group that shares a scale: None for a row, 0 for the whole tensor."""
 
     forward: Elements
     gradient: Elements
@@ -76,7 +76,7 @@ FORMATS = {
 COLUMNS = ("layer", "weight", "product", "operand", "zero", "clipped", "snr", "product_snr")
 
 PHASES = 8
-"""Of a scale that is a power of two, over which an operand of unknown size is averaged."""
+"""Values of the scale, within a power of two, over which an operand of unknown size is averaged."""
 
 READS = {
     "query": "attention.heads",
@@ -87,12 +87,18 @@ READS = {
     "gate": "ffn.activation",
     "ffn_out": "ffn.out",
 }
-"""Sites before which the input of a matrix stands."""
+"""For each matrix the site that follows its input."""
 
 
 class Operand(NamedTuple):
-    """The law of its entries (a name of `_entries`), the `variance` of what they are functions of,
-    that function's name, and whether its size is unknown (`free`)."""
+    """Distribution of the entries of an operand.
+
+    Attributes:
+        law: a name that `_entries` accepts.
+        variance: of the Gaussian variables that the entries are functions of.
+        activation: name of that function.
+        free: whether the scale of the operand is unknown.
+    """
 
     law: str
     variance: float
@@ -109,7 +115,7 @@ def _units(name: str) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def _product(points: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Independent standard Gaussians over a grid, and their weights."""
+    """Values of independent standard Gaussian variables on a grid, and their weights."""
     axes = [gaussian_grid(count, 6.5) for count in points]
     values = np.meshgrid(*(at for at, _ in axes), indexing="ij")
     weights = functools.reduce(np.multiply.outer, (weight for _, weight in axes))
@@ -118,7 +124,7 @@ def _product(points: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
 
 @functools.lru_cache(maxsize=256)
 def _entries(law: str, variance: float, activation: str) -> Entries:
-    """Of an operand."""
+    """The distribution of an operand's entries."""
     deviation = math.sqrt(variance)
     if law in ("gaussian", "hidden"):
         at, weights = gaussian_grid()
@@ -134,18 +140,18 @@ def _entries(law: str, variance: float, activation: str) -> Entries:
 
 @functools.lru_cache(maxsize=4096)
 def _loss(operand: Operand, elements: Elements, scale: str, size: int, entries: int) -> Loss:
-    """Of groups of `size` of a tensor of so many entries."""
+    """Loss in groups of `size` of a tensor of `entries` entries."""
     free = operand.free and scale == "power of two"
     shifts = 2.0 ** (np.arange(PHASES) / PHASES) if free else np.ones(1)
     law = _entries(operand.law, operand.variance, operand.activation)
     (top,) = law.largest(entries, np.array([0.5]))
-    # a factor on all entries is one on the scale's unit, the other way round
+    # A factor on all entries is equivalent to its inverse on the scale's unit.
     return mean([loss(law, elements, scale, size, float(top), float(s)) for s in shifts])
 
 
 def _unsized(operand: Operand, scale: str) -> Operand:
-    """The same of a size that is as good: of Gaussian entries it counts up to a factor of two, or
-    not at all."""
+    """An operand with the same loss and a standard scale, to share cached results: Gaussian entries
+    depend on their scale at most within a power of two."""
     if operand.law != "gaussian" or not operand.variance:
         return operand
     octaves = math.log2(operand.variance) % 2 if scale == "power of two" else 0.0
@@ -174,7 +180,7 @@ def _rows(
     form: Format,
     squares: Mapping[tuple[int, str], float],
 ) -> Iterator[tuple[Any, ...]]:
-    """Two rows a product, one for each operand."""
+    """Two rows per product, one for each operand."""
     model = prediction.model
     tokens = prediction.layout.sequences * model.seq_len * prediction.batch
     places = {site["site"]: at for at, site in enumerate(sites) if site["layer"] == layer}
@@ -186,24 +192,22 @@ def _rows(
         if read.variance and not squares.get((layer, name), 1.0):
             grad_in = Operand("gaussian", 0.0)
         weight = Operand("gaussian", _rounded(float(getattr(variances, name))))
-        for product, along, operands in (
-            ("forward", inputs, {"input": (read, form.forward)}),
-            ("input gradient", outputs, {"gradient": (grad_in, form.gradient)}),
+        for product, kind, summed, operand, elements in (
+            ("forward", "input", inputs, read, form.forward),
+            ("input gradient", "gradient", outputs, grad_in, form.gradient),
         ):
             losses = {}
-            for kind, (operand, elements) in (
-                operands | {"weight": (weight, form.forward)}
-            ).items():
-                entries = (inputs if kind == "weight" else tokens) * (
-                    outputs if kind == "weight" else along
-                )
-                size = {None: along, 0: entries}.get(form.group, form.group)
-                unsized = _unsized(operand, form.scale)
-                losses[kind] = _loss(unsized, elements, form.scale, size, entries)
+            for key, values, numbers, entries in (
+                (kind, operand, elements, tokens * summed),
+                ("weight", weight, form.forward, inputs * outputs),
+            ):
+                size = {None: summed, 0: entries}.get(form.group, form.group)
+                unsized = _unsized(values, form.scale)
+                losses[key] = _loss(unsized, numbers, form.scale, size, entries)
             noise = product_noise(*losses.values())
-            for kind, lost in losses.items():
+            for key, lost in losses.items():
                 own = lost.zero, lost.clipped, decibels(lost.noise)
-                yield layer, name, product, kind, *own, decibels(noise)
+                yield layer, name, product, key, *own, decibels(noise)
 
 
 def _operands(
@@ -213,7 +217,7 @@ def _operands(
     layer: int,
     name: str,
 ) -> tuple[Operand, Operand]:
-    """What a matrix reads, and the gradient at what it makes."""
+    """The input of a matrix, and the gradient at its output."""
     at = places[READS[name]]
     before = sites[at - 1]
     if before["site"] == "ffn.in":
@@ -236,7 +240,7 @@ def _operands(
 def _units_of(
     model: Transformer, sites: list[dict[str, Any]], places: dict[str, int], layer: int
 ) -> float:
-    """The variance of what a hidden unit is a function of."""
+    """Variance of a hidden unit before its activation."""
     weights = model.layer_weights(layer)
     if "ffn.in" in places:
         return _rounded(sites[places["ffn.in"]]["variance"])
@@ -246,19 +250,19 @@ def _units_of(
 
 
 def _rounded(value: float) -> float:
-    """To a 16th of an octave, so that layers that hardly differ share a law."""
+    """Rounded to a 16th of an octave, so that similar layers share cached results."""
     return 2.0 ** (round(16 * math.log2(value)) / 16) if value else 0.0
 
 
-# --- the product that gives the gradient of weights ----------------------------------------------
+# --- weight gradients -----------------------------------------------------------------------------
 
 FEATURES = 1024
-"""Drawn of either operand: where the gradients of all tokens have one direction, the noise is a sum
-of so many squares, sqrt(2/FEATURES) = .2 dB; less elsewhere."""
+"""Features drawn of either operand. If all tokens' gradients have one direction, the noise is a sum
+of as many squares, with an error of sqrt(2/FEATURES) = .2 dB; less otherwise."""
 
 
 class Drawn(NamedTuple):
-    """Features of what a matrix reads and of the gradient at what it makes, (features, tokens)."""
+    """Features of a matrix's input and of the gradient at its output, (features, tokens) each."""
 
     read: np.ndarray
     sent: np.ndarray
@@ -267,7 +271,7 @@ class Drawn(NamedTuple):
 def _weight_rows(
     prediction: Any, layer: int, form: Format, norms: Mapping[tuple[int, str], float]
 ) -> Iterator[tuple[Any, ...]]:
-    """Two rows a weight gradient, where every token is resolved by itself."""
+    """Two rows per weight gradient, if tokens are resolved by token."""
     squares = _squares(prediction, layer, norms)
     for name, (read, sent) in _drawn(prediction, layer).items():
         casts, rows = [], []
@@ -288,17 +292,17 @@ def _weight_rows(
 
 
 def _share(noise: np.ndarray, square: float) -> float:
-    """Mean square of noise over that of the signal; 0 where there is none."""
+    """Mean square of noise over that of the signal; 0 without a signal."""
     return float(np.mean(noise**2)) / square if square else 0.0
 
 
 def _squares(
     prediction: Any, layer: int, norms: Mapping[tuple[int, str], float]
 ) -> dict[str, float]:
-    """E dW^2 of an entry. A query's is that of the mean kernels: what overlaps that vary over draws
-    add to it, they add to a token's own gradient too, and so to the noise."""
+    """E dW^2 of an entry, by matrix; a query's at the mean kernels, as the variance of overlaps
+    would increase the noise as well."""
     shapes = prediction.model.shapes_of(layer)
-    found = {
+    result = {
         name: norms[layer, name] / math.prod(shape)
         for name, shape in shapes.items()
         if (layer, name) in norms
@@ -308,27 +312,27 @@ def _squares(
             leaf, path = record.pulled.way.leaf, record.pulled.sides.query
             _, outputs = shapes["query"]
             product = float(np.sum(path.off_diagonal * record.input.second_moment().off_diagonal))
-            found["query"] = product / (outputs * max(float(leaf.query), 1e-300))
-    return found
+            result["query"] = product / (outputs * max(float(leaf.query), 1e-300))
+    return result
 
 
 def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
     """Both operands of a layer's weight gradients, by the matrix's name."""
     model, rng = prediction.model, np.random.default_rng(layer)
-    found: dict[str, Drawn] = {}
-    at: dict[str, Record] = {}
+    result: dict[str, Drawn] = {}
+    sites: dict[str, Record] = {}
     for record in prediction.trace.layers[layer - 1].walk():
         if record.input.resolved is not True or record.grad_out is None:
             continue
         if isinstance(record.pulled, AttentionPulled) and record.memory is None:
-            found |= dict(_of_attention(record, record.pulled, rng))
+            result |= dict(_of_attention(record, record.pulled, rng))
         elif record.component.label:
-            at[record.component.label] = record
-    if "attention.projection" in at and found:
-        found["output"] = _of_matrix(at["attention.projection"], rng)
-    if "ffn.activation" not in at or "ffn.out" not in at:
-        return found
-    unit, weights = at["ffn.activation"], model.layer_weights(layer)
+            sites[record.component.label] = record
+    if "attention.projection" in sites and result:
+        result["output"] = _of_matrix(sites["attention.projection"], rng)
+    if "ffn.activation" not in sites or "ffn.out" not in sites:
+        return result
+    unit, weights = sites["ffn.activation"], model.layer_weights(layer)
     value, slope = _units(model.activation)
     sent, entering = _features(unit.grad_out.kernel, rng), unit.input.second_moment()
     if model.gated:
@@ -337,16 +341,16 @@ def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
             for one in (weights.gate, weights.ffn_in)
         )
         read, hidden = _features(entering, rng), value(gate) * factor
-        found["gate"] = Drawn(read, slope(gate) * factor * sent)
-        found["ffn_in"] = Drawn(read, value(gate) * sent)
-    elif "ffn.in" in at:
-        entered = _features(entering, rng)
-        read, hidden = _features(at["ffn.in"].input.second_moment(), rng), value(entered)
-        found["ffn_in"] = Drawn(read, slope(entered) * sent)
+        result["gate"] = Drawn(read, slope(gate) * factor * sent)
+        result["ffn_in"] = Drawn(read, value(gate) * sent)
+    elif "ffn.in" in sites:
+        units = _features(entering, rng)
+        read, hidden = _features(sites["ffn.in"].input.second_moment(), rng), value(units)
+        result["ffn_in"] = Drawn(read, slope(units) * sent)
     else:
-        return found
-    found["ffn_out"] = Drawn(hidden, _features(at["ffn.out"].grad_out.kernel, rng))
-    return found
+        return result
+    result["ffn_out"] = Drawn(hidden, _features(sites["ffn.out"].grad_out.kernel, rng))
+    return result
 
 
 def _of_matrix(record: Record, rng: np.random.Generator) -> Drawn:
@@ -357,8 +361,8 @@ def _of_matrix(record: Record, rng: np.random.Generator) -> Drawn:
 def _of_attention(
     record: Record, pulled: AttentionPulled, rng: np.random.Generator
 ) -> Iterator[tuple[str, Drawn]]:
-    """Of queries, keys and values, whose gradients' kernels attention keeps as what they send to
-    the tokens."""
+    """Operands of queries, keys and values. Attention stores their gradients as sent to its input,
+    of which the weights are divided out."""
     leaf, tokens = pulled.way.leaf, record.input.second_moment()
     kept, heads = float(leaf.kv_heads or leaf.heads), float(leaf.heads)
     for name, path, several in (
@@ -372,8 +376,8 @@ def _of_attention(
 
 
 def _features(kernel: Kernel, rng: np.random.Generator) -> np.ndarray:
-    """(features, tokens) Gaussian features of a kernel, their second moments exact where there are
-    more of them than tokens."""
+    """(features, tokens) Gaussian features of a kernel, with exact second moments if there are at
+    least twice as many features as tokens."""
     matrix = np.asarray(kernel.off_diagonal, float)
     drawn = rng.standard_normal((FEATURES, len(matrix)))
     if 2 * len(matrix) <= FEATURES:

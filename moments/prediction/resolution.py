@@ -1,13 +1,13 @@
-"""How finely a prediction follows its tokens: alike, by token, by classes of positions or of words.
+"""Choice of a prediction's resolution: exchangeable tokens, by token, or classes of positions.
 
-* Alike: nothing distinguishes them, be it a mask, a window or a text.
-* By token: `tokens=True`; what is given token by token (kernels, images, segments, targets);
-  ALiBi; blocks whose laws are of single tokens; fewer than 32 positions; texts of up to 64 tokens,
-  of up to 256 under rotary or sinusoidal positions, counted over all of a batch; a text that holds
-  its row of padding; sequences that differ in more than their length (`_alike_but_for_length`); a
-  text of up to 512 tokens whose words are crowded at its start.
-* Classes of positions: the rest under a causal mask or in windows, where moments are given.
-* Words on classes: the same where an embedding is read, a text or one by Zipf's law.
+* Exchangeable tokens ("alike"): no mask, window or text distinguishes them.
+* By token: `tokens=True`; kernels, images, segments or targets given per token; ALiBi; blocks whose
+  laws are of single tokens; fewer than 32 positions; texts of up to 64 tokens in a batch, of up to
+  256 with rotary or sinusoidal positions; a text that contains the embedding's padding row;
+  sequences that differ in more than their length (`_alike_but_for_length`); a text of up to 512
+  tokens with one word repeated densely near its start.
+* Classes of positions: all else under a causal mask or in windows, if moments are given.
+* Classes of positions and words: likewise if an embedding reads a text, given or by Zipf's law.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from ..model.transformer import Transformer
 from .stack import Inputs, document_spans
 
 LEAST_LENGTH = 32
-"""Positions below which classes would be hardly fewer."""
+"""Least length with classes: below, there would be hardly fewer classes than positions."""
 
 SHORT_TEXT, SHORT_TURNED = 64, 256
-"""Tokens of a batch of texts up to which each is followed by itself: in all, and under rotary or
-sinusoidal positions, which turn inside cells."""
+"""Most tokens of a batch of texts that are resolved by token: in general, and with rotary or
+sinusoidal positions, which vary within a class."""
 
 MOST_TOGETHER = 512
-"""Tokens that are followed one by one where classes do not serve, and in a sequence under ALiBi:
-a layer takes some ten seconds, and eight times as long at twice as many."""
+"""Most tokens that are resolved by token, without `tokens=True`, where classes do not apply: a
+layer takes some ten seconds, and eight times as long for twice as many."""
 
 
 def resolution(
@@ -55,9 +55,14 @@ def resolution(
     grad_kernel: Any = None,
     targets: Any = None,
 ) -> bool | PositionClasses:
-    """That of a prediction: False, True or classes; `inputs` and `other` are those of the model and
-    of its encoder, the rest is as `predict` takes it. DomainError where the theory, the mask or the
-    input do not allow it."""
+    """`Kernel.resolved` of a prediction: False, True or classes.
+
+    Args:
+        inputs, other: inputs of the model and of its encoder; the rest as in `predict`.
+
+    Raises:
+        DomainError: the theory, the mask or the inputs do not allow it.
+    """
     if tokens is not None:
         check_flag("tokens", tokens)
     if model.shared_layers:
@@ -74,7 +79,7 @@ def resolution(
     placed = any(map(positional, stacks))
     given = inputs.by_token or other.by_token or grad_kernel is not None
     if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
-        # The laws of tokens alike are those of a token and its pairs.
+        # Exchangeable tokens need at least one pair.
         if theory != "refined":
             raise domain_error(
                 "seq_len", 1, f"2 at least under theory {theory!r}", 'use theory="refined"'
@@ -101,15 +106,15 @@ def resolution(
     if not resolved or tokens is not None:
         return bool(resolved)
     chosen = targets is not None and not _pooled(model)
-    singled = inputs.given_by_token or other.by_token or grad_kernel is not None or chosen
-    classes = None if singled else _classes(model, inputs)
+    single_tokens = inputs.given_by_token or other.by_token or grad_kernel is not None or chosen
+    classes = None if single_tokens else _classes(model, inputs)
     if classes is None:
         _check_penalised(stacks)
     return True if classes is None else classes
 
 
 def _classes(model: Transformer, inputs: Inputs) -> PositionClasses | None:
-    """Classes of positions, or of words; None: each token by itself."""
+    """Classes of positions, with words if a text is read; None: by token."""
     text, where = inputs.token_ids is not None, None
     if not by_position(model, text):
         return None
@@ -144,8 +149,8 @@ def _classes(model: Transformer, inputs: Inputs) -> PositionClasses | None:
 
 
 def _alike_but_for_length(model: Transformer, inputs: Inputs, where: np.ndarray) -> bool:
-    """Whether classes serve sequences or documents of a batch (from `layout.spans`), and are fewer
-    than tokens."""
+    """Whether sequences or documents of a batch (`layout.spans`) differ only in length, so that
+    classes apply, and are long enough."""
     lengths, text = where[:, 2], inputs.token_ids is not None
     if lengths.max() < 2 or (model.encoder is not None and inputs.sequences > 1):
         return False
@@ -159,20 +164,20 @@ def _alike_but_for_length(model: Transformer, inputs: Inputs, where: np.ndarray)
         return False
     placed = getattr(embedding, "position_variance", 0.0) > 0.0
     if placed and inputs.document_ids is None and len(set(where[:, 1].tolist())) > 1:
-        return False  # behind padding tokens of one place do not share a row of the table
-    turned = model.rotary is not None or _waves(model)
-    return bool(lengths.sum() > (SHORT_TURNED if turned else SHORT_TEXT))
+        return False  # with padding on the left, one position has several rows of the table
+    rotated = model.rotary is not None or _waves(model)
+    return bool(lengths.sum() > (SHORT_TURNED if rotated else SHORT_TEXT))
 
 
 def resolution_of(
     model: Transformer, theory: Theory, tokens: bool | None = None
 ) -> bool | PositionClasses:
-    """`resolution` where no text, kernel or mask is given."""
+    """`resolution` without a text, kernel or mask."""
     return resolution(model, theory, tokens, Inputs(), Inputs())
 
 
 def _check_penalised(stacks: list[Transformer]) -> None:
-    """Raise where distance penalties or a block leave only single tokens, and these are many."""
+    """Raise if ALiBi or a block requires resolution by token and there are too many tokens."""
     for stack in stacks:
         if stack.alibi and stack.seq_len > MOST_TOGETHER:
             raise domain_error(
@@ -197,16 +202,16 @@ def _check_penalised(stacks: list[Transformer]) -> None:
 
 
 def most_tokens(model: Transformer) -> int:
-    """Up to the model's own, how many tokens are covered without `tokens=True`."""
+    """Largest length, up to the model's, that is covered without `tokens=True`."""
     return min(model.seq_len, MOST_TOGETHER) if model.alibi or single(model) else model.seq_len
 
 
 FEW_TOKENS = 128
-"""Tokens of a model that is followed token by token where its user names no number of them."""
+"""Default length of a model that is resolved by token."""
 
 
 def shortened(model: Transformer) -> Transformer:
-    """The model at `FEW_TOKENS` where it has more and each would be followed by itself."""
+    """The model with at most `FEW_TOKENS` tokens, if it would be resolved by token."""
     if model.seq_len <= FEW_TOKENS or not positional(model) or by_position(model):
         return model
     return model.replace(seq_len=FEW_TOKENS)
@@ -216,15 +221,15 @@ def shortened(model: Transformer) -> Transformer:
 
 
 def by_position(model: Transformer, text: bool = False) -> bool:
-    """Whether tokens are alike but for how many they see, so that classes of positions serve.
-    Without a mask or windows they are all alike, unless a text distinguishes them."""
+    """Whether tokens differ only in how many keys they attend to, so that classes apply. Without a
+    mask, windows or a text all tokens are exchangeable."""
     encoder, losses = model.encoder, (None, "causal" if model.causal else "masked")
-    around = (text or any(model.windows)) and model.relative_bias is None  # rows see both sides
+    bidirectional = (text or any(model.windows)) and model.relative_bias is None
     return (
-        (model.causal or around)
+        (model.causal or bidirectional)
         and LEAST_LENGTH <= model.seq_len <= MOST_WINDOWS * _least_window(model)
         and not single(model)
-        and not model.alibi  # penalties fall by orders of magnitude inside a class
+        and not model.alibi  # penalties vary by orders of magnitude inside a class
         and (model.seq_len > MOST_TOGETHER or not mostly_waves(model))
         and (encoder is None or not positional(encoder))
         and (model.head is None or model.head.loss in (*losses, "classification"))
@@ -232,25 +237,25 @@ def by_position(model: Transformer, text: bool = False) -> bool:
 
 
 def repeating(model: Transformer, inputs: Inputs) -> bool:
-    """Whether what is read repeats tokens as a text does: it is one, or by Zipf's law."""
+    """Whether the input repeats words: a given text, or one by Zipf's law."""
     if inputs.token_ids is not None:
         return True
     return isinstance(model.embedding, Embedding) and not inputs.moments
 
 
 def positional(model: Transformer) -> bool:
-    """Whether attention distinguishes tokens by where they are in their sequence."""
+    """Whether tokens differ by their position in the sequence."""
     return any((model.causal, model.alibi, any(model.windows), single(model)))
 
 
 def single(model: Transformer) -> bool:
-    """Whether a block in it knows its tokens one by one alone."""
+    """Whether a block requires resolution by token."""
     return any(one is not None and one.by_token for one in (*model.mixers, *model.ffns))
 
 
 def few_turned(model: Transformer) -> bool:
-    """Whether rotary positions without a mask are few enough to follow each: more are one class,
-    which does not know which are near each other."""
+    """Whether rotary positions without a mask are few enough to be resolved; otherwise tokens are
+    exchangeable, which ignores their distances."""
     if positional(model) or not model.rotary:
         return False
     patches = any(one is not None and one.grid is not None for one in model.rotaries)
@@ -258,12 +263,11 @@ def few_turned(model: Transformer) -> bool:
 
 
 LEAST_DRAWN = 0.5
-"""Variance of an embedding's rows below which sinusoidal positions, of variance 1/2, are most of
-it: what two places share varies inside cells."""
+"""Variance of an embedding's rows below which sinusoidal positions, of variance 1/2, dominate."""
 
 
 def mostly_waves(model: Transformer) -> bool:
-    """Whether most of what an embedding gives is where a token stands."""
+    """Whether sinusoidal positions dominate the embedding."""
     embedding = model.embedding
     if not isinstance(embedding, Embedding) or not _waves(model):
         return False
@@ -279,7 +283,7 @@ def _pooled(model: Transformer) -> bool:
 
 
 def _least_window(model: Transformer) -> int:
-    """The narrowest window of any layer; the length where there is none."""
+    """The narrowest window of any layer; the length if there is none."""
     windows = [window for window in model.windows if window is not None]
     return min([*windows, model.seq_len])
 
@@ -287,19 +291,20 @@ def _least_window(model: Transformer) -> int:
 # --- how many classes -----------------------------------------------------------------------------
 
 DEEPEST_POST, DENSE_PER_OCTAVE = 4, 4.0
-"""Norms on the stream beyond which classes are twice as many: gradients there fall by orders of
-magnitude from one position to the next."""
+"""Number of norms on the stream beyond which classes are twice as dense: gradients then vary by
+orders of magnitude from one position to the next."""
 
 WORDS_PER_OCTAVE, UNKNOWN_PER_OCTAVE = 1.5, 1.0
-"""Nodes for every doubling of the position where words count, at three times the cost of each: of a
-text, and in windows where Zipf's law stands for an unknown one."""
+"""Nodes per doubling of the position with words, each of which costs three times as much: for a
+given text, and in windows for an unknown text by Zipf's law."""
 
 LAST_PER_OCTAVE, WIDENING = 1.25, 0.05
-"""Nodes for the last doubling of the position where Zipf's law stands for an unknown text and rows
-see all before them, and by what part every step before it is longer than the next."""
+"""Nodes for the last doubling of the position for an unknown text without windows, and relative
+growth of each earlier step (`PositionClasses.of`)."""
 
 
 def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
+    """Arguments of `PositionClasses.of`."""
     on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
     if _waves(model) or (model.causal and on_stream > DEEPEST_POST):
         return {"per_octave": DENSE_PER_OCTAVE}
@@ -312,14 +317,13 @@ def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
     return {"per_octave": UNKNOWN_PER_OCTAVE}
 
 
-# --- what words leave out -------------------------------------------------------------------------
+# --- limits of classes ----------------------------------------------------------------------------
 
 MOST_CROWDED = 0.01
-"""Pairs of a row's keys that are of one word beyond what its frequency in the text allows, up to
-which cells hold what it does."""
+"""Largest `TextClasses.crowded` for which classes are accurate."""
 
 COPIES = 0.5
-"""Share of the places of two texts that hold one word in both, from which they count as copies."""
+"""Share of positions with the same word in two texts, from which these count as copies."""
 
 OF_COPIES = (
     "texts of this batch are mostly copies of each other: what their tokens share except those at "
@@ -329,8 +333,8 @@ OF_COPIES = (
 )
 
 OFTEN = 0.2
-"""Share of a text that one word is, from which it carries a note: what words as frequent have
-beyond others is left out of sums over keys."""
+"""Share of one word in a text from which a note is issued: sums over keys neglect the excess of
+same-word entries of such frequent words."""
 
 OF_ONE_WORD = (
     "more than a fifth of this text is one word, and classes of positions hold words by one "
@@ -356,7 +360,7 @@ OF_GROUPS = (
 
 
 def notes_of(model: Transformer, classes: PositionClasses | None) -> Iterator[str]:
-    """What classes of positions and of words lose, and groups of features."""
+    """Notes on the errors of classes of positions and words, and of groups of features."""
     if model.norm_groups > 1 and _waves(model):
         yield OF_GROUPS
     if classes is not None and mostly_waves(model):

@@ -1,4 +1,4 @@
-"""One stack of layers with its embedding and head: what enters, the trace, and the way back."""
+"""Both passes through one stack of layers with its embedding and head."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from .result import Prediction
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What the user says of the tensor that enters layer 1; `texts` are the sequences where they
-    are not given one by one."""
+    """The user's description of the tensor that enters layer 1 (arguments of `predict`); `texts` is
+    the number of sequences if they are not given."""
 
     variance: Any = None
     correlation: Any = None
@@ -58,19 +58,20 @@ class Inputs:
 
     @property
     def by_token(self) -> bool:
+        """Whether anything is given per token."""
         masks = (self.attention_mask, self.document_ids)
         given = (self.token_ids, self.pixels, self.kernel, *masks)
         return any(value is not None for value in given)
 
     @property
     def given_by_token(self) -> bool:
-        """Whether what is given distinguishes single tokens: more than a text and its ends."""
+        """Whether more than words and document boundaries distinguishes single tokens."""
         segments = self.segment_ids is not None and np.ptp(np.asarray(self.segment_ids)) != 0
         return segments or any(value is not None for value in (self.pixels, self.kernel))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the configurations that are described."""
+        """Shape of the configurations."""
         if self.kernel is not None:
             return given_shape(self.kernel)[:-2]
         given = {"variance": self.variance, "correlation": self.correlation}
@@ -78,7 +79,7 @@ class Inputs:
 
     @property
     def sequences(self) -> int:
-        """Of the text or images."""
+        """Number of texts or images."""
         for name, rank in (("token_ids", 2), ("pixels", 4)):
             shape = given_shape(getattr(self, name))
             if len(shape) == rank:
@@ -86,8 +87,7 @@ class Inputs:
         return self.texts
 
     def times(self, count: int) -> Inputs:
-        """The same for so many sequences: the one that is given, for each; an unknown text, so many
-        of its kind."""
+        """The inputs of `count` sequences: a single one is repeated; unknown texts differ."""
         if self.sequences == count:
             return self
         result = {name: repeated(getattr(self, name), rank, count) for name, rank in RANKS.items()}
@@ -95,7 +95,7 @@ class Inputs:
 
     @property
     def moments(self) -> bool:
-        """Whether the tensor itself is described, and not what an embedding reads."""
+        """Whether moments of the tensor are given, instead of the input of an embedding."""
         return any(v is not None for v in (self.variance, self.correlation, self.kernel))
 
 
@@ -106,11 +106,11 @@ RANKS = {
     "document_ids": 2,
     "pixels": 4,
 }
-"""Axes of what is given sequence by sequence."""
+"""Number of axes of inputs that are given per sequence."""
 
 
 def repeated(value: Any, rank: int, count: int) -> Any:
-    """One sequence's array, as that of so many; unchanged where it is that of no one sequence."""
+    """Repeat the array of a single sequence; other arrays are unchanged."""
     shape = given_shape(value)
     if value is None or len(shape) not in (rank - 1, rank) or (len(shape) == rank and shape[0] > 1):
         return value
@@ -118,7 +118,7 @@ def repeated(value: Any, rank: int, count: int) -> Any:
 
 
 def as_many(inputs: Inputs, other: Inputs) -> tuple[Inputs, Inputs]:
-    """Inputs of a decoder and of its encoder, with as many texts: one of either is repeated."""
+    """Inputs of a decoder and of its encoder, with a single sequence of either repeated."""
     mine, theirs = inputs.sequences, other.sequences
     if mine != theirs and 1 not in (mine, theirs):
         raise DomainError(
@@ -130,7 +130,7 @@ def as_many(inputs: Inputs, other: Inputs) -> tuple[Inputs, Inputs]:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The gradient at the last layer's output, and what the head says where there is one."""
+    """The gradient at the last layer's output, and the results of a head."""
 
     gradient: Gradient
     output: OutputMoments | None = None
@@ -138,7 +138,7 @@ class Outcome:
 
 
 class Stack:
-    """One stack of layers with its embedding, its trace and the way back."""
+    """One stack of layers with its embedding, and the state of both passes."""
 
     def __init__(
         self,
@@ -148,8 +148,7 @@ class Stack:
         resolved: bool | PositionClasses,
         shape: tuple[int, ...] = (),
     ) -> None:
-        """As `predict` finds them; `shape` of configurations that the tensor entering layer 1 is to
-        broadcast to."""
+        """Arguments as in `predict`; `shape` of the configurations."""
         self.model, self.theory, self.inputs, self.resolved = model, theory, inputs, resolved
         self.shape = shape
         self.run = Run()
@@ -168,7 +167,7 @@ class Stack:
         real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
         self.documents = _documents(model, inputs, real)
         self.classes = resolved if isinstance(resolved, PositionClasses) else None
-        self.counted = self.classes
+        self.counted = self.classes  # over whose documents a loss is averaged
         self.ids = inputs.token_ids
         if isinstance(self.classes, TextClasses) and self.classes.ids is not None:
             self.ids = self.classes.ids
@@ -191,15 +190,15 @@ class Stack:
         self.layout = SequenceLayout(sequences, real, self.documents, self.classes)
 
     def reads(self, encoder: Stack) -> None:
-        """Make another stack's output what cross-attention reads: after its pass forward."""
+        """Let cross-attention read an encoder, after the encoder's forward pass."""
         self.run.memory = encoder.read()
         self.layout = dataclasses.replace(self.layout, memory=encoder.layout.padding)
 
     def alone(self) -> Stack:
-        """Of several documents, the stack of one that is like them on average."""
-        several = self.classes
-        assert several is not None
-        first, one = several.alone(self.first.diagonal, self.first.off_diagonal), several.of_one
+        """The stack of a single document with the average kernel of all documents."""
+        documents = self.classes
+        assert documents is not None
+        first, one = documents.alone(self.first.diagonal, self.first.off_diagonal), documents.of_one
         result = copy.copy(self)
         result.resolved = result.classes = one
         result.first = Kernel(*first, one)
@@ -209,26 +208,27 @@ class Stack:
         return result
 
     def _first(self, real: np.ndarray | None) -> Kernel:
+        """The kernel of the tables' sum, or of the tensor that enters layer 1."""
         given = self.resolved, self.inputs, self.ids, self.documents
         one = first_kernel(self.model, self.theory, *given)
         if self.resolved is True and real is not None:
-            one = _unseen_filled(one, real)
+            one = _with_padding_variance(one, real)
         length, texts = self.model.seq_len, self.inputs.sequences
         if self.resolved is not True or texts == 1 or one.off_diagonal.shape[-1] != length:
             return one
         off_diagonal = np.tile(one.off_diagonal, (texts, texts))
         if not self.inputs.moments:
-            # Tokens at one place of two unknown texts share its row of the position table; the rest
-            # of what a token has of its own they do not.
+            # Tokens at one position of two unknown texts share only the row of the position table.
             embedding = self.model.embedding
             assert isinstance(embedding, Embedding)
             patterns = TablePatterns.of(embedding, length, theory=self.theory)
             tables = patterns.kernel(embedding)
-            alone = tables.diagonal - tables.off_diagonal - embedding.position_variance
-            off_diagonal = off_diagonal - alone * np.kron(1.0 - np.eye(texts), np.eye(length))
+            unshared = tables.diagonal - tables.off_diagonal - embedding.position_variance
+            off_diagonal = off_diagonal - unshared * np.kron(1.0 - np.eye(texts), np.eye(length))
         return Kernel.of_matrix(off_diagonal)
 
     def enter(self) -> Signal:
+        """The signal that enters layer 1."""
         model, theory = self.model, self.theory
         fixed = None
         read = model.embedding is not None and not self.inputs.moments
@@ -252,7 +252,7 @@ class Stack:
         return signal
 
     def _rows(self) -> Kernel:
-        """Second moments of rows of unit variance that tokens look up."""
+        """Second moments of the rows that tokens look up in a table of unit variance."""
         length = self.model.seq_len
         assert isinstance(self.model.embedding, Embedding)
         table = Embedding(self.model.embedding.vocab_size, 1.0)
@@ -266,18 +266,18 @@ class Stack:
         return alike(1.0, repeated, tokens, self.resolved)
 
     def forward(self) -> Signal:
-        """The last layer's output."""
+        """Run the forward pass; returns the last layer's output."""
         signal = self.enter()
         self.run.reached.append(Point(0, "stream", signal))
         self._layers = self.declaration().propagate(signal, self.run)
         return self._layers.output
 
     def declaration(self) -> Chain:
-        """Its layers as components."""
+        """The layers as components."""
         return declare(self.model, self.theory, *self.layout.places)
 
     def backward(self, outcome: Outcome) -> None:
-        """Carry the gradient at the last layer's output to the embedding tables."""
+        """Run the backward pass, from the last layer's output to the embedding tables."""
         assert self._layers is not None
         gradient, output = outcome.gradient, outcome.output
         self._layers = self._layers.backward(gradient, self.run)
@@ -287,13 +287,12 @@ class Stack:
             return
         self._ending, self._logits = output.record, output.logits
         if output.radial is not None:
-            # What a last normalisation's own pullback would have projected out is there to be
-            # measured all the same.
+            # A measured gradient includes the component that the last normalisation removes.
             measured = Gradient(gradient.kernel + output.radial, self.model.seq_len)
             self._layers = with_top_gradient(self._layers, measured)
 
     def read(self) -> Signal:
-        """What a decoder's cross-attention reads."""
+        """The signal that a decoder's cross-attention reads."""
         assert self._layers is not None
         self.run.layer = self.model.layers + 1
         reading = declare_output(self.model, self.theory)
@@ -301,7 +300,7 @@ class Stack:
         return self._ending.output
 
     def read_back(self, gradients: list[Gradient]) -> Outcome:
-        """The gradient at an encoder's last layer, from those at all that read its output."""
+        """The gradient at an encoder's last layer, from those of the decoder's layers."""
         assert self._ending is not None
         total = sum_of([gradient.kernel for gradient in gradients])
         self._ending = self._ending.backward(Gradient(total, self.model.seq_len), self.run)
@@ -309,7 +308,7 @@ class Stack:
 
     @property
     def trace(self) -> Trace:
-        """Both passes, as far as they have come."""
+        """Both passes, as far as they have run."""
         records = self._layers, self._embedding, self._ending, self._logits
         return Trace(self._entering, *records, self.run.kept)
 
@@ -321,8 +320,7 @@ class Stack:
         top: Any = None,
         alone: Any = None,
     ) -> Prediction:
-        """What both passes give, the gradient at the last layer coming from `top` if any; `alone`
-        as in `Prediction`."""
+        """The prediction, after both passes; `top` and `alone` as in `Prediction`."""
         model, trace, layout = self.model, self.trace, self.layout
         embedded = None if self._embedding is None else self._embedding.grad_in
         columns: list[tuple[Any, ...]] = [layout.moments(point)[1:] for point in trace.stream()]
@@ -382,9 +380,8 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class OuterWeights:
-    """What lies outside the layers, the embedding and the head: the gradient `gradient` at the sum
-    of the tables, the head's output, every token's document (None where each row is one), and the
-    loss's targets as given."""
+    """The embedding and the head: the gradient at the sum of the tables, the head's output, the
+    document of every token (None if each row is one document), and the targets as given."""
 
     model: Transformer
     inputs: Inputs
@@ -395,11 +392,11 @@ class OuterWeights:
 
     @property
     def ending(self) -> tuple[Any, Any] | None:
-        """What stands before the matrix to the logits, and that; None without a loss."""
+        """The components before the matrix to the logits, and its readout; None without a loss."""
         return None if self.output is None else self.output.ending
 
     def rows(self) -> list[tuple[int, str, Array]]:
-        """Squared gradient norms: (layer, name, norm); layer 0 and that above the last."""
+        """Squared gradient norms (layer, name, norm) of layers 0 and N + 1."""
         model, inputs, output = self.model, self.inputs, self.output
         embedding, gradient = model.embedding, self.gradient
         norms: dict[str, Array] = {}
@@ -434,6 +431,7 @@ def last_gradient(
     targets: Any,
     batch: int,
 ) -> Outcome:
+    """The gradient at the last layer: the given moments, or the gradient of the head's loss."""
     model, layout = stack.model, stack.layout
     given = any(value is not None for value in (variance, correlation, kernel))
     if model.head is not None and stack.theory == "refined":
@@ -464,14 +462,14 @@ def last_gradient(
 
 
 def _spread(kernel: Kernel, shape: tuple[int, ...]) -> Kernel:
-    """The same of every configuration."""
+    """The kernel broadcast to all configurations."""
     diagonal = np.broadcast_to(kernel.diagonal, (*shape, kernel.diagonal.shape[-1]))
     off_diagonal = np.broadcast_to(kernel.off_diagonal, (*shape, *kernel.off_diagonal.shape[-2:]))
     return Kernel(diagonal, off_diagonal, kernel.resolved)
 
 
 def head_top(output: OutputMoments | None) -> Any:
-    """What the band has to know of the head whose loss sends the last gradient."""
+    """The head as the source of the last gradient (`noise.band`); None without a loss."""
     if output is None or output.ending is None:
         return None
     _, readout = output.ending
@@ -479,7 +477,7 @@ def head_top(output: OutputMoments | None) -> Any:
 
 
 def document_spans(model: Transformer, inputs: Inputs) -> np.ndarray | None:
-    """Row, first token and length of every sequence or document; None where one is in pieces."""
+    """`layout.spans` of all sequences or documents."""
     mask = inputs.attention_mask
     real = None if mask is None else check_mask(mask, model.seq_len, inputs.token_ids)
     documents = _documents(model, inputs, real)
@@ -490,7 +488,7 @@ def document_spans(model: Transformer, inputs: Inputs) -> np.ndarray | None:
 
 
 def _documents(model: Transformer, inputs: Inputs, real: np.ndarray | None) -> np.ndarray | None:
-    """The document of every token; None where each row is one."""
+    """The document of every token; None if each row is one document."""
     if inputs.document_ids is None:
         return None
     pooled = model.head is not None and model.head.loss == "classification"
@@ -505,7 +503,7 @@ def _documents(model: Transformer, inputs: Inputs, real: np.ndarray | None) -> n
     return check_documents(inputs.document_ids, shape, real)
 
 
-# --- what enters, and what returns ----------------------------------------------------------------
+# --- first signal and last gradient ---------------------------------------------------------------
 
 
 def check_moments(
@@ -539,7 +537,7 @@ def check_moments(
 def alike(
     variance: Array, correlation: Array, seq_len: int, resolved: bool | PositionClasses
 ) -> Kernel:
-    """Tokens alike, in any resolution."""
+    """The kernel of exchangeable tokens, in any resolution."""
     if not resolved:
         return Kernel(variance, variance * correlation)
     size = len(resolved.nodes) if isinstance(resolved, PositionClasses) else seq_len
@@ -552,10 +550,10 @@ def alike(
 def gaussian(
     kernel: Kernel, seq_len: int, d_model: int, spread: bool, fixed: FixedPart | None = None
 ) -> Signal:
-    """Independent Gaussian features; their squared norms vary by 2 C o C / d.
+    """A signal of independent Gaussian features, with norms' covariances 2 C o C / d if `spread`.
 
-    With a fixed part, x = e + p, Cov(|x_i|^2, |x_j|^2) = 2 d E_ij^2 + 4 d E_ij P_ij, that is
-    2 d (C_ij^2 - P_ij^2); and the mean over features is that of p and the 1/d of e.
+    With a fixed part, x = e + p, Cov(|x_i|^2, |x_j|^2) = 2 d E_ij^2 + 4 d E_ij P_ij =
+    2 d (C_ij^2 - P_ij^2); the mean over features is that of p, and 1/d of e.
     """
     mean = 0.0 * kernel.diagonal
     signal = Signal(kernel, seq_len, mean=mean, width=d_model)
@@ -564,14 +562,13 @@ def gaussian(
         norms = drawn.scaled(2 / d_model)
         signal = signal.replace(fluctuation=Fluctuation(norms, norms))
     if spread and fixed is not None:
-        # What is not centred counts d times its mean's square.
+        # The part of p that is not centred is d times the square of its mean.
         signal = signal.replace(centred=fixed.kernel - fixed.common.scaled(float(d_model)))
     return signal
 
 
 def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
-    """Token-resolved second moments given by the user, as a positive semidefinite (..., L, L)
-    array."""
+    """Validate a user's positive semidefinite (..., L, L) array of second moments."""
     matrix = check_array(name, kernel, f"of shape (..., {seq_len}, {seq_len})")
     if matrix.ndim < 2 or matrix.shape[-2:] != (seq_len, seq_len):
         raise domain_error(name, f"shape {matrix.shape}", f"of shape (..., {seq_len}, {seq_len})")
@@ -588,20 +585,20 @@ def check_kernel(name: str, kernel: Any, seq_len: int) -> Kernel:
     return Kernel.of_matrix((matrix + np.swapaxes(matrix, -1, -2)) / 2)
 
 
-def _unseen_filled(kernel: Kernel, real: np.ndarray) -> Kernel:
-    """With variance at padding whose row of the table is zero (`real` is (L,) or (B, L), 0 there):
-    nothing attends to it, so that it may be any token, and one of no size would be divided by."""
-    there = np.broadcast_to(real.reshape(-1) > 0, kernel.diagonal.shape)
-    empty = ~there & (kernel.diagonal == 0)
+def _with_padding_variance(kernel: Kernel, real: np.ndarray) -> Kernel:
+    """Give padding of zero variance the mean variance, to avoid division by zero; nothing attends
+    to it. `real` is (L,) or (B, L), 0 for padding."""
+    is_real = np.broadcast_to(real.reshape(-1) > 0, kernel.diagonal.shape)
+    empty = ~is_real & (kernel.diagonal == 0)
     if not empty.any():
         return kernel
-    mean = (kernel.diagonal * there).sum(-1, keepdims=True) / there.sum(-1, keepdims=True)
+    mean = (kernel.diagonal * is_real).sum(-1, keepdims=True) / is_real.sum(-1, keepdims=True)
     diagonal = np.where(empty, mean, kernel.diagonal)
     return Kernel.joined(diagonal, kernel.off_diagonal, kernel.resolved)
 
 
 def given_shape(value: Any) -> tuple[int, ...]:
-    """Shape of an argument; () where it is not given, or no array, which others refuse."""
+    """Shape of an argument; () if it is None, or no array, which is rejected elsewhere."""
     try:
         return () if value is None else np.shape(value)
     except ValueError:
@@ -609,7 +606,7 @@ def given_shape(value: Any) -> tuple[int, ...]:
 
 
 def configurations(**arrays: Any) -> tuple[int, ...]:
-    """Shape that the configurations of several arguments, given as shapes, share."""
+    """Broadcast the shapes of several arguments."""
     try:
         return np.broadcast_shapes(*arrays.values())
     except ValueError:
@@ -620,26 +617,27 @@ def configurations(**arrays: Any) -> tuple[int, ...]:
 
 
 NUMBERS = {True: (0, 200), False: (30_000, 300)}
-"""Numbers that a prediction and its band keep per layer, alone and per configuration and pair of
-tokens, by resolution: above those that were counted."""
+"""By whether tokens are resolved: upper bounds of the numbers that a prediction and its band store
+per layer, and per layer, configuration and pair of tokens."""
 
 
 POSITIONS = 12
-"""Numbers for every position of a sequence on classes next to what `Prediction` keeps by token."""
+"""Numbers per position of a sequence on classes, without the token variances of `Prediction`."""
 
 
 def check_memory(
     model: Transformer, resolved: bool, configurations: int, tokens: int, positions: int = 0
 ) -> None:
-    """Raise a DomainError that says how much it would be where this machine's memory cannot hold a
-    prediction, before anything is made; `positions` are those of a sequence on classes, of which
-    variances are kept one by one."""
-    alone, each = NUMBERS[resolved]
-    off_diagonal = float(tokens) ** 2 if resolved else 1.0
-    needed = 8.0 * model.layers * (alone + each * configurations * off_diagonal)
+    """Raise a DomainError if a prediction would not fit into this machine's memory.
+
+    `positions` is the length of a sequence on classes, whose variances are stored per position.
+    """
+    fixed, each = NUMBERS[resolved]
+    pairs = float(tokens) ** 2 if resolved else 1.0
+    needed = 8.0 * model.layers * (fixed + each * configurations * pairs)
     needed += 8.0 * positions * (POSITIONS + 2.0 * (model.layers + 1) * configurations)
-    there = memory()
-    if needed > there:
+    available = memory()
+    if needed > available:
         what = f"{tokens} tokens, each with every other" if resolved else "tokens alike"
         what = f"{positions} positions" if positions else what
         windows = [window for window in model.windows if window is not None]
@@ -648,13 +646,14 @@ def check_memory(
             what += f" (classes of positions hold windows of {min(windows)} up to seq_len = {most})"
         raise DomainError(
             f"{model.layers} layers of {what} in {configurations} configurations need about "
-            f"{needed / 2**30:.3g} GiB of memory, and {there / 2**30:.3g} GiB are there: use fewer "
-            f"{'or shorter sequences (seq_len)' if resolved else 'configurations'}, or fewer layers"
+            f"{needed / 2**30:.3g} GiB of memory, and {available / 2**30:.3g} GiB are there: use "
+            f"fewer {'or shorter sequences (seq_len)' if resolved else 'configurations'}, "
+            "or fewer layers"
         )
 
 
 def memory() -> float:
-    """Bytes of memory that this machine has; 2**34 where it does not say."""
+    """Bytes of memory of this machine; 2**34 if unknown."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -662,8 +661,8 @@ def memory() -> float:
 
 
 def check_mask(mask: Any, seq_len: int, token_ids: Any) -> np.ndarray:
-    """Which tokens are real, two of a sequence at least, as 0.0 and 1.0: (B, L) for token_ids of
-    that shape, else (L,)."""
+    """Validate an attention mask: 0.0 and 1.0, (B, L) like token_ids, else (L,), with at least two
+    real tokens per sequence."""
     real = check_array("attention_mask", mask, "0 or 1, of shape (L,) or (B, L)")
     shape = (seq_len,) if token_ids is None else check_ids(token_ids, seq_len, "token_ids").shape
     if real.shape == (seq_len,):
@@ -683,9 +682,9 @@ def first_kernel(
     token_ids: Any,
     documents: np.ndarray | None = None,
 ) -> Kernel:
-    """What the user, a text, an image or the embedding says of the tensor that enters layer 1.
+    """The kernel of the tensor that enters layer 1, as given or from the embedding.
 
-    A text resolved by token is one kernel (B L, B L); `token_ids` as classes of positions take it.
+    Several texts by token are one kernel (B L, B L); `token_ids` have the layout of the classes.
     """
     variance, correlation, segment_ids = inputs.variance, inputs.correlation, inputs.segment_ids
     moments_given = variance is not None or correlation is not None
@@ -702,13 +701,13 @@ def first_kernel(
             "variance and correlation out"
         )
     if embedding is None or moments_given:
-        unsaid = (1.0, 0.0)
+        defaults = (1.0, 0.0)
         if isinstance(embedding, Embedding) and (variance is None or correlation is None):
-            unsaid = embedded(model, theory)
+            defaults = embedded(model, theory)
         v, r = check_moments(
             "",
-            unsaid[0] if variance is None else variance,
-            unsaid[1] if correlation is None else correlation,
+            defaults[0] if variance is None else variance,
+            defaults[1] if correlation is None else correlation,
             model.seq_len,
         )
         return alike(v, r, model.seq_len, resolved)
@@ -723,7 +722,8 @@ def first_kernel(
 
 
 def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
-    """Variance and correlation of what the embedding makes of tokens alike, norm and dropout in."""
+    """Variance and correlation behind the embedding with its norm and dropout, exchangeable
+    tokens."""
     embedding = model.embedding
     assert isinstance(embedding, Embedding)
     tables = text_kernel(
@@ -731,8 +731,8 @@ def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
     )
     width = embedding.table_width(model.d_model)
     signal = gaussian(tables, model.seq_len, width, theory == "refined")
-    made = declare_embedding(embedding, model, theory).propagate(signal, Run()).output
-    return float(made.kernel.diagonal), float(made.correlation())
+    output = declare_embedding(embedding, model, theory).propagate(signal, Run()).output
+    return float(output.kernel.diagonal), float(output.correlation())
 
 
 def placed_positions(
@@ -741,7 +741,7 @@ def placed_positions(
     sequences: int,
     documents: np.ndarray | None,
 ) -> FixedPart | None:
-    """Sinusoidal positions in any resolution; None where there are none."""
+    """Sinusoidal positions in any resolution; None without such."""
     assert isinstance(model.embedding, Embedding)
     classes = resolved if isinstance(resolved, PositionClasses) else None
     several = sequences if resolved else None
@@ -757,10 +757,10 @@ def last_kernel(
     kernel: Any,
     sequences: int = 1,
 ) -> Kernel:
-    """The gradient at the last layer's output; 1 and 0 where nothing is given.
+    """The given gradient at the last layer's output; defaults are variance 1 and correlation 0.
 
-    Several sequences receive independent gradients, of the same moments or of a kernel each, unless
-    the kernel given is that of all their tokens.
+    The gradients of several sequences are independent, unless the kernel given is that of all their
+    tokens.
     """
     if kernel is None:
         v, r = check_moments(

@@ -1,8 +1,8 @@
 """The neural tangent kernel of the last stream, from squared gradients of weights.
 
-Of outputs h_i of width d, Theta_ij = sum_W <dh_ik/dW, dh_jk/dW>, the same for every feature k.
-Under a gradient of second moments G_ij at the output, E |dLoss/dW|^2 summed over all W is
-d sum_ij G_ij Theta_ij: what predicts those norms is linear in G, with these coefficients.
+Theta_ij = sum_W <dh_ik/dW, dh_jk/dW> of outputs h_i of width d, the same for every feature k. Under
+a gradient of second moments G_ij at the output, E |dLoss/dW|^2 summed over all W is
+d sum_ij G_ij Theta_ij. The predicted norms are linear in G, and Theta is read off the coefficients.
 See docs/theory/gradients.md, The tangent kernel.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
 
 
 MOST_PASSES = 1000
-"""Passes of a gradient beyond which a kernel is refused: 43 tokens each by itself."""
+"""Most backward passes for one kernel: 43 resolved tokens."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TangentKernel:
-    """What one unit of learning rate does to the outputs of the last stream.
+    """The neural tangent kernel Theta of the last stream.
 
     Under gradient descent at a small rate h_i changes by -rate sum_j Theta_ij dLoss/dh_j.
 
     Attributes:
-        diagonal: Theta_ii of a token with itself, (P,): one number for tokens alike, else of every
-            class of positions or every token.
+        diagonal: Theta_ii, (P,): one number for exchangeable tokens, else for every class of
+            positions or every token.
         off_diagonal: Theta_ij of two different tokens, (P, P); by token Theta_ii on its diagonal.
-        positions: (P,) of the tokens, from 1, or of the classes' nodes; None: tokens are alike.
+        positions: (P,) of the tokens, from 1, or of the classes' nodes; None: exchangeable tokens.
+        seq_len: number of tokens.
         weights: layer, parameter and its part of the mean of `diagonal` over tokens.
     """
 
@@ -53,7 +54,7 @@ class TangentKernel:
     weights: tuple[tuple[int, str, float], ...]
 
     def matrix(self) -> np.ndarray:
-        """(L, L) the kernel of all tokens, between nodes linear in log position."""
+        """(L, L) kernel of all tokens, interpolated linearly in log position between nodes."""
         length = self.seq_len
         if self.positions is not None and len(self.positions) == length:
             return self.off_diagonal
@@ -67,8 +68,8 @@ class TangentKernel:
 
     @property
     def condition(self) -> float:
-        """Largest over smallest eigenvalue of `matrix`: by how much the fastest direction of tokens
-        learns faster than the slowest; infinite where tokens are one."""
+        """Largest over smallest eigenvalue of `matrix`, the ratio of the fastest and the slowest
+        rate of learning; infinite for identical tokens."""
         values = np.linalg.eigvalsh(self.matrix())
         return float(values[-1] / values[0]) if values[0] > 0 else float("inf")
 
@@ -91,7 +92,7 @@ class TangentKernel:
 
 
 def tangent_kernel(prediction: Any, rates: Mapping[str, float] | None = None) -> TangentKernel:
-    """As `Prediction.tangent_kernel`, which says what it is."""
+    """See `Prediction.tangent_kernel`."""
     if prediction.theory != "refined":
         raise domain_error("theory", prediction.theory, "'refined' for a tangent kernel")
     if prediction.encoder is not None:
@@ -113,20 +114,20 @@ def tangent_kernel(prediction: Any, rates: Mapping[str, float] | None = None) ->
         )
     for name, rate in (rates or {}).items():
         check_in(f"rates[{name!r}]", rate, NONNEGATIVE)
-    read = _Read(prediction, dict(rates or {}))
+    norms = _Norms(prediction, dict(rates or {}))
     with computing(prediction.theory, [prediction.trace], prediction._rows):
-        return _of_pairs(read, kernel, count)
+        return _by_pairs(norms, kernel, count)
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
-    """Squared gradients of all weights, as a function of the gradient at the last stream."""
+class _Norms:
+    """Squared gradient norms of all weights, as a function of the gradient at the last stream."""
 
     prediction: Any
     rates: dict[str, float]
 
     def rows(self, kernel: Kernel) -> list[tuple[int, str, Array]]:
-        """Under a gradient of these second moments, each times its rate."""
+        """(layer, name, norm times rate) under a gradient with this kernel."""
         prediction, trace = self.prediction, self.prediction.trace
         assert trace.stack is not None
         stack = trace.stack.backward(Gradient(kernel, prediction.model.seq_len))
@@ -136,65 +137,55 @@ class _Read:
         result = prediction._overlaps.weights(Trace(trace.entering, stack, embedding))
         outer = prediction.outer_weights
         if outer is not None and outer.gradient is not None and embedding is not None:
-            grad_out = dataclasses.replace(
+            outer = dataclasses.replace(
                 outer, gradient=embedding.grad_in, output=None, targets=None
             )
-            result = [*grad_out.rows(), *result]
+            result = [*outer.rows(), *result]
         if unknown := sorted(self.rates.keys() - {name for _, name, _ in result}):
             raise unknown_name("rates", unknown[0], sorted({name for _, name, _ in result}))
         return [(n, name, norm * self.rates.get(name, 1.0)) for n, name, norm in result]
 
     def total(self, kernel: Kernel) -> Array:
-        """Over all of them."""
+        """Sum over all weights."""
         return sum(norm for _, _, norm in self.rows(kernel))
 
-    def parts(self, rows: list[tuple[int, str, Array]]) -> tuple[tuple[int, str, float], ...]:
-        """Each one's part of the mean own entry, of those under a gradient of ones and nothing."""
-        over = self.width * self.prediction.model.seq_len
-        return tuple((layer, name, float(norm) / over) for layer, name, norm in rows)
 
-    @property
-    def width(self) -> float:
-        """Features of the output."""
-        return float(self.prediction.model.d_model)
-
-
-def _of_pairs(read: _Read, kernel: Kernel, count: int) -> TangentKernel:
-    """From one pass for every pair of tokens, or of classes; tokens alike are one class."""
-    classes, length, by_token = kernel.classes, read.prediction.model.seq_len, False
+def _by_pairs(norms: _Norms, kernel: Kernel, count: int) -> TangentKernel:
+    """One backward pass per pair of tokens or classes; exchangeable tokens are one class."""
+    model, classes = norms.prediction.model, kernel.classes
+    length, width, by_token = model.seq_len, float(model.d_model), kernel.resolved is True
     if classes is not None:
-        sizes, of_pairs, positions = classes.count, classes.pair_count, classes.nodes
-    elif kernel.resolved:
-        sizes, of_pairs, positions = np.ones(count), np.ones((count, count)), np.arange(count) + 1
-        by_token = True
+        sizes, pair_counts, positions = classes.count, classes.pair_count, classes.nodes
+    elif by_token:
+        sizes, pair_counts = np.ones(count), np.ones((count, count))
+        positions = np.arange(count) + 1
     else:
         sizes, positions = np.array([float(length)]), None
-        of_pairs = np.array([[length * (length - 1.0)]])
+        pair_counts = np.array([[length * (length - 1.0)]])
 
-    def given(diagonal: Array, off_diagonal: Array) -> Kernel:
+    def gradient(diagonal: Array, off_diagonal: Array) -> Kernel:
         if not kernel.resolved:
             return Kernel(float(diagonal[0]), float(off_diagonal[0, 0]))
         return Kernel.joined(diagonal, off_diagonal, kernel.resolved)
 
-    ones, nothing = np.ones(count), np.zeros((count, count))
-    rows = read.rows(given(ones, nothing))
-    first = sum(norm for _, _, norm in rows)
+    ones, zeros = np.ones(count), np.zeros((count, count))
+    rows = norms.rows(gradient(ones, zeros))
+    base = sum(norm for _, _, norm in rows)
 
-    def more(one: Array, two: Array) -> float:
-        return float(read.total(given(ones + one, nothing + two)) - first) / read.width
+    def change(diagonal: Array, off_diagonal: Array) -> float:
+        """Change of the sum of norms with the gradient, from independent tokens of variance 1."""
+        total = norms.total(gradient(ones + diagonal, zeros + off_diagonal))
+        return float(total - base) / width
 
-    diagonal = np.array([more(one, 0.0) for one in np.eye(count)]) / sizes
-    off_diagonal = np.diag(diagonal) if by_token else nothing.copy()
-    for i, j in _pairs(count, not by_token):
-        if of_pairs[i, j] <= 0.0:
-            continue
-        change = np.zeros((count, count))
-        change[i, j] = change[j, i] = 0.5
-        counted = of_pairs[i, j] + (of_pairs[j, i] if i != j else 0.0)
-        off_diagonal[i, j] = off_diagonal[j, i] = more(0.0, change) / (0.5 * counted)
-    return TangentKernel(diagonal, off_diagonal, positions, length, read.parts(rows))
-
-
-def _pairs(count: int, alike: bool) -> Iterator[tuple[int, int]]:
-    """Pairs of tokens or of classes, each once; with two of one class."""
-    return ((i, j) for i in range(count) for j in range(i if alike else i + 1, count))
+    diagonal = np.array([change(unit, 0.0) for unit in np.eye(count)]) / sizes
+    off_diagonal = np.diag(diagonal) if by_token else zeros.copy()
+    for i in range(count):
+        for j in range(i + 1 if by_token else i, count):
+            if pair_counts[i, j] > 0.0:
+                unit = np.zeros((count, count))
+                unit[i, j] = unit[j, i] = 0.5
+                pairs = pair_counts[i, j] + (pair_counts[j, i] if i != j else 0.0)
+                off_diagonal[i, j] = off_diagonal[j, i] = change(0.0, unit) / (0.5 * pairs)
+    tokens = width * length
+    weights = tuple((layer, name, float(norm) / tokens) for layer, name, norm in rows)
+    return TangentKernel(diagonal, off_diagonal, positions, length, weights)

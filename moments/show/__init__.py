@@ -1,4 +1,4 @@
-"""Tables, pictures and verdicts in words, of one prediction or next to a measurement.
+"""Tables, pictures and verdicts in words, for a prediction alone or next to a measurement.
 
 Imports `prediction`. Start with `comparison`.
 """

@@ -34,13 +34,13 @@ __all__ = ["QUANTITIES", "Comparison", "compare"]
 
 @dataclass(frozen=True, eq=False)
 class Comparison(Shown):
-    """What was predicted against what was measured, at every site both know.
+    """A prediction next to a measurement, at every site that both contain.
 
     Attributes:
-        prediction, measurement: the two.
-        same_weights: whether the measurement's draws differ in dropout alone.
+        prediction, measurement: the two results.
+        same_weights: whether the measurement's draws differ only in dropout.
         tolerance: relative error of the theory itself, one standard deviation.
-        encoder: that of the encoders; None where there is none.
+        encoder: comparison of the encoders; None without encoders.
     """
 
     prediction: Prediction
@@ -101,7 +101,7 @@ class Comparison(Shown):
 
     @functools.cached_property
     def ranges(self) -> dict[str, Expected]:
-        """Where "variance" and "grad_variance" are expected, (N + 1,) each."""
+        """Expected ranges of "variance" and "grad_variance", (N + 1,) each."""
         return expected(
             self.prediction,
             self.measurement,
@@ -114,10 +114,10 @@ class Comparison(Shown):
 
         Columns: stack ("" or "encoder."), layer, quantity ("variance" or "grad_variance"),
         predicted, measured, error (relative, as in `to_frame`), low and high (95 % of
-        measurements of as many draws; of one draw and without `tolerance` they are
-        `grad_variance_band`), deviations (standard deviations from what is expected) and inside.
-        Under theories that state no spread the measured standard error takes its place; with one
-        draw nothing is known, and deviations are nan.
+        measurements of as many draws; for one draw and without `tolerance` they are
+        `grad_variance_band`), deviations (distance from the expectation in standard deviations) and
+        inside. Theories without a band use the measured standard error instead; with one draw
+        deviations are then nan.
         """
         import pandas as pd
 
@@ -148,21 +148,21 @@ class Comparison(Shown):
         return pd.concat(frames, ignore_index=True)
 
     def outliers(self, deviations: float = NORMAL_95) -> pd.DataFrame:
-        """The rows of `points` that lie further out than so many standard deviations.
+        """The rows of `points` that are off by more than `deviations` standard deviations.
 
-        1.96, the default, is the 95 % band, out of which one point in twenty of a right model
-        falls (neighbours together).
+        The default, 1.96, is the 95 % band, outside of which one point in twenty of a correct model
+        lies (neighbouring points together).
         """
         frame = self.points()
         return frame[frame["deviations"].abs() > deviations].reset_index(drop=True)
 
     def outputs(self) -> pd.DataFrame:
-        """The loss, the logits and the whole gradient, as far as both are known.
+        """Loss, logits and total gradient, as far as both results have them.
 
-        Columns: quantity ("loss", "logit_variance", "gradient_norm", the norm of the gradient with
-        respect to all parameters that both know), predicted, measured, stderr (measured, nan from
-        one draw) and deviations: of the loss in units of its predicted scatter over draws, of the
-        others of the measured standard error and `tolerance`; nan where neither is known.
+        Columns: quantity ("loss", "logit_variance", or "gradient_norm", the norm of the gradient
+        with respect to all common parameters), predicted, measured, stderr (of the measurement, nan
+        for one draw) and deviations: for the loss in units of its predicted scatter over draws, for
+        the others of measured standard error and `tolerance`; nan if neither is known.
         """
         p, m = self.prediction, self.measurement
         rows = []
@@ -184,7 +184,7 @@ class Comparison(Shown):
         return frame
 
     def weight_gradients(self) -> pd.DataFrame:
-        """Squared gradient norm of every parameter that both know, the encoder's first.
+        """Squared gradient norm of every common parameter, the encoder's first.
 
         Columns: stack, layer, weight, predicted, measured, stderr, error (relative).
         """
@@ -199,7 +199,7 @@ class Comparison(Shown):
         return pd.concat([*frames, result], ignore_index=True)
 
     def verdict(self) -> str:
-        """Whether the growth along the depth is what the model is expected to do, in a sentence."""
+        """Whether the measured growth along the depth is expected, in a sentence."""
         return verdict(self)
 
     def table(self) -> str:
@@ -208,7 +208,7 @@ class Comparison(Shown):
         return "\n\n".join([self.verdict(), *tables])
 
     def plot(self, name: str | None = None) -> Figure:
-        """The prediction as lines, the measurement as points; `name`, the model's, in the title."""
+        """Draw the prediction as lines, the measurement as points, with `name` in the title."""
         from .plot import plot_comparison
 
         return plot_comparison(self, name)
@@ -223,7 +223,7 @@ class Comparison(Shown):
 
 
 def _r_squared(predicted: pd.Series, measured: pd.Series, stderr: pd.Series) -> float:
-    """NaN where there is nothing to explain: no more than noise, or rounding."""
+    """R²; nan if the measured values vary no more than their noise or by rounding."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     noise = float(((2 * stderr.fillna(0.0)) ** 2).sum())
     if spread <= max(noise, 1e-24 * float((measured**2).sum())):
@@ -258,17 +258,17 @@ def compare(
         prediction: of a single configuration, or a first step (`Prediction.after`).
         measurement: by `simulate` or `moments.torch.measure`; of a step by
             `moments.torch.measure_step`.
-        same_weights: whether the measurement's draws share their weights, as those of a module (and
-            not of a factory) do: then they are one draw.
-        tolerance: relative error that is granted to the theory itself, one standard deviation, on
-            top of the scatter over draws.
+        same_weights: whether the measurement's draws share their weights, as they do for a module
+            (not a factory): then they count as one draw.
+        tolerance: relative error of the theory itself, one standard deviation, in addition to the
+            scatter over draws.
 
     Returns:
         A `Comparison`: `summary()`, `to_frame()` by site, `plot()`.
 
     Raises:
-        DomainError: not a Prediction and a Measurement, of different depths, or a negative
-            tolerance.
+        DomainError: the two are not a Prediction and a Measurement, or of different depths, or the
+            tolerance is negative.
     """
     if isinstance(prediction, FirstStep):
         return compare_steps(prediction, measurement)
@@ -300,10 +300,10 @@ _SIMULATED = "the simulated declaration"
 
 
 def per_sequence(prediction: Prediction, measurement: Measurement) -> int:
-    """Sequences over which a predicted norm is to be summed to be the measured one.
+    """Number of sequences by which to multiply a predicted norm to compare with the measured one.
 
-    A white gradient injected into a real module is independent from sequence to sequence, and its
-    weight gradients are those of the whole batch; a simulation divides them by it.
+    A white gradient injected into a real module is independent between sequences, and its weight
+    gradients are those of the whole batch; a simulation divides them by the batch size.
     """
     alone = prediction.layout.sequences == 1 and prediction.loss is None
     whole = measurement.loss is None and measurement.source != _SIMULATED
@@ -311,7 +311,7 @@ def per_sequence(prediction: Prediction, measurement: Measurement) -> int:
 
 
 def side_by_side(prediction: Prediction, measurement: Measurement) -> pd.DataFrame:
-    """One row per parameter's role that both know.
+    """One row per common role of parameters.
 
     Columns: layer, weight, predicted, measured, stderr (nan from one draw), error (relative).
     """

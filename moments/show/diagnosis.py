@@ -1,14 +1,14 @@
-"""Why a measurement is not what was predicted: one feature of the declared model at a time.
+"""Why a measurement differs from its prediction, one feature of the declared model at a time.
 
-Let E(C) be the distance of the measured stream from what a case C predicts, the sum of |log ratio|
-over the points out of their band. Of the features in which the declared case D and the one found,
-A, differ, each is judged twice: put into D alone, and taken out of A alone,
+Let E(C) be the distance of the measured stream from the prediction for a case C: the sum of |log
+ratio| over the points outside their bands. The declared case D and the actual case A differ in some
+features. Each feature f is judged twice, added to D alone and removed from A alone:
 
     explains = (E(D) - E(D + f) + E(A - f) - E(A)) / (2 E(D)),
 
-which is 1 for the one cause of a discrepancy, and does not lose causes that make up for each other.
-What no declaration can say, such as layers that are copies of one another, is taken out of the
-network instead, which is then measured again: E compares a prediction with that measurement.
+This is 1 for the only cause of a discrepancy, and also finds causes that cancel each other. A
+feature that no declaration can express, such as layers that are copies of one another, is removed
+from the network instead, which is measured again; E then uses that measurement.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TOKENS = "input tokens"
-"""Name of the feature that says how a batch's tokens are not as declared: not the module's."""
+"""Name of the feature for tokens of a batch that differ from the declared input."""
 
 SHARE = 0.05
 """A feature that explains less than this is not called a cause."""
 
 ENOUGH = 0.8
-"""Share of a difference from which what was found counts as the explanation."""
+"""Share of a difference from which the causes count as its explanation."""
 
 
 def diagnose_case(
@@ -57,16 +57,16 @@ def diagnose_case(
     read: str = "",
     progress: bool = False,
 ) -> Report:
-    """Rank the features in which a network is not as declared by what they explain.
+    """Rank the features in which a network differs from its declaration by what they explain.
 
     Args:
         case: the declared model and its input.
         measurement: of the network.
-        features: candidates, two predictions each where any point is out of its band.
+        features: candidates; each costs two predictions if any point is outside its band.
         source: what was measured.
-        same_weights: as of `compare`.
-        notes, unchecked, read: put into the report as they are.
-        advice: what weights have likely suffered, findings before the features.
+        same_weights: as in `compare`.
+        notes, unchecked, read: copied into the report.
+        advice: likely mistakes in the weights, which become the first findings.
         progress: write the verdict, the length of the search and every cause to standard error.
     """
     with without_warnings():
@@ -101,8 +101,8 @@ def diagnose_case(
         noted.insert(0, f"all differences together explain {100 * explained:.0f} % of what is off")
     if judge(comparison).expected is False and not explained > ENOUGH:
         noted.append(
-            "the rest comes from what weights, scales and the mask do not show: the chance of this "
-            "draw, a mask or code of the module's own, dropout elsewhere, features that are not "
+            "the rest is not visible in weights, scales and the mask: it may be the chance of this "
+            "draw, custom masking or code in the module, dropout elsewhere, features that are not "
             "independent, or an error of the theory"
         )
     own = [c for c in causes if c.kind != TOKENS or abs(c.explains) >= SHARE]
@@ -110,7 +110,7 @@ def diagnose_case(
     findings = [Finding("warning", "wrong matrix", (), reason=sentence) for sentence in advice]
     findings += own
     if not judge(comparison).expected and not any(c.explains >= SHARE for c in own):
-        why = "no difference from what is declared explains it"
+        why = "the stream is not as predicted, and no difference from the declaration explains it"
         findings.append(Finding("warning", "not as predicted", (), reason=why))
     return Report(
         source=source,
@@ -130,7 +130,7 @@ def diagnose_case(
 
 
 def _cause(feature: Feature, share: float) -> Finding:
-    """A feature in which a network is not as declared, and what it explains."""
+    """The finding for a feature that differs from the declaration, with the share it explains."""
     words = feature.words
     if share >= SHARE:
         words += f": explains {100 * share:.0f} % of the difference"
@@ -145,7 +145,8 @@ def _cause(feature: Feature, share: float) -> Finding:
 def _rows(
     comparison: Comparison, points: pd.DataFrame, by_point: Mapping[str, np.ndarray]
 ) -> Iterator[Row]:
-    """Every point of the stream; of those out of their band what explains a quarter or more."""
+    """Rows for every point of the stream; points outside their band note the cause that explains a
+    quarter or more."""
     place = {}
     for index, row in enumerate(points.to_dict("records")):
         best = max(by_point, key=lambda words: by_point[words][index], default="")
@@ -163,12 +164,12 @@ def _rows(
 
 
 def say(words: str) -> None:
-    """One line on standard error."""
+    """Print one line to standard error."""
     print(" ".join(words.split()), file=sys.stderr, flush=True)
 
 
 class _Distance:
-    """|log of measured over expected| at the points out of their band."""
+    """|log of measured over expected| at the points outside their band."""
 
     def __init__(self, comparison: Comparison, points: pd.DataFrame) -> None:
         self.comparison = comparison
@@ -179,7 +180,7 @@ class _Distance:
         self.declared = self(comparison.prediction)
 
     def __call__(self, prediction: Prediction, seen: Measurement | None = None) -> np.ndarray:
-        """(P,), of the network as it is unless something else was `seen`."""
+        """Distances (P,) from the measurement of the network, or from another one (`seen`)."""
         measured = self.comparison.measurement if seen is None else seen
         return np.array([self._at(prediction, measured, *row) for row in self.rows])
 
@@ -196,13 +197,13 @@ class _Distance:
         mean = float(getattr(prediction, quantity)[layer])
         if measured <= 0 or mean <= 0:
             return 0.0 if measured == mean else FAR
-        # one draw of a lognormal lies about its geometric mean
+        # a draw of a lognormal is centred at its geometric mean
         centre = float(comparison.ranges[quantity].deviation[layer]) ** 2 / 2
         return min(FAR, abs(math.log(measured / mean) + centre))
 
 
 FAR = 100.0
-"""Distance that stands in where one side is 0 or the numbers overflow."""
+"""Distance used if one side is 0 or the numbers overflow."""
 
 
 def _predicted(case: Case) -> Prediction | None:

@@ -1,4 +1,4 @@
-"""In which features two declarations differ, each one a change that can be made alone."""
+"""The features in which two declarations differ; each is a change that can be made alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..model.weights import MATRICES, Biases, Weights
 from ..prediction.measurement import Measurement
 
 SAMPLING = 5.0
-"""Standard deviations of a matrix's own mean square by which its variance must be off."""
+"""Standard deviations of a matrix's mean square by which its variance must differ."""
 
 SCALE = 1e-3
-"""Relative difference from which two multipliers are two."""
+"""Relative difference from which two multipliers count as different."""
 
 BLOCKS = ("attention", "feed-forward")
 
@@ -30,13 +30,13 @@ _SCALES = {
 }
 _PARTS = ("embedding", "head")
 _ALONE = {*_SCALES, *_PARTS, "weights", "biases", "encoder", "layers", "d_model", "seq_len"}
-_TRAINABLE = {"norm_affine", "norm_bias"}  # say what has a gradient, and leave the moments alone
+_TRAINABLE = {"norm_affine", "norm_bias"}  # decide which gradients exist, not the moments
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the arguments of `predict` that describe its input and gradient, and the measurement
-    of a network changed in what no declaration can say (None: of the network as it is)."""
+    """A model, the arguments of `predict` for its input and gradient, and a measurement of the
+    network after a change that no declaration can express (None: the network is unchanged)."""
 
     model: Transformer
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -46,9 +46,9 @@ class Case:
 @dataclass(frozen=True)
 class Feature:
     """One difference: its `name` ("ffn_out", "branch_scale attention", "causal", ...), `words` with
-    the numbers of both sides, the `ratio` of actual over declared (of a list the geometric mean;
-    nan where they are no numbers), the `layers` where they differ (empty where it has none), and a
-    function that gives a case this one feature of the other."""
+    both numbers, the `ratio` of actual over declared (for a list the geometric mean; nan if not
+    numbers), the `layers` that differ (empty if it has none), and a function that applies this one
+    feature of the actual model to a case."""
 
     name: str
     words: str
@@ -58,22 +58,22 @@ class Feature:
 
 
 _Change = tuple[str, str, float, tuple[int, ...], Callable[[Transformer], Transformer]]
-"""A `Feature` of one stack, as a change of its model."""
+"""The fields of a `Feature`, with `apply` as a change of one stack's model."""
 
 
 def differences(declared: Transformer, actual: Transformer) -> list[Feature]:
-    """Features in which `actual` is not as `declared`, those of an encoder included.
+    """Features in which `actual` differs from `declared`, including those of an encoder.
 
-    A matrix counts as different where its variance is off by more than five standard deviations of
-    its own mean square, in one layer or on average over all; so does a bias.
+    A matrix or bias counts as different if its variance is off by more than five standard
+    deviations of its mean square, in one layer or on average over all.
     """
-    features = list(_stack(declared, actual, ""))
+    features = list(_stack_features(declared, actual, ""))
     if declared.encoder is not None and actual.encoder is not None:
-        features += _stack(declared.encoder, actual.encoder, "encoder ")
+        features += _stack_features(declared.encoder, actual.encoder, "encoder ")
     return features
 
 
-def _stack(declared: Transformer, actual: Transformer, stack: str) -> Iterator[Feature]:
+def _stack_features(declared: Transformer, actual: Transformer, stack: str) -> Iterator[Feature]:
     if declared.layers != actual.layers:
         return
     for kind in (_weights, _biases, _multipliers, _parts, _fields):
@@ -83,7 +83,7 @@ def _stack(declared: Transformer, actual: Transformer, stack: str) -> Iterator[F
 
 
 def _changing(stack: str, change: Callable[[Transformer], Transformer]) -> Callable[[Case], Case]:
-    """A change of one stack's model as a change of the case."""
+    """Turn a change of one stack's model into a change of the case."""
 
     def apply(case: Case) -> Case:
         if not stack:
@@ -102,8 +102,8 @@ def _weights(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for matrix, shape in declared.matrix_shapes.items():
         if matrix not in MATRICES:
             continue
-        one, other = (_each(w.of(matrix), declared.layers) for w in (first, second))
-        different = _apart(one, other, SAMPLING * math.sqrt(2 / math.prod(shape)))
+        one, other = (_per_layer(w.of(matrix), declared.layers) for w in (first, second))
+        different = _differing_layers(one, other, SAMPLING * math.sqrt(2 / math.prod(shape)))
         if not different:
             continue
 
@@ -117,8 +117,8 @@ def _weights(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
         yield matrix, words, ratio, different, change
 
 
-def _apart(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
-    """Layers (from 1) that differ by more than the noise; all where their average does."""
+def _differing_layers(one: np.ndarray, other: np.ndarray, noise: float) -> tuple[int, ...]:
+    """Layers (from 1) that differ by more than the noise, or all layers if their average does."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(one == other, 0.0, np.log(other / one))
     far = np.abs(logs) > noise
@@ -132,8 +132,8 @@ def _biases(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for name, (_, entries) in declared.matrix_shapes.items():
         if name.startswith("cross_") or name not in MATRICES:
             continue
-        one, other = (_each(_bias(side, name), side.layers) for side in (declared, actual))
-        different = _apart(one, other, SAMPLING * math.sqrt(2 / entries))
+        one, other = (_per_layer(_bias(side, name), side.layers) for side in (declared, actual))
+        different = _differing_layers(one, other, SAMPLING * math.sqrt(2 / entries))
         if different:
             at = _positions(different)
             has, said = (float(np.mean(side[at])) for side in (other, one))
@@ -151,7 +151,7 @@ def _biases(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
 
 
 def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
-    """Variance of a matrix's bias; one that is absent adds as much as one of zeros."""
+    """Variance of a matrix's bias, or `absent` if there is no bias."""
     value = None if model.biases is None else getattr(model.biases, matrix)
     return absent if value is None else value
 
@@ -159,7 +159,7 @@ def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
 def _multipliers(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
     for field in _SCALES:
         one, other = (model.by_block(field).astype(float) for model in (declared, actual))
-        off = [_apart(one[:, c], other[:, c], SCALE) for c in (0, 1)]
+        off = [_differing_layers(one[:, c], other[:, c], SCALE) for c in (0, 1)]
         same = np.array_equal(one[:, 0], one[:, 1]) and np.allclose(other[:, 0], other[:, 1])
         if same and off[0]:
             yield _multiplier(field, (0, 1), off[0], one, other)
@@ -176,7 +176,7 @@ def _multiplier(
     one: np.ndarray,
     other: np.ndarray,
 ) -> _Change:
-    """One scale of one block, or of both where they agree."""
+    """The difference in one scale of one block, or of both if these agree."""
     block = "" if len(columns) > 1 else f" of the {BLOCKS[columns[0]]} block"
     name = field if len(columns) > 1 else f"{field} {BLOCKS[columns[0]]}"
     first, second = one[:, columns[0]], other[:, columns[0]]
@@ -219,7 +219,7 @@ def _parts(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """The same, or two numbers no further apart than two multipliers that count as one."""
+    """Whether two values are equal, or two numbers within SCALE."""
     numbers = all(isinstance(v, float) for v in (one, other))
     return one == other or (numbers and math.isclose(one, other, rel_tol=SCALE))
 
@@ -247,7 +247,7 @@ def _fields(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
 
 
 def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:
-    """The case with all features, and those of them that could be applied one after the other."""
+    """Apply features in order; return the case and the features that could be applied."""
     done = []
     for feature in features:
         try:
@@ -258,18 +258,18 @@ def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:
     return case, done
 
 
-def _each(value: Any, layers: int) -> np.ndarray:
-    """One number or N as (N,)."""
+def _per_layer(value: Any, layers: int) -> np.ndarray:
+    """Broadcast one number, or N, to (N,)."""
     return np.broadcast_to(np.asarray(value, dtype=float), (layers,)).copy()
 
 
 def _positions(layers: tuple[int, ...]) -> list[int]:
-    """Of layers in an array that counts from 0."""
+    """Indices from 0 of layers counted from 1."""
     return [n - 1 for n in layers]
 
 
 def _numbers(one: np.ndarray, other: np.ndarray, layers: tuple[int, ...]) -> tuple[str, float]:
-    """Found and declared in words, and the geometric mean of their ratio, nan where one is 0."""
+    """Both values in words, and the geometric mean of their ratio (nan if one is 0)."""
     one, other = one[_positions(layers)], other[_positions(layers)]
     words = f"{_span(other)}, declared {_span(one)}"
     if np.any(one <= 0) or np.any(other <= 0):
@@ -279,7 +279,7 @@ def _numbers(one: np.ndarray, other: np.ndarray, layers: tuple[int, ...]) -> tup
 
 
 def _pair(one: Any, other: Any) -> tuple[str, float]:
-    """The same of two values that need not be numbers."""
+    """As `_numbers`, for two values of any type."""
     if not all(isinstance(v, float) for v in (one, other)):
         return f"{other}, declared {one}", math.nan
     return _numbers(np.array([one]), np.array([other]), (1,))
@@ -293,7 +293,7 @@ def _span(values: np.ndarray) -> str:
 
 
 def _where(layers: tuple[int, ...], total: int) -> str:
-    """Which of so many layers, as the end of a phrase."""
+    """Name the layers, as the end of a phrase."""
     if len(layers) == total and total > 1:
         return " in every layer"
     return f" in layer{'s' if len(layers) > 1 else ''} {listed(layers)}"

@@ -1,13 +1,13 @@
-"""How far a measurement may lie from its prediction: by chance, and by the theory's own error.
+"""How far a measurement may be from its prediction, by chance and by the error of the theory.
 
-One draw of the weights is close to lognormal about its mean m, log g ~ N(log m - s^2/2, s^2). The
-mean of K draws is taken for lognormal too, with the same mean and the variance over K (Fenton and
+One draw of the weights is close to lognormal with mean m: log g ~ N(log m - s^2/2, s^2). The mean
+of K draws is treated as lognormal too, with the same mean and 1/K of the variance (Fenton and
 Wilkinson's approximation, exact at K = 1):
 
     s_K^2 = log(1 + (e^{s^2} - 1)/K).
 
-s^2 is that of the bands of signal and gradient. Where draws scatter more than predicted, their
-standard error takes its place.
+s^2 is the one of the bands of signal and gradient. If the draws scatter more than predicted, their
+measured standard error replaces it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..prediction.measurement import Measurement
 from ..prediction.result import Prediction
 
 NAMES = ("variance", "grad_variance")
-"""Quantities that have a band."""
+"""Quantities with a band."""
 
 CENTRAL = 0.95
-"""Of a band."""
+"""Probability that a band contains one draw."""
 
 CLEAR = 3.0
-"""Standard deviations beyond which a verdict does not put a difference down to chance."""
+"""Standard deviations beyond which a difference is not attributed to chance."""
 
 BEYOND_CLEAR = math.erfc(CLEAR / math.sqrt(2))
 
@@ -40,7 +40,7 @@ TOLERANCE = 0.02
 
 
 TRUNCATION = 2.0
-"""Deviations of the parent normal at which "truncated" cuts."""
+"""Standard deviations at which a "truncated" normal is cut."""
 
 
 def truncated_variance(cut: float) -> float:
@@ -51,8 +51,8 @@ def truncated_variance(cut: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A lognormal range by point, (N + 1,): its predicted mean, and the standard deviation of its
-    logarithm, nan where none is known."""
+    """Lognormal ranges of N + 1 points: predicted means, and standard deviations of the logarithm
+    (nan if not known), both (N + 1,)."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -68,11 +68,11 @@ class Expected:
         return self.mean * np.exp(-(self.deviation**2) / 2 + NORMAL_95 * self.deviation)
 
     def deviations(self, measured: np.ndarray) -> np.ndarray:
-        """How many standard deviations a measurement is from its expectation; nan where unknown."""
+        """Distance of a measurement from its expectation in standard deviations; nan if unknown."""
         result = np.full(self.mean.shape, np.nan)
         known = np.isfinite(self.deviation) & (self.mean > 0) & (measured > 0)
         logarithm = np.log(measured[known] / self.mean[known]) + self.deviation[known] ** 2 / 2
-        # Without any uncertainty a difference of rounding is none.
+        # Without any uncertainty, rounding must not count as a difference.
         scale = np.maximum(self.deviation[known], 1e-6)
         result[known] = logarithm / scale
         result[(self.mean > 0) & (measured == 0) & np.isfinite(self.deviation)] = -np.inf
@@ -80,11 +80,11 @@ class Expected:
 
 
 def allowed_outside(points: int) -> int:
-    """Of so many points of a right network, how many may lie out of their 95 % bands.
+    """How many of `points` points of a correct network may be outside their 95 % bands.
 
-    The fewest that are exceeded with less probability than a single point lies three standard
-    deviations out, were the points independent: K is binomial(points, 1/20). Points of neighbouring
-    layers move together, so that a right network exceeds it more often.
+    The smallest number that is exceeded with less probability than one point has to be three
+    standard deviations off, if points were independent: K is binomial(points, 1/20). Points of
+    neighbouring layers are correlated, so a correct network exceeds it more often.
     """
     from scipy.special import bdtrc
 
@@ -106,16 +106,16 @@ def tail_probability(ratio: float, spread: float) -> float:
 
 
 def over_draws(log_variance: np.ndarray, draws: int) -> np.ndarray:
-    """Variance of the logarithm of the mean of so many draws, from that of one."""
+    """Variance of the logarithm of the mean of `draws` draws, from that of one draw."""
     return np.asarray(np.log1p(np.expm1(log_variance) / draws))
 
 
 def point_log_variance(prediction: Prediction, point: Point) -> float:
-    """Variance of the logarithm of one draw's signal variance at one point inside the network; nan
-    where not tracked.
+    """Variance over draws of the log of the signal variance at a point inside the network; nan if
+    not tracked.
 
-    The token average of x^2 fluctuates by sum_ij U_ij / L^2, U the covariance of the tokens'
-    squared norms; over the `batch` sequences, which count as independent.
+    The token average of x^2 has variance sum_ij U_ij / L^2, U being the covariance of the tokens'
+    squared norms. The sequences of a batch count as independent.
     """
     signal, layout, batch = point.signal, prediction.layout, max(1, prediction.batch)
     length = prediction.model.seq_len
@@ -130,7 +130,7 @@ def point_log_variance(prediction: Prediction, point: Point) -> float:
 
 
 def _total(norms: Kernel, tokens: int, real: np.ndarray | None) -> float:
-    """Variance of the average over real tokens."""
+    """Variance of the average over the tokens that are not padding."""
     if real is None or not norms.resolved:
         return float(np.mean(norms.total(tokens))) / tokens**2
     share = real.reshape(-1) if real.size == tokens else np.resize(real, tokens)
@@ -138,7 +138,7 @@ def _total(norms: Kernel, tokens: int, real: np.ndarray | None) -> float:
 
 
 def log_variance(band: np.ndarray) -> np.ndarray:
-    """Variance of the logarithm of one draw, from its band."""
+    """Variance of the logarithm of one draw, from its 95 % band (2, ...)."""
     low, high = band
     positive = (low > 0) & (high > 0)
     width = np.log(np.divide(high, low, out=np.ones_like(high), where=positive))
@@ -168,13 +168,13 @@ def expected(
 
 
 def one_draw(prediction: Prediction) -> dict[str, Expected]:
-    """Where one draw of the weights falls 95 % of the time, as far as that is known."""
+    """The ranges of one draw of the weights; empty if they are not known."""
     spreads = {} if prediction.variance.ndim > 1 else _spreads(prediction)
     return {n: Expected(getattr(prediction, n), np.sqrt(spread)) for n, spread in spreads.items()}
 
 
 def _spreads(prediction: Prediction) -> dict[str, np.ndarray]:
-    """Variances of the logarithm of one draw; none under theories that state no band."""
+    """Variances of the logarithm of one draw; empty under theories without a band."""
     if not prediction.states_draws:
         return {}
     return {name: log_variance(getattr(prediction, f"{name}_band")) for name in NAMES}

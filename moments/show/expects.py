@@ -1,5 +1,5 @@
-"""Is a number that was measured expected: its band, a verdict, and what else would give it:
-published schemes and simple slips in whose own bands all that was measured lies."""
+"""Whether measured numbers are expected: their bands, a verdict, and the published schemes and
+simple mistakes that would explain them, because all numbers lie in the bands of these."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CHANCE = 0.1
-"""Probability of so many points outside their 95 % bands, below which chance is doubtful."""
+"""Probability of so many points outside their 95 % bands, below which the verdict is doubtful."""
 
 FAR = 3.0
-"""Factor between the spread of a variant and that of the declaration, beyond which a variant is not
-asked for its own."""
+"""Distance of a variant from the measured numbers, in half bands of the declaration, beyond which
+the variant's own band is not computed."""
 
 UNSCALED = 0.45
-"""Of a block's last variance over that of the matrix before it, below which the depth divides it:
-the fans of Glorot's rule alone make it half, with each head a matrix of its own."""
+"""Variance of a block's last matrix over that of the one before it, below which a depth scale is
+assumed: the fans of Glorot's rule per head alone give one half."""
 
 TRIED = 8
-"""Variants that are predicted as the declaration was."""
+"""Most variants that are fully predicted."""
 
 SHOWN = 5
-"""Causes that are printed."""
+"""Most causes that are printed."""
 
 
 class Point(NamedTuple):
     """A measured number (`quantity` "variance" or "grad_variance" at a `layer` of the stream), its
-    predicted mean over draws, the ends of its band, and how many standard deviations of its
-    logarithm it lies from the middle."""
+    predicted mean over draws, the ends of its 95 % band, and its distance from the middle in
+    standard deviations of the logarithm."""
 
     quantity: str
     layer: int
@@ -68,9 +68,9 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Likely:
-    """A variant of the declaration that gives what was measured: in words, as a model, and with
-    what it predicts at every measured point."""
+class Variant:
+    """A variant of the declaration that explains the measured numbers: in words, as a model, and
+    with its prediction at every measured point."""
 
     words: str
     model: Transformer
@@ -78,17 +78,17 @@ class Likely:
 
     @property
     def off(self) -> float:
-        """Standard deviations of the point that lies furthest out."""
+        """Largest |deviations| of any point."""
         return max(abs(point.deviations) for point in self.points)
 
     def __str__(self) -> str:
-        return f"{self.words}: " + ", ".join(_range(point) for point in self.points)
+        return f"{self.words}: " + ", ".join(_predicted_range(point) for point in self.points)
 
 
 @dataclass(frozen=True, eq=False)
 class Expects(Shown):
-    """Whether numbers of the stream, means over so many draws of the weights, are expected; as a
-    truth value, `expected`. Its `points` are the numbers next to what is predicted."""
+    """Whether measured numbers of the stream (means over `draws` of the weights) are expected; its
+    truth value is `expected`. `points` are the numbers next to their predictions."""
 
     prediction: Prediction
     points: tuple[Point, ...]
@@ -98,9 +98,9 @@ class Expects(Shown):
     def verdict(self) -> str:
         """ "expected", "doubtful" or "not expected".
 
-        Not expected is what lies further than three standard deviations from the middle of its
-        band; doubtful, more points outside their 95 % bands than one set in ten has by chance, were
-        the points independent.
+        "not expected": a point is further than three standard deviations from the middle of its
+        band. "doubtful": more points are outside their 95 % bands than chance gives in one of ten
+        cases, if points were independent.
         """
         from scipy.special import bdtrc
 
@@ -118,21 +118,21 @@ class Expects(Shown):
         return self.expected
 
     @functools.cached_property
-    def _variants(self) -> tuple[Likely, ...]:
-        """Variants that predict something else, the nearest first."""
+    def _variants(self) -> tuple[Variant, ...]:
+        """Variants with another prediction, the nearest to the measured numbers first."""
         result = []
         with without_warnings():
             for words, model in self._nearest():
                 try:
                     points = self._of(model)
                 except MomentsError:
-                    continue  # a variant that leaves what is modelled
+                    continue  # a variant that the theory does not cover
                 if points is not None:
-                    result.append(Likely(words, model, points))
+                    result.append(Variant(words, model, points))
         return tuple(sorted(result, key=lambda one: one.off))
 
     def _nearest(self) -> list[tuple[str, Transformer]]:
-        """Variants that are worth a prediction, by what each does to tokens alike."""
+        """The variants worth a full prediction, by a fast one with exchangeable tokens."""
         every = list(variants(self.prediction.model))
         if len(every) <= TRIED:
             return every
@@ -142,30 +142,30 @@ class Expects(Shown):
             entering = {"variance": start.variance[0], "correlation": start.correlation[0]}
         places = [point.layer for point in self.points]
         wanted = np.log([point.measured / point.predicted for point in self.points])
-        plain = alike(start.model)
+        plain = exchangeable(start.model)
         before, off = _forward(plain, entering), []
         for _, model in every:
-            other = alike(model)
+            other = exchangeable(model)
             try:
                 after = before if other == plain else _forward(other, entering)
                 moved = np.log([after[n] / before[n] for n in places])
             except (MomentsError, ValueError):
                 off.append(math.inf)  # no variance at all
                 continue
-            # what tokens alike do not show is always tried
+            # a variant that exchangeable tokens do not show is always tried
             away = float(np.max(np.abs(moved - wanted)))
             off.append(0.0 if other == plain else away if math.isfinite(away) else math.inf)
         order = sorted(range(len(every)), key=off.__getitem__)
         return [every[n] for n in order[:TRIED] if off[n] < math.inf]
 
     def _of(self, model: Transformer) -> tuple[Point, ...] | None:
-        """What was measured, against another declaration; None where that predicts the same."""
+        """The measured points judged by another declaration; None if its prediction is the same."""
         asked = self.prediction.asked
         mine = np.array([point.predicted for point in self.points])
         if any(point.quantity != "variance" for point in self.points):
             other = predict(model, **asked)
             theirs = np.array([getattr(other, p.quantity)[p.layer] for p in self.points])
-        else:  # a variance needs no way back
+        else:  # variances need no backward pass
             other, variance = None, _forward(model, asked)
             theirs = np.array([variance[point.layer] for point in self.points])
         if np.allclose(mine, theirs, rtol=1e-6, atol=0.0) or not np.all(theirs > 0):
@@ -179,18 +179,20 @@ class Expects(Shown):
                 for point, mean, one in zip(self.points, theirs.tolist(), off, strict=True)
             )
         other = predict(model, **asked) if other is None else other
-        return judged(other, [(p.quantity, p.layer, p.measured) for p in self.points], self.draws)
+        return points_of(
+            other, [(p.quantity, p.layer, p.measured) for p in self.points], self.draws
+        )
 
     @property
-    def causes(self) -> tuple[Likely, ...]:
-        """Variants of the declaration in whose bands all that was measured lies, the nearest first;
-        none where it is expected."""
+    def causes(self) -> tuple[Variant, ...]:
+        """Variants whose bands contain all measured numbers, the nearest first; none if the numbers
+        are expected."""
         if self.expected:
             return ()
         return tuple(one for one in self._variants if one.off <= NORMAL_95)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per number that was measured.
+        """One row per measured number.
 
         Columns: quantity, layer, measured, predicted, low and high (of the 95 % band), deviations,
         verdict (of all) and causes (in words).
@@ -200,41 +202,41 @@ class Expects(Shown):
         return as_frame(rows, columns=[*Point._fields, "verdict", "causes"])
 
     def __str__(self) -> str:
-        lines = [f"{self.verdict}: {'; '.join(map(_said, self.points))}"]
+        lines = [f"{self.verdict}: {'; '.join(map(_point_text, self.points))}"]
         if self.expected:
             return lines[0]
         causes = self.causes
         if causes:
-            lines.append("what would give it:")
+            lines.append("what would explain it:")
             lines += [f"  {one}" for one in causes[:SHOWN]]
             if len(causes) > SHOWN:
                 lines.append(f"  and {len(causes) - SHOWN} more, in .causes")
         elif self._variants:
             lines.append(
-                "no published scheme and no common mistake gives it; the nearest is "
-                f"{self._variants[0].words}, with "
+                "no published scheme and no common mistake explains it; the nearest is "
+                f"{self._variants[0].words}, which predicts "
                 + ", ".join(f"{point.predicted:.3g}" for point in self._variants[0].points)
             )
         return "\n".join(lines)
 
 
 def _forward(model: Transformer, asked: Mapping[str, Any]) -> list[float]:
-    """The variance between layers, by the pass forward alone."""
+    """Variance of every point of the stream, by the forward pass alone."""
     stack, _ = entered(model, asked)
     with computing("refined", [stack.run], stack.rows):
         stack.forward()
     return [float(stack.layout.moments(point)[1]) for point in stack.trace.stream()]
 
 
-def _range(point: Point) -> str:
+def _predicted_range(point: Point) -> str:
     return f"{point.predicted:.3g} ({point.low:.3g} to {point.high:.3g})"
 
 
-def _said(point: Point) -> str:
+def _point_text(point: Point) -> str:
     times, name = point.measured / point.predicted, NAMES[point.quantity]
     return (
-        f"{name} {point.measured:.4g} at layer {point.layer}, where {_range(point)} is predicted: "
-        f"{times:.3g} times, {point.deviations:+.1f} standard deviations"
+        f"{name} {point.measured:.4g} at layer {point.layer}, where {_predicted_range(point)} is "
+        f"predicted: {times:.3g} times, {point.deviations:+.1f} standard deviations"
     )
 
 
@@ -266,8 +268,8 @@ def expects(
                 (quantity, int(layer), check_number(f"{quantity}[{layer}]", value, POSITIVE))
             )
     if not given:
-        raise DomainError("nothing was measured: pass variance={24: 20.0}, by layer")
-    return Expects(prediction, judged(prediction, given, draws), draws)
+        raise DomainError("no measured numbers: pass them by layer, such as variance={24: 20.0}")
+    return Expects(prediction, points_of(prediction, given, draws), draws)
 
 
 WRITTEN = re.compile(r"(?:(?P<name>\w+)@(?P<layer>\d+)=(?P<value>\S+)|(?P<only>\S+)@(?P<at>\d+))")
@@ -292,15 +294,17 @@ def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, flo
             allowed = f"QUANTITY@LAYER=NUMBER, such as variance@24=20; {' or '.join(NAMES)}"
             raise domain_error(argument, text, allowed) from None
         if layer in result.setdefault(name, {}):
-            raise domain_error(argument, text, "one number for each place", "of draws, their mean")
+            raise domain_error(
+                argument, text, "one number per place", "for several draws pass the mean"
+            )
         result[name][layer] = value
     return result
 
 
-def judged(
+def points_of(
     prediction: Prediction, given: Sequence[tuple[str, int, float]], draws: int
 ) -> tuple[Point, ...]:
-    """Numbers by quantity and layer with their bands, to which the theory's own error belongs."""
+    """Points for measured (quantity, layer, value); bands include the error of the theory."""
     result = []
     for quantity, layer, value in given:
         mean = float(getattr(prediction, quantity)[layer])
@@ -320,40 +324,40 @@ def judged(
 # --- variants of a declaration --------------------------------------------------------------------
 
 
-def alike(model: Transformer) -> Transformer:
-    """The same without what makes tokens differ, without a loss; of a hybrid, whose mixers take a
-    second a layer, with attention in every layer."""
+def exchangeable(model: Transformer) -> Transformer:
+    """The model with exchangeable tokens and without a loss. Recurrent mixers, which take a second
+    per layer, become attention if the model has attention too."""
     if any(one is None for one in model.mixers):
         model = model.replace(mixer=None)
     changes: dict[str, Any] = {"causal": False, "window": None, "alibi": False, "rotary": None}
     changes |= {"relative_bias": None, "head": None}
     if any(one is not None and one.by_token for one in (*model.mixers, *model.ffns)):
-        changes = {"head": None}  # whose blocks know their tokens one by one
+        changes = {"head": None}  # its blocks are followed token by token
     if model.encoder is not None:
-        changes["encoder"] = alike(model.encoder).replace(head=model.encoder.head)
+        changes["encoder"] = exchangeable(model.encoder).replace(head=model.encoder.head)
     return model.replace(**changes)
 
 
 def variants(model: Transformer) -> Iterator[tuple[str, Transformer]]:
-    """Every published scheme and simple slips, in words, where they change the declaration."""
+    """Every published scheme and common mistake that changes the declaration, with its words."""
     for words, changed in _all(model):
         if changed != model:
             yield words, changed
 
 
 def _all(model: Transformer) -> Iterator[tuple[str, Transformer]]:
-    for words, changes in _slips(model):
-        with suppress(DomainError):  # a slip that this declaration cannot have
+    for words, changes in _common_mistakes(model):
+        with suppress(DomainError):  # a mistake that this declaration cannot have
             yield words, model.replace(**changes)
     for one in schemes():
         # A temperature that is solved for takes many predictions, and hardly moves a variance.
         options = {"temperature": None} if one.predictions else {}
-        with suppress(DomainError):  # nor every scheme
+        with suppress(DomainError):  # not every scheme applies
             yield f"scheme {one.name} ({one.title})", one.apply(model, **options)
 
 
-def _slips(model: Transformer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """In words, and as the fields that change."""
+def _common_mistakes(model: Transformer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Common mistakes: their words and the fields that they change."""
     weights = model.weights
     assert weights is not None
     there = [name for name in MATRICES if weights.of(name) is not None]
@@ -365,18 +369,18 @@ def _slips(model: Transformer) -> Iterator[tuple[str, dict[str, Any]]]:
 
     yield "weights of twice the variance", drawn(**{n: 2 * v for n, v in values.items()})
     yield "weights of half the variance", drawn(**{n: v / 2 for n, v in values.items()})
-    yield "weights of twice the deviation", drawn(**{n: 4 * v for n, v in values.items()})
-    yield "weights of half the deviation", drawn(**{n: v / 4 for n, v in values.items()})
-    yield "deviations taken for variances", drawn(**{n: v**0.5 for n, v in values.items()})
-    yield "variances taken for deviations", drawn(**{n: v**2 for n, v in values.items()})
+    yield "weights of twice the std", drawn(**{n: 4 * v for n, v in values.items()})
+    yield "weights of half the std", drawn(**{n: v / 4 for n, v in values.items()})
+    yield "standard deviations used as variances", drawn(**{n: v**0.5 for n, v in values.items()})
+    yield "variances used as standard deviations", drawn(**{n: v**2 for n, v in values.items()})
     yield (
-        "weights as torch draws a Linear",
+        "weights of torch's default for nn.Linear",
         {"weights": Weights.torch_default(model.d_model, model.d_ff)},
     )
     for name in there:
         plain = name.replace("_", " ")
-        yield f"{plain} alone with twice the deviation", drawn(**{name: 4 * values[name]})
-        yield f"{plain} alone with three times the deviation", drawn(**{name: 9 * values[name]})
+        yield f"{plain} alone with twice the std", drawn(**{name: 4 * values[name]})
+        yield f"{plain} alone with three times the std", drawn(**{name: 9 * values[name]})
         yield f"{plain} of zeros", drawn(**{name: 0 * values[name]})
     scaled = {
         name: (values[name], values[before])
@@ -400,8 +404,8 @@ def _slips(model: Transformer) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "no dropout", {"dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.0}
     table = model.embedding
     if isinstance(table, Embedding):
-        one, root = "a token table of variance 1", "token rows times sqrt(d_model)"
+        one, root = "a token table of variance 1", "token embeddings times sqrt(d_model)"
         yield one, {"embedding": table.replace(token_variance=1.0)}
-        yield "token rows not multiplied", {"embedding": table.replace(scale=1.0)}
+        yield "token embeddings without their factor", {"embedding": table.replace(scale=1.0)}
         times = table.scale * math.sqrt(model.d_model)
         yield root, {"embedding": table.replace(scale=times)}

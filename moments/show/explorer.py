@@ -1,4 +1,4 @@
-"""`moments.explore`: one model under controls, as an app of ipywidgets, which a notebook shows and
+"""`moments.explore`: one model with interactive controls, an ipywidgets app for notebooks, which
 `moments explore` serves with Voilà."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NO_SCHEME = "none"
 
 @dataclass(frozen=True)
 class Control:
-    """One thing to turn: a slider through `values`, or a list of them where it is a `choice`; its
-    `name` is the field of a Transformer's, where it is one."""
+    """One control: a slider through `values`, or a dropdown if `choice`. Its `name` is the field of
+    the Transformer that it sets, if any."""
 
     name: str
     title: str
@@ -50,7 +50,7 @@ _PLACEMENTS = ("pre", "post", "none", "sandwich", "output", "hybrid", "b2t")
 
 
 def _controls(model: Transformer) -> tuple[Control, ...]:
-    """Those that make sense of a model, standing where it is."""
+    """The controls that apply to a model, set to its values."""
     widths_follow = model.weights is None or "weights" in model._defaulted  # widths can follow
     embedded = model.embedding is not None
     result = [Control("layers", "layers", _DEPTHS, model.layers)]
@@ -92,13 +92,13 @@ def _controls(model: Transformer) -> tuple[Control, ...]:
 
 
 class Explorer:
-    """A model under controls, as a notebook shows it.
+    """A model with interactive controls, for notebooks.
 
     Attributes:
-        inputs: the widgets by the name of what they turn (`layers`, `norm`, `scheme`, ...).
-        box: controls and what they show, as one widget.
-        prediction: what is shown; None where there is none, and `error` says why.
-        python: one line that gives the same prediction.
+        inputs: the widgets by the name of their control (`layers`, `norm`, `scheme`, ...).
+        box: controls and picture as one widget.
+        prediction: the prediction shown; None if it failed, and `error` says why.
+        python: one line of Python that makes the same prediction.
     """
 
     def __init__(
@@ -132,10 +132,10 @@ class Explorer:
         self._show()
 
     def turn(self, **values: Value) -> None:
-        """Set the controls named to values, and all others to where they stood at first.
+        """Set controls to values, and reset all others.
 
         Raises:
-            DomainError: there is no such control, or it has no such value.
+            DomainError: no such control, or no such value of it.
         """
         for name, value in values.items():
             if name not in self.controls:
@@ -151,7 +151,7 @@ class Explorer:
 
     @property
     def python(self) -> str:
-        """One line that gives the prediction shown."""
+        """One line of Python that makes the prediction shown."""
         fields, scheme, options, inputs = self._parts(self._state)
         if self._written_out:
             shape = {n: getattr(self.model, n) for n in ("layers", "d_model", "heads", "seq_len")}
@@ -164,7 +164,7 @@ class Explorer:
 
     @property
     def _state(self) -> dict[str, Value]:
-        """Where the controls stand, heads brought to the nearest number that divides the width."""
+        """Values of the controls; heads are changed to the nearest divisor of the width."""
         state: dict[str, Value] = {name: w.value for name, w in self.inputs.items()}
         width, heads = state.get("d_model"), state.get("heads")
         if isinstance(width, int) and isinstance(heads, int) and width % heads:
@@ -185,11 +185,11 @@ class Explorer:
         for name, widget in self.inputs.items():
             widget.disabled = name in decided
         if "heads" in state and state["heads"] != self.inputs["heads"].value:
-            notes.append(f"{state['heads']} heads, which divide the width")
+            notes.append(f"{state['heads']} heads, because heads must divide the width")
         self.prediction, self.error, drawn, verdict, title = None, "", "", "", self.name
         try:
             fields, scheme, options, inputs = self._parts(state)
-            with without_warnings():  # they are shown
+            with without_warnings():  # shown as notes
                 model = self.model.replace(**fields) if fields else self.model
                 model = model.with_scheme(scheme, **options) if scheme else model
                 self.prediction = predict(model, **inputs)
@@ -214,9 +214,9 @@ class Explorer:
     def _parts(
         self, state: Mapping[str, Value]
     ) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
-        """Changed fields of the Transformer, a scheme or "", its options, what `predict` is given.
+        """Changed fields of the Transformer, a scheme or "", its options, arguments of `predict`.
 
-        A scheme whose constants depend on the input learns of it by its options.
+        A scheme whose constants depend on the input gets the input through its options.
         """
         decided = self._by_scheme(state)
         changed: dict[str, Any] = {
@@ -257,15 +257,15 @@ class Explorer:
 def explore(
     model: Transformer | None = None, name: str | None = None, python: str | None = None
 ) -> Explorer:
-    """Turn a model's depth, width, scales, placement and scheme by hand, and see what they do.
+    """Change a model's depth, width, scales, placement and scheme interactively in Jupyter.
 
-    For Jupyter; `moments explore` is the same on a page of its own. Under the pictures stands the
-    line of Python that gives what they show.
+    `moments explore` shows the same in a browser. The line of Python below the picture makes the
+    prediction shown.
 
     Args:
-        model: where the controls stand at first; None: 12 layers of width 768.
-        name: of the model, in titles.
-        python: the expression that makes the model, in the line of Python; None: `model`.
+        model: the model to start with; None: 12 layers of width 768.
+        name: name of the model in titles.
+        python: expression for the model in the line of Python; None: `model`.
 
     Raises:
         DomainError: not a Transformer.
@@ -275,12 +275,12 @@ def explore(
 
 
 def serve(cell: str, folder: Path, port: int | None, browser: bool) -> None:
-    """Serve what a cell of Python shows as a page of this machine, with Voilà, until Ctrl-C.
+    """Serve the output of a Python cell as a local web page with Voilà, until Ctrl-C.
 
     Args:
-        cell: Python whose last expression is shown.
-        folder: an empty one, for the notebook that Voilà runs.
-        port: where it listens; None: the first one that is free from 8866.
+        cell: Python code whose last expression is shown.
+        folder: an empty folder for the notebook that Voilà runs.
+        port: port of the page; None: the first free one from 8866.
         browser: whether to open the page.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What is wrong with a model, and the report that `check`, `audit` and `diagnose` answer with."""
+"""Findings about a model, and the report that `check`, `audit` and `diagnose` return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..model.transformer import Transformer
 from .html import document, fragment, picture, render
 from .precision import precision
 from .report import in_a_line, number, tabled, wrapped
-from .verdict import NAMES, choices, growths, judge
+from .verdict import NAMES, choices, growth_phrases, judge
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,15 +30,15 @@ SEVERITIES = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be, or one cause of what was measured.
+    """One thing that is wrong, or one cause of a measured difference.
 
     Attributes:
         severity, kind: "error", "warning" or "note", and a short name such as "wrong variance".
-        where, layers: tensors or submodules under the user's own names, and which layers, from 1.
-        measured, expected: numbers, nan where there are none.
-        reason, mend: what it comes from, and what to do.
-        explains: of a cause the share of the whole difference that it explains, nan where that was
-            not asked; below 0 it makes up for another one.
+        where, layers: tensors or submodules under the user's own names, and layers, from 1.
+        measured, expected: the numbers compared, nan if there are none.
+        reason, mend: what is wrong and why it matters, and how to repair it.
+        explains: for a cause, the share of the whole difference that it explains; nan if that was
+            not computed; negative if it cancels another cause.
     """
 
     severity: str
@@ -53,13 +53,13 @@ class Finding:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """`where`, names that differ in one part as one."""
+        """`where`, with names that differ in one part merged."""
         return braced(self.where)
 
     def lines(self) -> list[str]:
-        """What is wrong, where, and what to do, a paragraph each."""
+        """The reason, the place and the repair, a paragraph each."""
         said = [f"{self.reason} [{self.severity}: {self.kind}]"]
-        said += [f"in {', '.join(self.names)}"] if self.where else []
+        said += [f"in {', '.join(self.names)}"] if any(self.where) else []
         return said + ([f"fix: {self.mend}"] if self.mend else [])
 
     def __str__(self) -> str:
@@ -71,15 +71,16 @@ class Row:
     """A measured number and the expected one.
 
     Attributes:
-        layer, role: where, 0 outside of the layers or for all of them together; "" for the stream.
+        layer, role: place of the number; layer 0 is outside the layers or all of them together,
+            role "" is the stream.
         parameter: the tensor, or the submodule of a sum or norm; "" for the stream.
         quantity: "variance", "skip_scale", "loss", ...
-        expected, measured: nan where one is not known.
-        passed: None where nothing was judged.
-        note: why not, or what the entries look like.
-        stderr, probability: sampling error of the measured number, and the probability of so large
-            a deviation, if the model is right.
-        low, high: between which 95 % of right draws lie; nan where that is not known.
+        expected, measured: nan if not known.
+        passed: None if the number was not judged.
+        note: why it failed, or what the entries look like.
+        stderr, probability: sampling error of the measured number, and the probability of a
+            deviation this large in a correct model.
+        low, high: range of 95 % of correct draws; nan if not known.
     """
 
     layer: int
@@ -102,53 +103,52 @@ class Row:
 
     @property
     def size(self) -> float:
-        """By which rows are put in order: the logarithm of the ratio, of those that failed."""
+        """Sort key: |log ratio| of rows that failed, negative for the others."""
         if self.passed is not False:
             return -1.0 if self.passed else -0.5
         ratio = self.ratio if self.measured else math.nan
         return abs(math.log(ratio)) if math.isfinite(ratio) and ratio > 0 else math.inf
 
     def cells(self) -> tuple[str, ...]:
-        """Quantity, parameter, both numbers, the band and the note, as tables have them."""
+        """Cells of a table: quantity, parameter, measured, expected, band, note."""
         what = f"{self.quantity} of {self.role}" if self.role else self.quantity
         band = f"{number(self.low)} to {number(self.high)}" if math.isfinite(self.low) else "-"
         both = ("-" if math.isnan(v) else number(v) for v in (self.measured, self.expected))
         return what, self.parameter, *both, band, self.note
 
 
-def streamed(
+def stream_row(
     quantity: str,
     measured: float,
     expected: float,
     band: tuple[float, float] = (math.nan, math.nan),
     passed: bool | None = None,
 ) -> Row:
-    """A row of the stream or the output."""
+    """Make a row for a point of the stream or for the output."""
     return Row(0, "", "", quantity, expected, measured, passed, low=band[0], high=band[1])
 
 
 class Unhealthy(MomentsError, AssertionError):
-    """A model has findings; the text is the report."""
+    """Raised if a model has findings; the message is the report."""
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What `moments.check` says of a model.
+    """Result of `moments.check`, `audit` and `diagnose`.
 
     Attributes:
         source: what was checked.
-        scheme: what its initialisation seems to be, or was compared with, in words.
+        scheme: the initialisation that was recognised or compared with, in words.
         findings: errors, then warnings.
-        notes: what else was seen, and is no fault by itself.
+        notes: observations that are no fault by themselves.
         unchecked: what was not checked, a phrase each.
-        rows: measured numbers next to expected ones; those that failed first where tensors were
-            checked one by one.
-        model: the Transformer that it is, with the variances that it has; None where no such was
-            read.
-        prediction: for that model; None where none was asked for.
-        comparison: with the measurement; None where nothing was measured.
-        read: what it was run on, in words; "" where nothing was measured.
-        explained: of a diagnosis the share of the difference that all causes explain together.
+        rows: measured numbers next to expected ones; if tensors were checked one by one, those that
+            failed come first.
+        model: the module as a Transformer, with its actual variances; None if it was not read.
+        prediction: for that model; None if there is none.
+        comparison: of prediction and measurement; None if nothing was measured.
+        read: the input of the measurement, in words; "" if nothing was measured.
+        explained: for a diagnosis, the share of the difference that all causes together explain.
     """
 
     source: str
@@ -166,7 +166,7 @@ class Report:
     _why: Callable[[], tuple[Finding, ...]] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Errors before warnings; what is a note by its severity stands among the notes."""
+        """Sort findings by severity, and move those of severity "note" to the notes."""
         result = [one for one in self.findings if one.severity != "note"]
         notes = [*self.notes, *(str(one) for one in self.findings if one.severity == "note")]
         object.__setattr__(self, "findings", ranked(result))
@@ -174,12 +174,12 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no finding. It says nothing of what was not checked: see `unchecked`."""
+        """Whether there are no findings. `unchecked` lists what this says nothing about."""
         return not self.findings
 
     @property
     def passed(self) -> bool:
-        """`healthy`, under the name that an audit has for it."""
+        """The same as `healthy`, for audits."""
         return self.healthy
 
     @property
@@ -190,16 +190,16 @@ class Report:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What the findings come from, a sentence each."""
+        """The reasons of all findings."""
         return tuple(finding.reason for finding in self.findings)
 
     @property
     def expected(self) -> bool | None:
-        """Whether the stream is as predicted, whatever else is not as planned; None where nothing
-        was measured.
+        """Whether the stream is as predicted, whatever the findings; None if nothing was measured.
 
-        No point lies further than three standard deviations from its expectation, and no more of
-        them out of their 95 % bands than chance allows (`moments.show.expected.allowed_outside`).
+        True if no point is further than three standard deviations from its expectation, and no more
+        points are outside their 95 % bands than chance allows
+        (`moments.show.expected.allowed_outside`).
         """
         return None if self.comparison is None else judge(self.comparison).expected
 
@@ -208,26 +208,27 @@ class Report:
         return () if self._why is None else self._why()
 
     def causes(self) -> tuple[Finding, ...]:
-        """Why what was measured is not what was planned: every difference from the plan, or from
-        what config or class promise, what explains most first (`Finding.explains`).
+        """Differences from the plan, or from what config or class promise, ranked by how much of
+        the measured difference each explains (`Finding.explains`).
 
-        Takes two predictions a difference. Empty where nothing was measured, or nothing says what
-        was meant.
+        Takes two predictions per difference. Empty if nothing was measured, or if no intended
+        initialisation is known.
         """
         return self._causes
 
     def assert_healthy(self) -> None:
-        """For test suites: raise Unhealthy, an AssertionError, where there are findings."""
+        """For test suites: raise Unhealthy, an AssertionError, if there are findings."""
         if self.findings:
             raise Unhealthy(self.text(whole=True))
 
     def with_measured(self, measured: Mapping[Any, Any]) -> Report:
-        """The same with measured numbers: variances by layer, or arguments of `expects`."""
+        """Return a report that also judges `measured`: variances by layer, or arguments of
+        `Prediction.expects`."""
         assert self.prediction is not None
         by_name = any(isinstance(key, str) for key in measured)
         value = self.prediction.expects(**(measured if by_name else {"variance": measured}))
         rows = [
-            streamed(
+            stream_row(
                 f"{NAMES[point.quantity]} leaving layer {point.layer}, as measured",
                 *(point.measured, point.predicted, (point.low, point.high), point.inside),
             )
@@ -252,7 +253,7 @@ class Report:
             worst.measured,
             worst.predicted,
             "; ".join([first.removeprefix(f"{value.verdict}: "), " ".join(why)]).rstrip("; "),
-            "draw the weights as they are declared, or declare them as they are drawn",
+            "initialise the weights as declared, or declare them as they are initialised",
         )
         result = (*self.findings, finding)
         return dataclasses.replace(report, findings=result, _why=lambda: given)
@@ -265,11 +266,11 @@ class Report:
         return as_frame([{n: getattr(row, n) for n in names} for row in self.rows], columns=names)
 
     def precision(self, format: str | None = None) -> pd.DataFrame:
-        """What few bits lose.
+        """Predict what a number format loses.
 
         Args:
-            format: one of `Prediction.low_precision`'s, whose operands are listed with what breaks
-                first on top; None: bf16, fp16 and unscaled fp8 at every point, forward and backward
+            format: a format of `Prediction.low_precision`, whose operands are listed with the worst
+                first; None: bf16, fp16 and unscaled fp8 at every point, forward and backward
                 (`moments.show.precision`).
 
         Raises:
@@ -277,34 +278,34 @@ class Report:
             MomentsError: the report has no prediction.
         """
         if self.prediction is None:
-            raise MomentsError("the report has no prediction, whose numbers a format would cut")
+            raise MomentsError("no losses of number formats: this report has no prediction")
         if format is None:
             return precision(self.prediction)
         lost = self.prediction.low_precision(format)
         return lost.sort_values("snr", ignore_index=True)
 
     def breaks_first(self, format: str) -> str:
-        """The operand that a format loses most of, in a sentence; arguments as of `precision`."""
+        """Name the operand that loses most under a format (as in `precision`), in a sentence."""
         lost = self.precision(format).dropna()
         if not len(lost):
-            return f"under {format} nothing is lost of any product of weights that is predicted"
+            return f"under {format} no matrix product that is predicted loses anything"
         worst = lost.iloc[0]
         where = f"{worst['product']} product, layer {worst.layer}"
         return (
             f"under {format} the {worst.operand} of {worst.weight} loses most ({where}): "
-            f"{worst.snr:.1f} dB of signal over noise, "
+            f"{worst.snr:.1f} dB of signal over noise remain, "
             f"{100 * worst.zero:.2g} % of its entries become 0; the product keeps "
             f"{worst.product_snr:.1f} dB"
         )
 
     @property
     def architecture(self) -> str:
-        """What the model is, in a line."""
+        """The model in one line."""
         return "" if self.model is None else in_short(self.model)
 
     @property
     def headline(self) -> str:
-        """What was checked, and how many findings there are."""
+        """What was checked and the number of findings."""
         count = len(self.findings)
         state = f"{count} finding{'s' * (count > 1)}" if count else "nothing found wrong"
         return f"{self.source}: {state}"
@@ -318,13 +319,13 @@ class Report:
 
     @property
     def _basis(self) -> str:
-        """What the numbers come from."""
+        """What the numbers are based on."""
         if self.prediction is None:
             return self.read
         return self.read or "predicted, nothing was measured"
 
     def _growth(self, *, short: bool = False) -> list[str]:
-        """What the depth does, and the loss; in short without what is predicted."""
+        """Growth along the depth and the loss; `short` leaves out predictions."""
         p = self.prediction
         if p is None:
             return []
@@ -333,18 +334,18 @@ class Report:
             return [self.comparison.verdict()]
         m: Any = p if self.comparison is None else self.comparison.measurement
         against = None if m is p else m
-        parts = growths(p, against, weights=" for these weights", short=short)
+        parts = growth_phrases(p, against, weights=" for these weights", short=short)
         if m.loss is not None and (vocab := choices(p.model)) is not None:
             guessing = "" if short else f" (log({vocab}) = {math.log(vocab):.3f})"
             parts.append(f"loss {m.loss:.3f}{guessing}")
         return parts
 
     def text(self, *, whole: bool = False) -> str:
-        """The report: its verdict, what the depth does, what is wrong, what was not checked.
+        """The report: verdict, growth along the depth, findings, notes, what was not checked.
 
         Args:
-            whole: every finding, note and number; else what LINES lines hold, findings by the
-                beginning of their first line where they are many, and so NOTES notes.
+            whole: print every finding, note and number; otherwise findings are shortened to LINES
+                lines and notes to NOTES.
         """
         read = "; ".join(words for words in (self.architecture, self._basis) if words)
         top = wrapped(read, "  ", "  ")
@@ -372,8 +373,8 @@ class Report:
         return "\n".join([*lines, ALL])
 
     def _fitting(self, blocks: list[list[str]], room: int) -> list[list[str]]:
-        """Findings in few lines: where they do not fit, one line for each but the first, then for
-        each; what is left by kind. A single one stays whole."""
+        """Shorten findings to `room` lines: first all but the first finding to one line each, then
+        that one too, then the last ones to their kinds. A single finding stays whole."""
         lines = [
             [in_a_line(f"{place}. {finding.reason}")]
             for place, finding in enumerate(self.findings, start=1)
@@ -396,7 +397,7 @@ class Report:
         return self.text()
 
     def table(self) -> str:
-        """The numbers as text."""
+        """The rows as a text table."""
         states = {True: "ok", False: "out", None: ""}
         rows = [(states[row.passed], *row.cells()) for row in self.rows]
         noted = any(row.note for row in self.rows)
@@ -405,23 +406,26 @@ class Report:
         return tabled("", heads, rows, text=3)
 
     def to_html(self) -> str:
-        """The whole report as one HTML file, its pictures inside it."""
+        """The whole report as one HTML file, pictures included."""
         return document(f"moments check: {self.source}", _body(self, whole=True))
 
     def plot(self, name: str | None = None) -> Figure:
-        """Measured and expected along the depth, `name` in the title; without a measurement what
-        is expected."""
+        """Draw measured and expected numbers along the depth; without a measurement the prediction.
+
+        Args:
+            name: for the title; None: `source`.
+        """
         name = self.source if name is None else name
         if self.comparison is not None:
             from .plot import plot_report
 
             return plot_report(self, name)
         if self.prediction is None:
-            raise MomentsError("an audit predicts nothing to draw: moments.check does")
+            raise MomentsError("nothing to draw: an audit has no prediction; use moments.check")
         return self.prediction.plot(name)
 
     def to_json(self) -> str:
-        """Verdict, findings, notes, what was not checked, and numbers as JSON."""
+        """The report as JSON."""
         import json
 
         data = {
@@ -444,7 +448,7 @@ class Report:
         return fragment(_body(self, whole=False))  # a notebook draws the picture on its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_why": None}  # which runs the module, that does not travel
+        return {**self.__dict__, "_why": None}  # it holds the module, which is not pickled
 
     def __repr__(self) -> str:
         kinds = ", ".join(f.kind for f in self.findings[:4])
@@ -452,17 +456,17 @@ class Report:
 
 
 LINES = 8
-"""Of a report between its verdict and its notes."""
+"""Most lines of a short report between its headline and its notes."""
 
 NOTES = 3
-"""Of a report, shown by their beginnings."""
+"""Most notes of a short report, each shortened to one line."""
 
 ALL = "everything: print(report.text(whole=True)), or --all on the command line"
 NUMBER_HEADS = ("number", "parameter", "measured", "expected", "95 % of draws")
 
 
 def braced(names: Sequence[str]) -> tuple[str, ...]:
-    """Dotted names that differ in one part as one, "h.*.{c_attn,c_proj}.weight".
+    """Merge dotted names that differ in one part, as "h.*.{c_attn,c_proj}.weight".
 
     >>> braced(["a.q.weight", "a.k.weight", "b"])
     ('a.{q,k}.weight', 'b')
@@ -487,7 +491,7 @@ def braced(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Errors first, in the order in which they were given."""
+    """Sort by severity, keeping the given order within each."""
     return tuple(sorted(findings, key=lambda one: SEVERITIES.index(one.severity)))
 
 
@@ -495,7 +499,7 @@ def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def _body(report: Report, *, whole: bool) -> str:
-    """What stands on a page; the picture and what formats lose where it is a whole one."""
+    """Render the report; `whole` adds the picture and the losses of number formats."""
     rows = [list(row.cells()) for row in report.rows]
     out = [(place, 2) for place, row in enumerate(report.rows) if row.passed is False]
     for place, column in out:
@@ -513,7 +517,7 @@ def _body(report: Report, *, whole: bool) -> str:
 
 
 def _precision(report: Report) -> dict[str, Any]:
-    """The worst point of every format, each way."""
+    """Table of the worst point of every format, forward and backward."""
     rows = []
     frame = report.precision()
     for (form, way), sites in frame.groupby(["format", "way"], sort=False):

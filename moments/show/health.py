@@ -1,7 +1,7 @@
-"""Whether a network is in order at initialisation: rules on its numbers, and declarations checked.
+"""Rules that judge a network at initialisation, and the check of a declaration.
 
-Every rule is about a consequence, so that its bound has a reason that no data were asked for. What
-a rule reads is measured where a module was run, else predicted.
+Every rule is about a consequence for training, which gives its bound without any data. A rule reads
+measured numbers if a module was run, else predicted ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.resolution import shortened
 from .expected import TOLERANCE, point_log_variance
-from .findings import Finding, Report, Row, streamed
+from .findings import Finding, Report, Row, stream_row
 from .precision import FORMATS, precision
 from .recognition import Weight, in_words, recognise, weights_of
 from .verdict import NAMES, choices, times
@@ -41,66 +41,63 @@ if TYPE_CHECKING:
     from .comparison import Comparison
 
 BY_CHANCE = 1e-3
-"""Probability that the chance of one draw decides any rule on a right network: such numbers are
-judged by what is expected of these weights unless the draw is further from it than so many of them
-ever are together (Bonferroni)."""
+"""Probability that chance decides any rule on a correct network: a number is judged by its
+expectation, unless the draw is further from it than this allows over all numbers (Bonferroni)."""
 
 LOSS = 2.0
 """Nats by which a first loss may exceed log(vocabulary). Logits of variance v add v/2: published
-models of width 8192 drawn with deviation 0.02 have 1.6; what is beyond is spent on shrinking logits
-before anything is learned."""
+models of width 8192 drawn with std 0.02 have 1.6. Training on a larger loss first shrinks the
+logits before anything is learned."""
 
 COLLAPSED = 0.99
-"""Token correlation above which tokens count as alike: what distinguishes two of them is then less
+"""Token correlation above which tokens count as alike: the difference of two tokens is then less
 than a seventh of their size, |x_i - x_j|^2 = 2 (1 - r) v."""
 
 IDENTITY = 1e-4
-"""Variance that a layer adds, over its input's, below which it acts as the identity: it changes its
-input by 1 % of its size, a hundred such layers in independent directions by a tenth."""
+"""Variance added by a layer, relative to its input, below which it acts as the identity: it changes
+its input by 1 % of its size, a hundred such layers in independent directions by a tenth."""
 
 GRADIENT = 1e6
 """Factor between first and last layer of (gradient variance) x (signal variance), either way. That
-product does not change with the units of the stream, which a norm divides out; a thousand in size
-is what one learning rate, or one clipping norm, cannot serve at both ends."""
+product does not depend on the units of the stream, which a norm divides out. At a thousand in size
+no single learning rate or clipping norm can serve both ends."""
 
 POSITIONS = 0.95
 """Share of positions in the variance that enters layer 1, above which tokens differ by a
 twentieth of it."""
 
 PEAKED = 0.5
-"""E sum_j (a_ij - 1/n)^2 of attention weights above which a row reads about one key: half of what
-a single one has."""
+"""E sum_j (a_ij - 1/n)^2 of attention weights above which a row reads about one key: half of the
+value for a single key."""
 
 EPSILON = 0.1
-"""Share of a norm's epsilon in the variance it divides by, from which it shrinks what it normalises
-by 5 %."""
+"""Share of a norm's epsilon in the variance it divides by, at which its output is 5 % smaller."""
 
 LARGEST_EPSILON = 1e-3
-"""Of the norms of released models and of frameworks: Keras's default. Others have 1e-12 to 1e-5."""
+"""Largest epsilon of released models and frameworks: Keras's default. Others use 1e-12 to 1e-5."""
 
 LARGE = 100.0
-"""Variance of tokens over that of the matrices from which a stream that layers hardly change is the
-token table's doing: ten times the matrices' std."""
+"""Ratio of token variance to matrix variance above which identity layers are blamed on the token
+table: ten times the matrices' std."""
 
 STARVED = 0.5
-"""Part of the experts that get less than a tenth of an even share, from which it is named."""
+"""Part of the experts with less than a tenth of an even share, above which it is reported."""
 
 COPIES = 0.9999
-"""The same everywhere, from which streams are called copies."""
+"""The same at every block, above which streams are called copies."""
 
 ALIKE = 0.99
-"""Correlation of two residual streams of a token behind the last layer, from which it is named."""
+"""Correlation of two residual streams after the last layer, above which it is reported."""
 
 OVERFLOW = 1e-9
-"""Share of entries beyond a format's range that is named: one in as many as a large model's step
-has."""
+"""Share of entries beyond a format's range that is reported: one per step of a large model."""
 
 
 # --- numbers --------------------------------------------------------------------------------------
 
 
 def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Iterator[Row]:
-    """Both ends of the stream, the loss and the logits."""
+    """Rows for both ends of the stream, the loss and the logits."""
     model = prediction.model
     ends = (("entering layer 1", 0), (f"leaving layer {model.layers}", model.layers))
     points: dict[tuple[str, int], Any] = {}
@@ -115,16 +112,16 @@ def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Ite
                 row = points[name, n]
                 seen, expected = float(row["measured"]), float(row["predicted"])
                 band = float(row["low"]), float(row["high"])
-                yield streamed(words, seen, expected, band, bool(row["inside"]))
+                yield stream_row(words, seen, expected, band, bool(row["inside"]))
             else:
                 expected, (low, high) = float(getattr(prediction, name)[n]), (math.nan, math.nan)
                 if name == "grad_variance" and prediction.states_draws:
                     low, high = map(float, prediction.grad_variance_band[:, n])
-                yield streamed(words, math.nan, expected, (low, high))
+                yield stream_row(words, math.nan, expected, (low, high))
     measured: Any = None if comparison is None else comparison.measurement
     for where, n in ends:
         seen = math.nan if measured is None else float(measured.correlation[n])
-        yield streamed(f"token correlation {where}", seen, float(prediction.correlation[n]))
+        yield stream_row(f"token correlation {where}", seen, float(prediction.correlation[n]))
     yield from _outputs(prediction, measured)
 
 
@@ -134,18 +131,18 @@ def _outputs(prediction: Prediction, measured: Any) -> Iterator[Row]:
     seen = math.nan if loss is None else float(loss)
     if prediction.loss is not None:
         expected, error = float(prediction.loss), NORMAL_95 * float(prediction.loss_stderr or 0.0)
-        yield streamed("loss", seen, expected, (expected - error, expected + error))
+        yield stream_row("loss", seen, expected, (expected - error, expected + error))
     if vocab is not None:
-        yield streamed(f"loss against log({vocab})", seen, math.log(vocab))
+        yield stream_row(f"loss against log({vocab})", seen, math.log(vocab))
     if prediction.logit_variance is not None:
         logits = None if measured is None else measured.logit_variance
         seen = math.nan if logits is None else float(logits)
-        yield streamed("mean squared logit", seen, float(prediction.logit_variance))
+        yield stream_row("mean squared logit", seen, float(prediction.logit_variance))
 
 
 def first_off(points: pd.DataFrame, given: str) -> tuple[int, float, float, str]:
-    """Of `Comparison.outliers` the first, forward where any is: the layer that it leaves, measured
-    and predicted, and how far it is from what is `given`, in words."""
+    """The first of `Comparison.outliers`, a forward one if there is any: its layer, measured and
+    predicted number, and a sentence that compares it with what is `given`."""
     first = points[points["quantity"] == "variance"]
     row: Any = (first.iloc[0] if len(first) else points.iloc[-1]).to_dict()
     layer, measured, predicted = int(row["layer"]), float(row["measured"]), float(row["predicted"])
@@ -160,8 +157,8 @@ def first_off(points: pd.DataFrame, given: str) -> tuple[int, float, float, str]
 
 class Seen(NamedTuple):
     """What the rules read: the prediction for the network's own weights, its comparison with a
-    measurement if any, the user's names of tensors by role, the network as it is meant to be if
-    known, and the parameters' dtype."""
+    measurement (if any), the user's names of tensors by role, the network as its author intends it
+    (if known), and the parameters' dtype."""
 
     prediction: Prediction
     comparison: Comparison | None
@@ -171,18 +168,18 @@ class Seen(NamedTuple):
 
     @property
     def source(self) -> Any:
-        """Measurement, or prediction."""
+        """The measurement if there is one, else the prediction."""
         return self.prediction if self.comparison is None else self.comparison.measurement
 
     def of(self, *roles: str) -> tuple[str, ...]:
-        """Names of tensors."""
+        """Names of the tensors with these roles."""
         return tuple(name for role in roles for name in self.names.get(role, ()))
 
 
 def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
-    """Findings and notes from the numbers along the depth and at the output."""
+    """Apply every rule; return findings and notes."""
     every = (
-        *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _range),
+        *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _number_format),
         *(_experts, _mixers, _streams, _depth_scale),
     )
     result = [one for rule in every for one in rule(seen)]
@@ -190,10 +187,10 @@ def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
     return findings, [one for one in result if isinstance(one, str)]
 
 
-Found = Iterator[Finding | str]
+RuleOutput = Iterator[Finding | str]
 
 
-def _loss(seen: Seen) -> Found:
+def _loss(seen: Seen) -> RuleOutput:
     model, source = seen.prediction.model, seen.source
     vocab = choices(model)
     if source.loss is None or vocab is None or model.head is None:
@@ -202,7 +199,7 @@ def _loss(seen: Seen) -> Found:
     judged = loss
     if seen.prediction.loss is not None:
         scatter = float(seen.prediction.loss_stderr or 0.0)
-        judged = float(settled(seen, loss, float(seen.prediction.loss), scatter))
+        judged = float(judged_numbers(seen, loss, float(seen.prediction.loss), scatter))
     if judged - uniform <= LOSS:
         return
     logits = source.logit_variance
@@ -211,6 +208,7 @@ def _loss(seen: Seen) -> Found:
     width = model.d_model * (model.head.output_scale or 1.0) ** 2
     more = "" if logits is None else f"; logits have a mean square of {float(logits):.3g}, not 1"
     more += ", and the head is the token table itself" if model.head.tied else ""
+    more += ": the first steps will only shrink the logits"
     yield Finding(
         "error" if judged > 2 * uniform else "warning",
         "initial loss",
@@ -220,14 +218,14 @@ def _loss(seen: Seen) -> Found:
         uniform,
         f"the first loss is {loss:.3g}, {loss / uniform:.3g} times that of guessing, "
         f"log({vocab}) = {uniform:.3g}{more}",
-        f"draw {of} with a std of at most 1/sqrt(d_model) = {width**-0.5:.2g}, or multiply the "
-        "logits down to a mean square of 1",
+        f"draw {of} with a std of at most 1/sqrt(d_model) = {width**-0.5:.2g}, or scale the logits "
+        "down to a mean square of 1",
     )
 
 
-def settled(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
-    """What a rule judges: expected numbers where one draw does not contradict them, else its own;
-    `deviation` is that of one draw from the expected number, nan where it is not known."""
+def judged_numbers(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
+    """The numbers that a rule judges: the expected ones unless this draw contradicts them.
+    `deviation` is the std of one draw about the expected number, nan if not known."""
     from scipy.special import ndtri
 
     numbers = 1 + seen.prediction.model.layers  # the loss, and what every layer adds
@@ -236,7 +234,7 @@ def settled(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndar
     return np.asarray(np.where(near, expected, measured))
 
 
-def _collapse(seen: Seen) -> Found:
+def _collapse(seen: Seen) -> RuleOutput:
     correlation = np.asarray(seen.source.correlation)
     alike = np.flatnonzero(correlation > COLLAPSED)
     if alike.size == 0 or seen.prediction.model.seq_len < 2:
@@ -253,21 +251,22 @@ def _collapse(seen: Seen) -> Found:
         worst,
         float(seen.prediction.correlation[first]),
         f"{where} tokens are indistinguishable: their correlation is {worst:.4f}, above "
-        f"{COLLAPSED:g}, and {float(correlation[-1]):.4f} at the last layer",
-        "weigh attention's branch less against the skip connection (a depth scale on its output), "
-        "or place the norm before the block"
+        f"{COLLAPSED:g}, and {float(correlation[-1]):.4f} at the last layer, so that attention has "
+        "nothing to choose between",
+        "scale attention's output down against the skip connection (a depth scale), or place the "
+        "norm before the block"
         if first
-        else "give token embeddings a larger share of what enters layer 1",
+        else "give token embeddings a larger share of the input of layer 1",
     )
 
 
 _OUTPUTS = ("post_norm", "dropout", "projection", "out")
-"""Sites behind which a block's output enters its sum, the last one first."""
+"""Sites after which a block's output enters its residual sum, the last one first."""
 
 
-def added(seen: Seen) -> np.ndarray:
-    """Variance that every layer's blocks add, over that of the layer's input, (N,); nan where the
-    sites are not known."""
+def added_variance(seen: Seen) -> np.ndarray:
+    """Variance added by the blocks of every layer, relative to the layer's input, (N,); nan where
+    the sites are not known."""
     p, source = seen.prediction, seen.source
     skip, branch = (p.model.by_block(name) ** 2 for name in ("skip_scale", "branch_scale"))
     frame = source.to_frame()
@@ -295,16 +294,16 @@ def added(seen: Seen) -> np.ndarray:
             spread += point_log_variance(p, entering) + TOLERANCE**2
             result[:, n - 1] = seen_share / before[0], wanted / before[1], math.sqrt(spread)
     measured, expected, deviation = result
-    return settled(seen, measured, expected, deviation * expected)
+    return judged_numbers(seen, measured, expected, deviation * expected)
 
 
-BY_DESIGN = "blocks are the identity at step 0, by design: their outward matrices are zero"
+BY_DESIGN = "layers are the identity at step 0, by design: the output matrices of blocks are zero"
 
 
-def _identity(seen: Seen) -> Found:
-    ratio = added(seen)
+def _identity(seen: Seen) -> RuleOutput:
+    ratio = added_variance(seen)
     if _swallowed(seen):
-        return  # named as what it is
+        return  # reported as the epsilon's effect
     idle = tuple(int(n) + 1 for n in np.flatnonzero(ratio < IDENTITY))
     if not idle:
         return
@@ -313,7 +312,7 @@ def _identity(seen: Seen) -> Found:
     zero = bool(np.all(ratio[[n - 1 for n in idle]] == 0))
     words = (
         f"{'every layer' if len(idle) == len(ratio) else f'layers {listed(idle)}'} act"
-        f"{'s' * (len(idle) == len(ratio))} as the identity: what is added has "
+        f"{'s' * (len(idle) == len(ratio))} as the identity: blocks add "
         f"{float(np.min(ratio)):.2g} of the variance of the layer's input"
     )
     if zero:
@@ -321,7 +320,7 @@ def _identity(seen: Seen) -> Found:
             yield BY_DESIGN
         return
     if meant:
-        yield f"{words}, as its scheme means it"
+        yield f"{words}, as its scheme intends"
         return
     embedding, weights = seen.prediction.model.embedding, seen.prediction.model.weights
     tokens = getattr(embedding, "token_variance", None)
@@ -331,9 +330,11 @@ def _identity(seen: Seen) -> Found:
         if entering > LARGE * inner and float(np.min(ratio)) * entering / inner > IDENTITY:
             scale, root = float(embedding.scale), math.sqrt(inner)
             mend = f"draw the token table with the matrices' std, {root:.3g}: nn.Embedding draws "
-            mend += "itself with std 1"
+            mend += "it with std 1"
             if tokens <= LARGE * inner:  # its table is drawn as they are
-                mend = f"lower the factor {scale:.3g} on the embedding, or what divides the blocks"
+                mend = (
+                    f"lower the factor {scale:.3g} on the embedding, or divide the blocks by less"
+                )
             yield Finding(
                 "warning",
                 "embedding scale",
@@ -341,7 +342,7 @@ def _identity(seen: Seen) -> Found:
                 idle,
                 math.sqrt(entering),
                 math.sqrt(inner),
-                f"{words}: tokens enter with a std of {math.sqrt(entering):.3g}, "
+                f"{words}, because tokens enter with a std of {math.sqrt(entering):.3g}, "
                 f"{math.sqrt(entering / inner):.3g} times that of the matrices",
                 mend,
             )
@@ -353,15 +354,15 @@ def _identity(seen: Seen) -> Found:
         idle,
         float(np.min(ratio)),
         IDENTITY,
-        f"{words}, below {IDENTITY:g}: with matrices this small at d_model "
-        f"{seen.prediction.model.d_model}, or a stream that is large from its embedding on, the "
-        "network is little more than its embedding",
+        f"{words}, below {IDENTITY:g}, so that the network is little more than its embedding: "
+        f"matrices are too small for d_model {seen.prediction.model.d_model}, or the stream is too "
+        "large from its embedding on",
         "draw matrices by their width (Xavier, 1/fan_in) instead of one std for all widths, or "
-        "draw the embedding tables smaller",
+        "draw the embedding tables with a smaller std",
     )
 
 
-def _gradient(seen: Seen) -> Found:
+def _gradient(seen: Seen) -> RuleOutput:
     source = seen.source
     first, last = (float(source.variance[n]) * float(source.grad_variance[n]) for n in (0, -1))
     p = seen.prediction
@@ -371,9 +372,10 @@ def _gradient(seen: Seen) -> Found:
         return
     way = "vanishes" if ratio < 1 else "explodes"
     names: tuple[str, ...] = ()
-    why = f"the gradient {way} towards the input: times the stream's variance it is {ratio:.2g} "
-    why += f"times at the first layer what it is at the last, beyond a factor of {GRADIENT:g}"
-    mend = "a scheme for depth (moments.solve), Pre-LN, or a branch scale of 1/sqrt(2N)"
+    why = f"the gradient {way} towards the input: gradient variance times signal variance at the "
+    why += f"first layer is {ratio:.2g} times that at the last, beyond a factor of {GRADIENT:g}, "
+    why += "which no single learning rate can serve"
+    mend = "use a scheme for depth (moments.solve), Pre-LN, or a branch scale of 1/sqrt(2N)"
     if p.model.placements[0] == "pre" and source.token_variance is not None:
         entering, back = source.token_variance[0], source.token_grad_variance[0]
         there = entering > p.model.norm_epsilon
@@ -381,17 +383,13 @@ def _gradient(seen: Seen) -> Found:
         if not there.all() and 1 / GRADIENT <= times(rest, last) <= GRADIENT:
             names = seen.of("class", "position")
             count = int(np.sum(~there))
-            which = (
-                f"{count} tokens alone, which enter"
-                if count > 1
-                else "one token alone, which enters"
-            )
-            why += f". It does at {which} as 0: a norm divides them by its epsilon alone"
-            mend = "draw the class token, or its position, as patches are: std 0.02, not zeros"
+            which = f"{count} tokens that enter" if count > 1 else "one token that enters"
+            why += f". The cause is {which} as 0, which a norm divides by its epsilon alone"
+            mend = "draw the class token, or its position, with std 0.02 as patches, not as zeros"
     yield Finding("warning", f"gradient {way}", names, (1,), ratio, wanted, why, mend)
 
 
-def _tables(seen: Seen) -> Found:
+def _tables(seen: Seen) -> RuleOutput:
     embedding = seen.prediction.model.embedding
     tokens = getattr(embedding, "token_variance", None)
     if embedding is None or tokens is None:
@@ -413,8 +411,8 @@ def _tables(seen: Seen) -> Found:
             (),
             positions / total,
             POSITIONS,
-            f"positions are {100 * positions / total:.1f} % of the variance that enters layer 1 "
-            f"({positions:.3g} against {token:.3g} of the tokens)",
+            f"positions make up {100 * positions / total:.1f} % of the variance that enters layer "
+            f"1 ({positions:.3g}, tokens {token:.3g}): tokens at one position look alike",
             mend,
         )
     epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])
@@ -428,31 +426,31 @@ def _tables(seen: Seen) -> Found:
             epsilon,
             LARGEST_EPSILON,
             f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
-            f"the first one divides by: a stream of variance {first:.2g} is not normalised",
-            "pass eps=1e-5",
+            f"the first norm divides by: a stream of variance {first:.2g} is not normalised",
+            "pass eps=1e-5 to the norms",
         )
     elif pre and first and epsilon / (epsilon + first) > EPSILON:
         yield (
             f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
-            f"the first one divides by: the stream enters with a variance of {first:.2g}"
+            f"the first norm divides by: the stream enters with a variance of {first:.2g}"
         )
 
 
 def _swallowed(seen: Seen) -> bool:
-    """Whether the norms' epsilon is more than half of what the first one divides by, and none that
-    is in use."""
+    """Whether the norms' epsilon is more than half of what the first one divides by, and larger
+    than those in use."""
     model, first = seen.prediction.model, float(seen.source.variance[0])
     return model.placements[0] == "pre" and model.norm_epsilon > max(first, LARGEST_EPSILON)
 
 
-def _final_norm(seen: Seen) -> Found:
+def _final_norm(seen: Seen) -> RuleOutput:
     model = seen.prediction.model
     if model.head is None or model.head.norm or model.head.loss is None:
         return
     if set(model.placements) != {"pre"}:
         return
     if seen.intended is not None and seen.intended.head is not None and not seen.intended.head.norm:
-        yield "no norm stands between the last Pre-LN layer and the head, as it is meant"
+        yield "there is no norm between the last Pre-LN layer and the head, as intended"
         return
     growth = times(float(seen.source.variance[-1]), float(seen.source.variance[0]))
     yield Finding(
@@ -464,11 +462,11 @@ def _final_norm(seen: Seen) -> Found:
         math.nan,
         "the head reads a Pre-LN stream that nothing normalises: its variance, and that of the "
         f"logits, grows with depth ({growth:.3g} times here)",
-        "put a norm behind the last layer, and run it",
+        "add a norm after the last layer, and call it in forward",
     )
 
 
-def _attention(seen: Seen) -> Found:
+def _attention(seen: Seen) -> RuleOutput:
     frame = seen.prediction.attention()
     peaked = frame[frame["distance_to_uniform"] > PEAKED]
     if len(peaked):
@@ -481,14 +479,14 @@ def _attention(seen: Seen) -> Found:
             layers,
             worst,
             1.0,
-            f"attention starts at a single key: logits within a row have a variance of "
-            f"{worst:.3g}, so that the softmax passes no gradient to queries and keys",
-            "divide q k by sqrt(d_head), draw query and key smaller, or normalise them",
+            f"attention starts on a single key: logits within a row have a variance of "
+            f"{worst:.3g}, not 1, so that the softmax passes no gradient to queries and keys",
+            "divide q k by sqrt(d_head), draw query and key with a smaller std, or normalise them",
         )
 
 
-def _range(seen: Seen) -> Found:
-    """Of the format that the parameters have, and of bf16, which has the range of float32."""
+def _number_format(seen: Seen) -> RuleOutput:
+    """Check the format that the parameters have, and bf16, which has the range of float32."""
     frame = precision(seen.prediction)
     for form in FORMATS:
         used = seen.dtype == form.name
@@ -498,10 +496,10 @@ def _range(seen: Seen) -> Found:
             worst: Any = over.sort_values("overflow").iloc[-1]
             words = (
                 f"{form.title} overflows at {worst['site']} of layer {int(worst['layer'])} "
-                f"({worst['way']}): a variance of {worst['variance']:.3g} leaves "
-                f"{worst['overflow']:.2g} of the entries beyond {form.largest:g}"
+                f"({worst['way']}): at a variance of {worst['variance']:.3g}, "
+                f"{worst['overflow']:.2g} of the entries exceed {form.largest:g} and become inf"
             )
-            mend = "keep the stream's variance in range with a norm or a residual scale"
+            mend = "keep the stream's variance in range by a norm or a residual scale"
             layer = (int(worst["layer"]),)
             numbers = float(worst["overflow"]), OVERFLOW
             yield Finding("error", "overflow", (), layer, *numbers, words, mend)
@@ -529,8 +527,8 @@ def _range(seen: Seen) -> Found:
             )
 
 
-def _experts(seen: Seen) -> Found:
-    """Of what is declared: load is a matter of the router's draw and the tokens' correlation."""
+def _experts(seen: Seen) -> RuleOutput:
+    """Check routers by prediction: load depends on the router's draw and tokens' correlation."""
     prediction = seen.prediction
     if not any(isinstance(block, Experts) for block in prediction.model.ffns):
         return
@@ -544,12 +542,12 @@ def _experts(seen: Seen) -> Found:
             tuple(map(int, still["layer"])),
             0.0,
             math.nan,
-            "the gate of a single chosen expert over itself is 1 whatever the logits are: no "
-            "gradient reaches the router, but that of a balancing loss",
-            "leave the gate as softmax or sigmoid gives it (normalised='all' or 'none'), or choose "
-            "two experts",
+            "one expert is chosen and its gate is normalised over the chosen ones, so it is always "
+            "1: the router gets no gradient from the loss, only from a balancing loss",
+            "do not normalise gates over the chosen experts (normalised='all' or 'none'), or "
+            "choose two experts",
         )
-    # by chance, however evenly so few tokens choose
+    # the share that starves by chance, since few tokens choose
     missed = (1 - frame["chosen"] / frame["experts"]) ** min(prediction.model.seq_len, TOKENS)
     starved = frame[frame["starving"] > missed + STARVED * (1 - missed)]
     if len(starved):
@@ -564,14 +562,15 @@ def _experts(seen: Seen) -> Found:
             f"in one draw {100 * worst['starving']:.0f} % of {int(worst['experts'])} experts get "
             f"less than a tenth of an even share of the tokens in layer {int(worst['layer'])}, "
             f"where two tokens' logits correlate by {worst['logit_correlation']:.2f}, and one "
-            f"expert {worst['largest_load']:.3g} times an even share",
-            "train with a balancing loss from the first step, or keep tokens apart: a smaller "
-            "attention branch, or token embeddings of a larger share",
+            f"expert gets {worst['largest_load']:.3g} times an even share: most experts are hardly "
+            "trained",
+            "train with a balancing loss from the first step, or make tokens less alike by a "
+            "smaller attention branch or larger token embeddings",
         )
 
 
-def _streams(seen: Seen) -> Found:
-    """Of what is declared: whether several residual streams differ at all."""
+def _streams(seen: Seen) -> RuleOutput:
+    """Check by prediction whether several residual streams differ."""
     if seen.prediction.model.streams is None:
         return
     frame = seen.prediction.streams()
@@ -588,19 +587,19 @@ def _streams(seen: Seen) -> Found:
         last,
         ALIKE,
         f"all {count} residual streams carry the same tensor at the start (they correlate by "
-        f"{last:.6f}): coefficients of reading and mixing receive no gradient before streams differ"
+        f"{last:.6f}): coefficients of reading and mixing get no gradient until streams differ"
         if copies
-        else f"two residual streams of a token correlate by {first:.3f} behind the first block and "
-        f"by {last:.3f} behind the last: mixing leaves of their differences "
-        f"{float(frame['mixing'].iloc[-1]):.2f} of the variance at every block",
-        "nothing, if this start is meant: it is that of one stream"
+        else f"two residual streams of a token correlate by {first:.3f} after the first block and "
+        f"by {last:.3f} after the last, so that they carry little more than one: every block's "
+        f"mixing keeps {float(frame['mixing'].iloc[-1]):.2f} of the variance of their differences",
+        "nothing, if this start is intended: the network starts as one with a single stream"
         if copies
         else "start mixing nearer to the identity (mixing='identity', or a bias on its diagonal)",
     )
 
 
-def _mixers(seen: Seen) -> Found:
-    """Of what is declared: how fast recurrent heads forget, and whether a norm's epsilon is most of
+def _mixers(seen: Seen) -> RuleOutput:
+    """Check by prediction how fast recurrent heads forget, and whether a norm's epsilon is most of
     what it divides by."""
     stack = seen.prediction.trace.stack
     assert stack is not None
@@ -622,7 +621,7 @@ def _mixers(seen: Seen) -> Found:
             worst.size,
             worst.epsilon,
             worst.swallows,
-            "draw the matrices before the norm larger (by their width), or pass a smaller epsilon",
+            "draw the matrices before the norm by their width (larger), or pass a smaller epsilon",
         )
     gone = {layer: one for layer, one in at.items() if one.forgotten > 0.5}
     if gone:
@@ -635,12 +634,12 @@ def _mixers(seen: Seen) -> Found:
             worst.forgotten,
             0.5,
             worst.forgets,
-            "draw the steps' biases for steps of 1e-3 to 1e-1 (dt_bias), or smaller rates (A_log)",
+            "draw step biases (dt_bias) for steps of 1e-3 to 1e-1, or smaller rates (A_log)",
         )
 
 
-def _depth_scale(seen: Seen) -> Found:
-    """Of what is declared: a scale for two sums a layer where there are others."""
+def _depth_scale(seen: Seen) -> RuleOutput:
+    """Note a depth scale made for two residual sums per layer if the stack has others."""
     model = seen.prediction.model
     if model.weights is None or model.encoder is not None:
         return
@@ -658,12 +657,12 @@ def _depth_scale(seen: Seen) -> Found:
     ratios = {v / inward[0] for v in outward if inward} | set(np.ravel(model.branch_scales**2))
     if any(math.isclose(ratio, wanted, rel_tol=1e-2) for ratio in ratios):
         yield (
-            f"what is added is scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a layer, "
-            f"and there are {sums}: the stream grows by half of what that is meant for; 1/N is the "
-            "same scale here"
+            f"block outputs are scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a layer, "
+            f"but there are {sums} sums: the stream grows by half of what the scale intends; the "
+            "right scale here is 1/N"
             if sums == model.layers
-            else f"what is added is scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a "
-            f"layer, and there are {sums}: 1/{sums} is the same scale here"
+            else f"block outputs are scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a "
+            f"layer, but there are {sums} sums: the right scale here is 1/{sums}"
         )
 
 
@@ -671,22 +670,22 @@ def _depth_scale(seen: Seen) -> Found:
 
 
 def is_factory(subject: Any) -> bool:
-    """Whether it is a class, or a function, that makes what is to be checked."""
+    """Whether the subject is a class or function that builds the module."""
     made = hasattr(subject, "forward") or _config(subject) or not callable(subject)
     return isinstance(subject, type) or not made
 
 
 def made_by(subject: Any) -> tuple[Any, Any]:
-    """What a factory makes, and its batch where it gives one; anything else as it is."""
+    """Call a factory; return the module and its batch, or None. Other subjects pass unchanged."""
     if is_factory(subject):
-        seeded = not isinstance(subject, type) and _takes_one(subject)
+        seeded = not isinstance(subject, type) and _takes_seed(subject)
         subject = subject(0) if seeded else subject()
     pair = isinstance(subject, tuple) and len(subject) == 2 and hasattr(subject[0], "forward")
     return subject if pair else (subject, None)
 
 
-def _takes_one(function: Any) -> bool:
-    """Whether a function has to be given one argument: a seed."""
+def _takes_seed(function: Any) -> bool:
+    """Whether a function requires exactly one argument, a seed."""
     with suppress(TypeError, ValueError):
         parameters = inspect.signature(function).parameters.values()
         asked = [
@@ -701,7 +700,7 @@ def _config(subject: Any) -> bool:
 
 
 def declared(subject: Any) -> tuple[Transformer, str] | None:
-    """The declaration that something is, and its name; None where it may be a module."""
+    """Read a subject as a declaration: (model, name), or None if it may be a module."""
     if isinstance(subject, Transformer):
         return subject, "Transformer"
     if isinstance(subject, str) and subject in preset.names():
@@ -723,10 +722,10 @@ def declared(subject: Any) -> tuple[Transformer, str] | None:
 def check_declared(
     model: Transformer, name: str, *, batch: Any = None, scheme: Any = None, loss: Any = None
 ) -> Report:
-    """A declaration by its predictions; DomainError for a batch or a loss, which need a module."""
+    """Check a declaration by its predictions; DomainError for a batch or a loss."""
     for argument, value in (("batch", batch), ("loss", loss)):
         if value is not None:
-            raise domain_error(argument, type(value).__name__, "None without a module to run")
+            raise domain_error(argument, type(value).__name__, "None: there is no module to run")
     meant = None
     if isinstance(scheme, str):
         with without_warnings():
@@ -737,20 +736,20 @@ def check_declared(
     notes = []
     if isinstance(model.embedding, PatchEmbedding):
         inputs = {"variance": 1.0, "correlation": 0.0}
-        notes.append("what enters layer 1 depends on its pictures: variance 1, no correlation")
+        notes.append("the input of layer 1 is assumed to have variance 1 and no token correlation")
     with without_warnings():
         prediction = predict(model, **inputs)
     weights = weights_of(model)
     reading = recognise(weights, model)
     seen = Seen(prediction, None, {}, meant or model)
     findings, said = rules(seen)
-    findings += () if meant is None else _wrong(weights, meant)
+    findings += () if meant is None else _wrong_variances(weights, meant)
     words = reading.title
     if reading.left:
         left = ", ".join(reading.roles_left())
         words = f"{words}, but for {left}" if reading.share >= 0.5 else "of no published scheme"
     if reading.meant is not None:
-        findings = [*_wrong(weights, reading.meant, reading.title), *findings]
+        findings = [*_wrong_variances(weights, reading.meant, reading.title), *findings]
     return Report(
         source=name,
         scheme=words,
@@ -763,8 +762,10 @@ def check_declared(
     )
 
 
-def _wrong(weights: Sequence[Weight], meant: Transformer, slip: str = "") -> Iterator[Finding]:
-    """Matrices that are not of their variance, by name; together where one `slip` explains them."""
+def _wrong_variances(
+    weights: Sequence[Weight], meant: Transformer, slip: str = ""
+) -> Iterator[Finding]:
+    """Findings for matrices of wrong variance, by name; a single one if a `slip` explains them."""
     groups: dict[str, list[tuple[Weight, float]]] = {}
     for w in weights:
         wanted = float(getattr(meant.layer_weights(w.layer), w.name))
@@ -772,7 +773,8 @@ def _wrong(weights: Sequence[Weight], meant: Transformer, slip: str = "") -> Ite
             groups.setdefault(slip or w.name, []).append((w, wanted))
     for group in groups.values():
         weight, wanted = group[0]
-        more = f"{times(weight.variance, wanted):.3g} times the scheme's variance"
+        ratio = times(weight.variance, wanted)
+        more = f"std {weight.variance**0.5:.3g}, {ratio:.3g} times the scheme's variance"
         yield Finding(
             "warning",
             "wrong variance",

@@ -1,7 +1,7 @@
-"""HTML of pages that need no other file, from the templates of this folder: their style by day, by
-night and on paper, tables, and pictures as matplotlib draws them.
+"""Self-contained HTML from the templates of this folder: light, dark and print styles, tables, and
+matplotlib pictures as SVG.
 
-A page is a `fragment`, which a notebook shows as it is, or a `document` around one.
+A page is a `fragment`, for notebooks, or a `document` around one.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _COLOURS = {
     palette.ORANGE: "--fifth",
     palette.SKY: "--sixth",
 }
-"""Of pictures, as variables of page.css that follow the reader's theme."""
+"""Colours of pictures, as variables of page.css that follow the reader's theme."""
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A template; strings are escaped unless they are Markup."""
+    """Fill a template; strings are escaped unless they are Markup."""
     return Markup(TEMPLATES.get_template(template).render(**values))
 
 
 def fragment(body: str) -> str:
-    """HTML with its style, to stand inside another page."""
+    """HTML with its style, for use inside another page."""
     return str(render("fragment.html", body=Markup(body)))
 
 
 def document(title: str, body: str) -> str:
-    """A whole file around HTML; what is folded opens when it is printed."""
+    """A complete HTML file; folded parts open for printing."""
     return str(render("page.html", title=title, body=Markup(body)))
 
 
@@ -67,7 +67,7 @@ def picture(figure: Figure) -> Markup:
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    # Text without a colour of its own is black by default.
+    # Text without a colour attribute is black by default.
     text = re.sub(r"<svg ", '<svg style="fill: var(--ink)" ', text, count=1)
     for colour, name in _COLOURS.items():
         text = text.replace(colour, f"var({name})")

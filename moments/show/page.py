@@ -1,5 +1,5 @@
-"""`moments.report`: everything about one model as a single HTML page that needs nothing else; its
-pictures are SVG inside it and take the reader's light or dark colours."""
+"""`moments.report`: everything about one model as a self-contained HTML page; its pictures are
+inline SVG that follow the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .scheme_table import SchemeComparison, compare_schemes
 from .verdict import growth
 
 SHOWN_LAYERS = 400
-"""Rows of a table by layer; of deeper models every so many."""
+"""Most rows of a table by layer; deeper models show every k-th layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What is known of one model at initialisation, as a page: its prediction, what the published
-    schemes would make of it (None: not asked for), and the laws at work in its first layer (None
-    where `moments.explain` does not follow the theory)."""
+    """Page about one model at initialisation: its prediction, the published schemes applied to it
+    (None: not requested), and the laws of its first layer (None if `moments.explain` refuses the
+    model)."""
 
     name: str
     prediction: Prediction
@@ -52,7 +52,7 @@ class Report:
         return document(f"{self.name} at initialisation", body)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page, whole or not at all; DomainError where its name does not end in .html."""
+        """Write the page completely or not at all; DomainError if `path` is not .html."""
         check_html(path)
         with replacing(path) as partial, open(partial, "w", encoding="utf-8") as file:
             file.write(self.to_html())
@@ -67,7 +67,7 @@ class Report:
 
 
 def check_html(path: str | os.PathLike[str]) -> None:
-    """Raise a DomainError for a file name that no browser takes for a page."""
+    """Raise a DomainError for a file name that does not end in .html or .htm."""
     if not os.fspath(path).lower().endswith((".html", ".htm")):
         raise domain_error("the page", os.fspath(path), "a file name that ends in .html")
 
@@ -80,17 +80,17 @@ def report(
     step: Callable[[str], None] | None = None,
     **inputs: Any,
 ) -> Report:
-    """Everything about one model: what it is, growth, gradients, loss, schemes, laws, citations.
+    """One model as a page: declaration, growth, gradients, loss, schemes, laws, citations.
 
     Args:
         model: the declaration.
-        name: for titles; None: the model's own, if it has one.
-        schemes: whether to apply every published scheme to it too, or the names of some.
-        step: is called with the name of every scheme before it is predicted.
-        inputs: what `predict` takes, for one configuration.
+        name: for titles; None: the model's own name, if it has one.
+        schemes: whether to compare all published schemes, or the names of some.
+        step: called with the name of every scheme before it is predicted.
+        inputs: keyword arguments of `predict`, for one configuration.
 
     Raises:
-        DomainError: as `predict`, or several configurations at once.
+        DomainError: as in `predict`, or for several configurations at once.
     """
     if not isinstance(model, Transformer):
         raise domain_error("model", type(model).__name__, "a moments.Transformer")
@@ -98,7 +98,7 @@ def report(
     for one in names:
         scheme_of(one)  # before anything is predicted
     plain = {key: value for key, value in inputs.items() if key != "progress"}
-    with without_warnings():  # they stand on the page
+    with without_warnings():  # the page shows them
         prediction = predict(model, **inputs)
         if prediction.variance.ndim > 1:
             raise DomainError("report takes one configuration: pass numbers, not arrays")
@@ -117,7 +117,7 @@ def report(
 
 
 def _values(report: Report) -> dict[str, Any]:
-    """What templates/report.html says."""
+    """Values for templates/report.html."""
     from .. import __version__
 
     prediction, model = report.prediction, report.prediction.model
@@ -130,7 +130,7 @@ def _values(report: Report) -> dict[str, Any]:
         "verdict": words[:1].upper() + words[1:],
         "warnings": prediction.warnings,
         "declared": rows(model),
-        "gradients_of": _of_what(prediction),
+        "gradients_of": _gradient_reference(prediction),
         "stream_picture": picture(plot_stream(prediction)),
         "stream": _stream_table(prediction),
         "weights": _weights(prediction),
@@ -143,7 +143,7 @@ def _values(report: Report) -> dict[str, Any]:
     }
 
 
-def _of_what(prediction: Prediction) -> str:
+def _gradient_reference(prediction: Prediction) -> str:
     if prediction.loss is None:
         return (
             "relative to a variance of "
@@ -153,7 +153,7 @@ def _of_what(prediction: Prediction) -> str:
 
 
 def _by_layer(columns: Mapping[str, np.ndarray], first: int) -> dict[str, Any]:
-    """A row for every layer, of deeper models for every so many."""
+    """Table with a row per layer, or per k-th layer of deep models."""
     count = len(next(iter(columns.values())))
     kept = sorted({*range(0, count, -(-count // SHOWN_LAYERS)), count - 1})
     cells = [
@@ -172,7 +172,7 @@ def _stream_table(prediction: Prediction) -> dict[str, Any]:
 
 
 def _weights(prediction: Prediction) -> dict[str, Any] | None:
-    """Squared gradient norms of the weights; None where the theory states none."""
+    """Squared gradient norms of the weights; None if the theory does not give them."""
     frame = prediction.weight_gradients()
     inner = frame[(frame.layer > 0) & (frame.layer <= prediction.model.layers)]
     if inner.empty:
@@ -200,7 +200,7 @@ def _spaced(name: str) -> str:
 
 
 def _positions(prediction: Prediction) -> str:
-    """Profiles by position, where positions count."""
+    """Picture of profiles over positions; "" if tokens are exchangeable."""
     signal, gradient = prediction.token_variance, prediction.token_grad_variance
     if signal is None or gradient is None or signal.shape[-1] < 3:
         return ""
@@ -227,7 +227,7 @@ def _loss(prediction: Prediction) -> str:
     return (
         f"Loss {float(prediction.loss):.4g} ± {float(prediction.loss_stderr):.2g} (one draw of the "
         f"weights); mean square of the logits {shown(float(prediction.logit_variance or 0.0))}. "
-        f"Guessing evenly among {count} {what} costs {np.log(count):.4g}."
+        f"Guessing uniformly among {count} {what} has a loss of {np.log(count):.4g}."
     )
 
 
@@ -240,7 +240,7 @@ def _schemes(report: Report) -> dict[str, Any] | None:
     )
     sets = {scheme.name: ", ".join(scheme.sets) for scheme in every_scheme()}
     heads = ["scheme", "norm", "variance, last over first", "gradient, first over last"]
-    heads += ["last token correlation", "sensitivity", "what it sets"]
+    heads += ["last token correlation", "sensitivity", "fields it sets"]
     cells = []
     for r in every.to_frame().to_dict("records"):
         numbers = [shown(float(r[column])) for column in SCHEME_COLUMNS[2:]]

@@ -1,6 +1,6 @@
-"""The colours of every picture: those of Okabe and Ito (2008, "Color Universal Design"), which
-people with any of the common colour vision deficiencies tell apart, without yellow, of which a thin
-line cannot be seen on white. Lines that share a panel differ in their dashes too, for a grey print.
+"""Colours of all pictures: those of Okabe and Ito (2008, "Color Universal Design"), which people
+with any common colour vision deficiency can tell apart, without yellow, which is invisible as a
+thin line on white. Lines of one panel also differ in their dashes, for grey prints.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ PURPLE, ORANGE, SKY, BLACK = "#cc79a7", "#e69f00", "#56b4e9", "#222222"
 
 SIGNAL, GRADIENT, MEASURED, FOUND = BLUE, VERMILION, BLACK, GREEN
 OUTSIDE = PURPLE
-"""Rings around points out of their band."""
+"""Rings around points outside their band."""
 
 GREY, PALE, SOFT = "#767676", "#d9d9d9", "#444444"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)

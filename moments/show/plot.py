@@ -1,4 +1,4 @@
-"""Pictures: a prediction along the depth, and a measurement over it."""
+"""Pictures of a prediction along the depth, alone or with a measurement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .findings import Report
 
 SEEN = 2e-3
-"""Deviation of a draw's logarithm, below which a band would be hidden by its line."""
+"""Standard deviation of the log of one draw, below which a band is hidden by its line."""
 
 ENDINGS = (".png", ".svg", ".pdf")
 
@@ -52,21 +52,21 @@ TITLES = {
 }
 
 styled = style.context(Path(__file__).with_name("moments.mplstyle"))
-"""Decorates what draws: matplotlib reads its style where axes and texts are made."""
+"""Decorator for drawing functions: matplotlib reads the style when axes and texts are created."""
 
 
 class Picture(Figure):
-    """A figure in the manner of all, which a notebook shows without any plotting backend."""
+    """A figure that a notebook shows without a plotting backend."""
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), layout="constrained")
 
     def head(self, title: str) -> None:
-        """A title over all of it."""
+        """Set the title of the figure."""
         self.suptitle(title, x=0.01, ha="left")
 
     def below(self, words: str) -> None:
-        """What it says, in words under it."""
+        """Put a caption below the figure."""
         self.supxlabel(words, x=0.01, ha="left", color=SOFT)
 
     def _repr_png_(self) -> bytes:
@@ -76,15 +76,14 @@ class Picture(Figure):
 
 
 def save(figure: Figure, path: str | os.PathLike[str], dpi: float = 110) -> None:
-    """Write a picture, whole or not at all; the file's ending gives the format."""
+    """Write a picture completely or not at all; the file name's ending gives the format."""
     ending = check_ending(path)
     with replacing(path) as partial:
         figure.savefig(partial, dpi=dpi, format=ending[1:])
 
 
 def check_ending(path: str | os.PathLike[str]) -> str:
-    """The ending of a picture's file in small letters; DomainError where no picture is written as
-    that."""
+    """The lower-case ending of a picture's file name; DomainError for an unknown format."""
     ending = Path(path).suffix.lower()
     if ending not in ENDINGS:
         allowed = f"a file name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
@@ -96,8 +95,8 @@ def check_ending(path: str | os.PathLike[str]) -> str:
 
 
 def limits(parts: Iterable[np.ndarray], bounded: bool) -> tuple[float, float, bool]:
-    """Ends of an axis for what is drawn on it, and whether it is logarithmic: where values span a
-    factor of five. `bounded`: correlations or shares, drawn from 0."""
+    """Limits of an axis for given values, and whether it is logarithmic (values span a factor of
+    five). `bounded`: correlations or shares, drawn from 0."""
     values = np.concatenate([np.ravel(part) for part in parts])
     values = values[np.isfinite(values)]
     low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
@@ -106,7 +105,7 @@ def limits(parts: Iterable[np.ndarray], bounded: bool) -> tuple[float, float, bo
     if bounded:
         return min(0.0, 1.1 * low), max(1.02 * high, min(1.02, max(1.25 * high, 0.1))), False
     positive = values[values > 0]
-    if low >= 0 and positive.size > 0.9 * values.size:  # a zero among many lies on the floor
+    if low >= 0 and positive.size > 0.9 * values.size:  # few zeros are drawn at the bottom
         low = float(positive.min())
     if low > 0 and high > 5 * low:
         margin = 0.04 * math.log(high / low)
@@ -115,7 +114,7 @@ def limits(parts: Iterable[np.ndarray], bounded: bool) -> tuple[float, float, bo
 
 
 def ticks(low: float, high: float, log: bool) -> list[float]:
-    """Round numbers between two ends, some five of them."""
+    """About five round numbers between two limits."""
     if not log:
         result = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
     else:
@@ -129,7 +128,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def shown(value: float) -> str:
-    """A number in few signs; powers of ten as such, and nothing for none."""
+    """A number in few characters, with powers of ten; "" for nan."""
     if math.isnan(value):
         return ""
     if value and not 1e-3 <= abs(value) < 1e5:
@@ -141,7 +140,7 @@ def shown(value: float) -> str:
 
 
 def round_ticks(axis: Any, low: float, high: float) -> None:
-    """Round numbers between two ends of a logarithmic axis or colour bar, all written alike."""
+    """Set round ticks on a logarithmic axis or colour bar, in one format."""
     result = ticks(low, high, True)
     axis.set_ticks(result, labels=[shown(tick) for tick in result])
     axis.set_ticks([], minor=True)
@@ -154,7 +153,7 @@ def along_layers(ax: Axes, label: str = "layer") -> None:
 
 
 def scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
-    """The axis of a quantity, from what is drawn on it."""
+    """Set the y axis of a quantity for the curves drawn on it."""
     low, high, log = limits(curves, quantity.endswith("correlation"))
     if log:
         ax.set_yscale("log")
@@ -168,7 +167,7 @@ def scale(ax: Axes, quantity: str, *curves: np.ndarray) -> None:
 
 
 def titled(model: Transformer, name: str | None, words: str) -> str:
-    """A title, behind the model's name where it has one."""
+    """A title, after the model's name if it has one."""
     name = name or model.name
     return f"{name}: {words}" if name else words
 
@@ -184,7 +183,7 @@ def _color(quantity: str) -> str:
 
 
 def _panels(title: str = "") -> tuple[Picture, dict[str, Axes]]:
-    """A panel for each quantity of the stream, named by it."""
+    """A figure with one panel per quantity of the stream."""
     figure = Picture(9.5, 6.2)
     grid = figure.subplots(2, 2, sharex=True)
     axes = dict(zip(QUANTITIES, grid.ravel(), strict=True))
@@ -205,8 +204,8 @@ def _shade(ax: Axes, quantity: str, band: Expected, label: str) -> None:
 
 @styled
 def plot_stream(prediction: Prediction, behind: Prediction | None = None) -> Picture:
-    """Variance, correlation and their gradients along the depth, each with where one draw of the
-    weights falls; `behind`, another prediction of any depth, in grey below it."""
+    """Variance, correlation and those of the gradient along the depth, with the 95 % bands of one
+    draw; `behind`, another prediction of any depth, is drawn in grey."""
     figure, axes = _panels()
     layers = np.arange(prediction.model.layers + 1)
     bands = one_draw(prediction)
@@ -233,7 +232,7 @@ def plot_stream(prediction: Prediction, behind: Prediction | None = None) -> Pic
 
 @styled
 def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
-    """`plot_stream` with the model's `name` over it and what the depth does to it below."""
+    """`plot_stream` with the model's `name` as title and the growth as caption."""
     figure = plot_stream(prediction)
     figure.head(_describe(prediction, name))
     figure.below(growth(prediction))
@@ -244,7 +243,7 @@ def plot_prediction(prediction: Prediction, name: str | None = None) -> Figure:
 def plot_curves(
     panels: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], x: str
 ) -> Figure:
-    """Panels next to each other by their titles, in each the lines (x, y) by their labels."""
+    """Panels side by side; `panels` maps titles to lines, which map labels to (x, y)."""
     figure = Picture(9.5, 3.4)
     grid = figure.subplots(1, len(panels), squeeze=False)
     for ax, (title, curves) in zip(grid[0], panels.items(), strict=True):
@@ -263,10 +262,10 @@ def plot_curves(
 def plot_comparison(
     comparison: Comparison, name: str | None = None, result: Prediction | None = None
 ) -> Picture:
-    """Prediction as lines, measurement as points with bars of two standard errors, out of their
-    band as rings, the verdict below; `result`, another prediction, is drawn next to it.
+    """Prediction as lines, measurement as points ± two standard errors, with rings around points
+    outside their band, and the verdict as caption; `result` is another prediction to draw.
 
-    Bands are where 95 % of measurements of as many draws are expected, the tolerance included.
+    Bands contain 95 % of measurements of as many draws, including the tolerance.
     """
     prediction, measurement = comparison.prediction, comparison.measurement
     figure, axes = _panels(_describe(prediction, name) + _losses(comparison))
@@ -299,7 +298,7 @@ def plot_comparison(
             label="measured ± 2 s.e.",
         )
         if np.any(outside):
-            (rings,) = ax.plot(layers[outside], points[outside], "o", label="out of its band")
+            (rings,) = ax.plot(layers[outside], points[outside], "o", label="outside its band")
             rings.set(markersize=10, markerfacecolor="none", markeredgecolor=OUTSIDE)
         scale(ax, quantity, *drawn)
     _legend_beside(figure)
@@ -307,7 +306,7 @@ def plot_comparison(
 
 
 def _legend_beside(figure: Figure) -> None:
-    """Every label of any panel once, to their right: points may lie anywhere inside."""
+    """One legend for all panels, to their right, where it hides no points."""
     result: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -318,7 +317,7 @@ def _legend_beside(figure: Figure) -> None:
 
 @styled
 def plot_report(report: Report, name: str | None = None) -> Figure:
-    """The comparison, the prediction for the module as it was read, verdict and causes below."""
+    """The comparison with the prediction for the actual module; verdict and causes as caption."""
     assert report.comparison is not None
     likely = [finding for finding in report.findings if finding.explains >= SHARE]
     figure = plot_comparison(report.comparison, name, report.prediction if likely else None)
@@ -332,7 +331,7 @@ def plot_report(report: Report, name: str | None = None) -> Figure:
 
 @styled
 def plot_plan(plan: Plan, name: str | None = None) -> Figure:
-    """Weight variances and scales layer by layer, and the prediction of the model they make."""
+    """Weight variances and scales layer by layer, and the prediction of the resulting model."""
     model = plan.model
     figure = Picture(9.5, 6.2)
     axes = figure.subplots(2, 2, sharex=True).ravel()
@@ -364,7 +363,7 @@ def plot_plan(plan: Plan, name: str | None = None) -> Figure:
 
 
 def _steps(ax: Axes, layers: np.ndarray, curves: dict[str, np.ndarray]) -> None:
-    """Numbers of every layer, later lines thinner and dashed so that those below are seen."""
+    """Draw numbers of every layer; later lines are thinner and dashed to show those below."""
     for index, (label, values) in enumerate(curves.items()):
         (line,) = ax.plot(layers, values, drawstyle="steps-mid", label=label)
         line.set(color=SERIES[index % len(SERIES)], linestyle=DASHES[index % len(DASHES)])

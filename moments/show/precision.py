@@ -1,15 +1,15 @@
-"""What formats of floating-point numbers lose of a Gaussian: entries too small, entries too large.
+"""Share of Gaussian entries that are too small or too large for floating-point formats.
 
 A format with p stored bits of mantissa, smallest normal number 2^e and largest finite number M
-rounds to nearest, ties to even. Its subnormal numbers are multiples of u = 2^(e - p), so that of
+rounds to nearest, ties to even. Its subnormal numbers are multiples of u = 2^(e - p), so that for
 x ~ N(0, s^2)
 
     P(x becomes 0)         = P(|x| <= u/2)             = erf(u / (2 s sqrt 2)),
     P(x becomes subnormal) = P(u/2 < |x| < 2^e - u/2)  = erf((2^e - u/2) / (s sqrt 2)) - the above,
     P(x overflows)         = P(|x| > M + h)            = erfc((M + h) / (s sqrt 2)),
 
-h half the distance from M to the number that would follow it. Derived here; a test holds them
-against casts.
+with h half the distance from M to the next number of an unbounded format. Derived here; a test
+compares them with casts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ class Format(Elements):
 
     @property
     def limit(self) -> float:
-        """M + h, beyond which rounding leaves the finite numbers."""
+        """M + h, beyond which numbers round to infinity."""
         return self.largest + 2.0 ** (math.floor(math.log2(self.largest)) - self.mantissa - 1)
 
     def shares(self, variance: np.ndarray | float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of Gaussian entries of these variances: the shares that become 0, that become subnormal,
-        and that overflow."""
+        """Shares of Gaussian entries of a variance that become 0, become subnormal, overflow."""
         from scipy.special import erf, erfc
 
         root = np.sqrt(2 * np.asarray(variance, dtype=float))
@@ -66,7 +65,7 @@ FORMATS = (
 
 
 def precision(prediction: Prediction) -> pd.DataFrame:
-    """What every format loses at every point of a network, forward and backward.
+    """Predict what every format loses at every point of a network, forward and backward.
 
     Entries count as Gaussian of the predicted variance, unscaled. Columns: layer, site, way
     ("forward" or "gradient"), format, variance, zero, subnormal, overflow (shares of entries).

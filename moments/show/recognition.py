@@ -1,9 +1,10 @@
-"""Which initialisation weights are of: published rules, frameworks' own and slips, in one table.
+"""Recognise the initialisation of weights: one table of published rules, framework defaults and
+known mistakes ("slips").
 
-A rule gives every matrix a variance, and explains those whose mean square lies within its sampling
-error of that; a network's weights seem to be of the rule that explains most. A variance that a rule
-leaves free is taken from the matrix that suits it best, then anew from all that it explains. The
-same rows are the likely causes of single roles that are not as planned.
+A rule gives every matrix a variance. It explains a matrix whose mean square is within sampling
+error of that variance, and the rule that explains most matrices is recognised. If a rule has one
+free variance, it is first taken from the matrix that fits best, then estimated from all matrices
+that the rule explains. The same rows are the candidate causes for a single role that is wrong.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from ..scheme.shared import blocks, xavier
 from .expected import TRUNCATION, tail_probability, truncated_variance
 
 FIT = 1e-4
-"""Probability of a mean square this far from its variance, below which it is not explained."""
+"""Probability of a mean square this far off, below which a rule does not explain the matrix."""
 
 ROUND = 4.0
-"""Standard errors within which an estimated deviation is taken for the round number next to it."""
+"""Standard errors within which an estimated std is replaced by the nearest round number."""
 
 SLOW = ("dslm", "admin")
-"""Schemes that solve for their constants, tried where no other explains all."""
+"""Schemes that solve for their constants; tried only if the others explain less than half."""
 
 Owner = tuple[int, str]
 """Layer and matrix."""
@@ -36,8 +37,8 @@ Owner = tuple[int, str]
 
 @dataclass(frozen=True)
 class Weight:
-    """The entries of one matrix of one layer (from 1): their mean square, its relative standard
-    error as an estimate, their count, and the features summed over and made."""
+    """Statistics of one matrix of one layer (from 1): mean square of its entries (`variance`), the
+    relative standard error of that (`spread`), number of entries, fan_in and fan_out."""
 
     layer: int
     name: str
@@ -48,7 +49,7 @@ class Weight:
     fan_out: int
 
     def is_of(self, variance: float) -> bool:
-        """Whether the entries may be of this variance."""
+        """Whether the entries are consistent with this variance."""
         if variance == 0 or self.variance == 0:
             return variance == self.variance
         return tail_probability(self.variance / variance, self.spread) >= FIT
@@ -59,11 +60,11 @@ class WeightRule:
     """One rule for the weights.
 
     Attributes:
-        title, model: what it is, and the network that follows it.
-        meant: where the rule is a known slip, the network without it; else None.
+        title, model: the rule in words, and the network that follows it.
+        meant: if the rule is a known slip, the network without it; else None.
         published: whether it is a scheme of `moments.schemes`.
-        by_depth: whether outward matrices are divided by a number that grows with depth.
-        by_fans: whether it is one by features that somebody chose, as muP's is, no framework's own.
+        by_depth: whether output matrices are divided by a number that grows with depth.
+        by_fans: whether it is a rule by fan_in and fan_out other than a framework's default.
         explained, left: matrices that it explains, and the others.
     """
 
@@ -78,11 +79,11 @@ class WeightRule:
 
     @property
     def share(self) -> float:
-        """Of all matrices, how many it explains."""
+        """Fraction of the matrices that it explains."""
         return len(self.explained) / max(1, len(self.explained) + len(self.left))
 
     def moved(self) -> tuple[str, ...]:
-        """Matrices to which the slip gives another variance than what it stands for."""
+        """Matrices whose variance differs between the slip and the rule that was intended."""
         meant, layers = self.meant, range(1, self.model.layers + 1)
         if meant is None:
             return ()
@@ -91,13 +92,13 @@ class WeightRule:
         return tuple(n for n in there if any(getattr(a, n) != getattr(b, n) for a, b in pairs))
 
     def roles_left(self) -> tuple[str, ...]:
-        """Matrices of which it leaves at least one layer over, in the order of the network."""
+        """Roles with at least one layer that it does not explain, in the order of the network."""
         left = {name for _, name in self.left}
         return tuple(name for name in MATRICES if name in left)
 
 
 def weights_of(model: Transformer) -> list[Weight]:
-    """A declaration's own matrices, which have no sampling error but that of rounding."""
+    """The matrices of a declaration, whose only error is rounding."""
     return [
         Weight(n, name, float(getattr(model.layer_weights(n), name)), 1e-6, 10**12, *fans)
         for n in range(1, model.layers + 1)
@@ -112,19 +113,18 @@ def recognise(
     promised: Transformer | None = None,
     by: str = "config",
 ) -> WeightRule:
-    """The reading that explains most matrices; of several the first, what the network itself
-    promises (`by` its config or its code) foremost. Known slips come last, and win where they
-    explain more."""
+    """Return the rule that explains most matrices, of several the first. The order is: what the
+    network promises (`by` its config or code), published rules, known slips."""
     best: WeightRule | None = None
     for reading in _readings(weights, model, promised, by):
-        read = _compared(reading, weights)
+        read = _matched(reading, weights)
         best = read if best is None or len(read.explained) > len(best.explained) else best
         if not best.left:
             return best
     assert best is not None
     if best.share < 0.5:
         for reading in _published(without_biases(model), SLOW):
-            read = _compared(reading, weights)
+            read = _matched(reading, weights)
             best = read if len(read.explained) > len(best.explained) else best
     return best
 
@@ -136,12 +136,12 @@ def _readings(
     if promised is not None:
         words = f"the initialisation that its {by} promises ({in_words(promised)})"
         yield WeightRule(words, promised)
-    yield from _ruled(weights, model, base, slips=False)
+    yield from _rule_networks(weights, model, base, slips=False)
     yield from _published(base, [s.name for s in schemes() if s.name not in SLOW])
-    yield from _ruled(weights, model, base, slips=True)
+    yield from _rule_networks(weights, model, base, slips=True)
 
 
-def _ruled(
+def _rule_networks(
     weights: Sequence[Weight], model: Transformer, base: Transformer, *, slips: bool
 ) -> Iterator[WeightRule]:
     """Networks that follow the table's rows."""
@@ -150,30 +150,30 @@ def _ruled(
         alone = base.layers == 1 and rule.by_depth
         if rule.use not in ("network", "whole", "both") or slips != bool(rule.meant) or alone:
             continue
-        # Left as torch draws it, a Linear keeps torch's bias too.
+        # A Linear with torch's default weights has torch's default bias too.
         own = rule.words.startswith("torch's")
         start, free = model if own else base, 1.0
         if rule.use == "network":
             places = (Place(w.layer, w.name, w.fan_in, w.fan_out, base) for w in weights)
             shares = [rule.variance(place) for place in places]
-            free = _base(weights, [share for share in shares if share])
+            free = _free_variance(weights, [share for share in shares if share])
             if free <= 0:
                 continue
         try:
-            drawn = _drawn(rule, start, fans, free)
-        except DomainError:  # layers that share their weights have none of their own
+            drawn = _network_of(rule, start, fans, free)
+        except DomainError:  # layers that share their weights cannot have one variance each
             continue
         title = rule.words.format(std=f"{math.sqrt(free):.3g}", blocks=blocks(base))
-        meant = None if rule.meant is None else _drawn(rule.meant, start, fans, free)
+        meant = None if rule.meant is None else _network_of(rule.meant, start, fans, free)
         chosen = rule.use in ("whole", "both") and not own
         yield WeightRule(title, drawn, meant, by_depth=rule.by_depth, by_fans=chosen)
 
 
-def _drawn(
+def _network_of(
     rule: Rule, base: Transformer, fans: Mapping[str, tuple[int, int]], free: float
 ) -> Transformer:
-    """A network by a rule: what it says nothing of as the rule that it stands for."""
-    drawn = base if rule.meant is None else _drawn(rule.meant, base, fans, free)
+    """The network that follows a rule; where a slip says nothing, the intended rule applies."""
+    drawn = base if rule.meant is None else _network_of(rule.meant, base, fans, free)
     weights = drawn.weights
     assert weights is not None
     known = [n for n in MATRICES if n in fans or rule.use == "network"]
@@ -197,7 +197,7 @@ def without_biases(model: Transformer) -> Transformer:
     return model.replace(biases=biases)
 
 
-def _compared(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
+def _matched(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
     explained: set[Owner] = set()
     left: set[Owner] = set()
     for weight in weights:
@@ -206,9 +206,9 @@ def _compared(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
     return dataclasses.replace(reading, explained=frozenset(explained), left=frozenset(left))
 
 
-def _base(weights: Sequence[Weight], shares: Sequence[float]) -> float:
-    """The free variance under which a rule, which gives every matrix a share of it, explains most
-    of them; 0 where it explains none."""
+def _free_variance(weights: Sequence[Weight], shares: Sequence[float]) -> float:
+    """The free variance with which a rule explains most matrices; 0 if it explains none. The rule
+    gives every matrix a share of this variance."""
     groups: dict[str, list[tuple[Weight, float]]] = {}
     pairs = list(zip(weights, shares, strict=False)) if len(shares) == len(weights) else []
     for weight, share in pairs:
@@ -216,7 +216,7 @@ def _base(weights: Sequence[Weight], shares: Sequence[float]) -> float:
     best: list[tuple[Weight, float]] = []
     for group in groups.values():
         middle = sorted(group, key=lambda pair: pair[0].variance / pair[1])
-        # The layer in the middle as well as all of them, since one that is off moves their mean.
+        # Try the median layer as well as the mean, which one wrong layer would move.
         for pool in (group, middle[len(middle) // 2 :][:1]):
             start = _pooled(pool)
             if start > 0:
@@ -226,8 +226,8 @@ def _base(weights: Sequence[Weight], shares: Sequence[float]) -> float:
 
 
 def _pooled(group: Sequence[tuple[Weight, float]]) -> float:
-    """The variance of which these have shares; that of a round deviation where it is one within its
-    error."""
+    """Estimate the free variance from matrices and their shares of it; a std within its error of a
+    round number is replaced by that."""
     count = sum(w.count for w, _ in group)
     variance = sum(w.count * w.variance / share for w, share in group) / count
     spread = math.sqrt(sum((w.count * w.spread) ** 2 for w, _ in group)) / count
@@ -251,14 +251,14 @@ CUT = truncated_variance(TRUNCATION)
 
 
 class Place(NamedTuple):
-    """One matrix or table of one layer, as rules see it.
+    """One matrix or table of one layer, the argument of a rule.
 
     Attributes:
-        layer, name, fan_in, fan_out: which, and its features; 0 of what is no matrix.
-        plan: its stack as it is meant to be, or its architecture alone.
-        expected: the variance that it is meant to have, or a network's free one.
-        drawn: the stack as its framework draws it.
-        uniform: whether its entries look uniform.
+        layer, name, fan_in, fan_out: the matrix and its sizes; fans are 0 for other tensors.
+        plan: the intended stack, or only its architecture.
+        expected: the intended variance, or the free variance of a network.
+        drawn: the stack as its framework initialises it.
+        uniform: whether the entries look uniformly distributed.
     """
 
     layer: int
@@ -271,20 +271,20 @@ class Place(NamedTuple):
     uniform: bool = False
 
     def of(self, model: Transformer | None, name: str = "", shift: int = 0) -> float | None:
-        """What a model gives a matrix of this layer, or of one `shift` layers on."""
+        """Variance of a matrix in another model, in this layer or `shift` layers later."""
         layer, there = self.layer + shift, self.name in MATRICES
         if model is None or not there or not 1 <= layer <= model.layers:
             return None
         return float(getattr(model.layer_weights(layer), name or self.name))
 
     def xavier(self, per_head: bool) -> float | None:
-        """Glorot's rule for queries, keys and values."""
+        """Variance of Glorot's rule for queries, keys and values; None for others."""
         wanted = self.name in INWARD
         return float(getattr(xavier(self.plan, per_head), self.name)) if wanted else None
 
     @property
     def fused(self) -> int:
-        """Features that queries, keys and values make together."""
+        """Number of outputs of query, key and value together."""
         shapes = self.plan.shapes_of(self.layer)
         return sum(shapes[name][1] for name in INWARD if name in shapes)
 
@@ -293,15 +293,15 @@ Variance = Callable[[Place], float | None]
 
 
 class Rule(NamedTuple):
-    """One row: what it is in words, with {std}, {blocks} of residual blocks and {n} layers, and the
-    variance that it gives; None where it says nothing.
+    """One row of the table: its words (with {std}, {blocks} residual blocks, {n} layers) and the
+    variance that it gives a `Place`, None if it gives none.
 
     Attributes:
-        use: of which weights it is asked: a "network"'s, up to a free variance, or a "whole" one's,
-            by fans; a single "role"'s beside its plan; "both", by fans; or the "logits", as a
-            factor of q k.
-        meant: of a slip, what it stands for.
-        everywhere: of a role's slip, whether it is one of all layers, not of those off alone.
+        use: where the rule applies: "network", all matrices up to a free variance; "whole", all
+            matrices by their fans; "role", a single role compared with its plan; "both", whole and
+            role; "logits", as a factor on the query-key products.
+        meant: for a slip, the rule that was intended.
+        everywhere: for the slip of a role, whether all layers must show it, not only wrong ones.
         by_depth: whether some matrices are divided by a number that grows with depth.
     """
 
@@ -318,14 +318,14 @@ def _times(factor: Callable[[Place], float]) -> Variance:
 
 
 def _by_fans(rule: Callable[[int, int], float], *names: str) -> Variance:
-    """Of every matrix, or of some."""
+    """A rule of fan_in and fan_out, for all matrices or those named."""
     return lambda p: (
         rule(p.fan_in, p.fan_out) if p.fan_in and p.name in (names or MATRICES) else None
     )
 
 
 def _over_layers(power: int) -> Variance:
-    """Times (N / l)^power."""
+    """The expected variance times (N / l)^power in layer l."""
     return lambda p: p.expected * (p.plan.layers / p.layer) ** power if p.layer > 0 else None
 
 
@@ -334,7 +334,7 @@ def _blocks(p: Place) -> float:
 
 
 def joined(names: Sequence[str]) -> str:
-    """Words as a list in a sentence."""
+    """Join words as in a sentence: "a, b and c"."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -344,7 +344,7 @@ def _free(
     divisor: Callable[[Place], float] = _blocks,
     meant: Rule | None = None,
 ) -> Rule:
-    """A network's: one variance, that of some matrices divided."""
+    """Rule for a network: one free variance, divided by `divisor` for the matrices named."""
 
     def variance(p: Place) -> float:
         return p.expected / (divisor(p) if p.name.removeprefix("cross_") in names else 1.0)
@@ -353,7 +353,7 @@ def _free(
 
 
 def _neox(p: Place) -> float:
-    """Small init over Wang's 2/(N sqrt(d_model)), squared."""
+    """Ratio of variances: small init over Wang's std 2/(N sqrt(d_model))."""
     return (2 / (5 * p.plan.d_model)) / (2 / (_blocks(p) / 2 * math.sqrt(p.plan.d_model))) ** 2
 
 
@@ -385,7 +385,7 @@ _OF_THREE = _free(
 
 
 def _divided(rule: Rule, words: str, divisor: Callable[[Place], float]) -> Rule:
-    """A network's by fans, what blocks add divided."""
+    """A rule by fans, with the output matrices of blocks divided."""
 
     def variance(p: Place) -> float | None:
         drawn = rule.variance(p)
@@ -395,11 +395,11 @@ def _divided(rule: Rule, words: str, divisor: Callable[[Place], float]) -> Rule:
 
 
 def _slip(words: str, *names: str, divisor: Callable[[Place], float] = _blocks) -> Rule:
-    """Of GPT-2's scaled init."""
+    """A slip of GPT-2's scaled init."""
     return _free(f"{_GPT} (std {{std}}), {words}", names, divisor, _SCALED)
 
 
-def _instead(wrong: tuple[str, ...], right: tuple[str, ...], *rest: str) -> Rule:
+def _misplaced_scale(wrong: tuple[str, ...], right: tuple[str, ...], *rest: str) -> Rule:
     words = "the depth scale 1/sqrt({blocks}) of GPT-2's init (std {std}) sits on "
     words += f"{joined(wrong)} instead of {joined(right)}"
     return _free(words, (*wrong, *rest), meant=_SCALED)
@@ -454,11 +454,11 @@ RULES = (
     ),
     Rule("it is the framework's own initialisation, unscaled", lambda p: p.of(p.drawn)),
     Rule(
-        "it is that of layer l + 1: layers are counted from another number",
+        "it is that of layer l + 1: the code counts layers from another number",
         lambda p: p.of(p.plan, shift=1),
     ),
     Rule(
-        "it is that of layer l - 1: layers are counted from another number",
+        "it is that of layer l - 1: the code counts layers from another number",
         lambda p: p.of(p.plan, shift=-1),
     ),
     Rule("a normal cut at two deviations without correcting its variance", _times(lambda p: CUT)),
@@ -492,12 +492,12 @@ RULES = (
         _divided(rule, "output and ffn_out over sqrt(N)", lambda p: float(p.plan.layers))
         for rule in _OF_FANS
     ),
-    _instead(INWARD, ("output",), "ffn_out"),
-    _instead(("ffn_in",), ("ffn_out",), "output"),
-    _instead((*INWARD, "ffn_in"), OUTWARD),
-    _instead((*INWARD, "output"), OUTWARD),
-    _instead(("value",), ("output",), "ffn_out"),
-    _instead(("ffn_in", "ffn_out"), OUTWARD),
+    _misplaced_scale(INWARD, ("output",), "ffn_out"),
+    _misplaced_scale(("ffn_in",), ("ffn_out",), "output"),
+    _misplaced_scale((*INWARD, "ffn_in"), OUTWARD),
+    _misplaced_scale((*INWARD, "output"), OUTWARD),
+    _misplaced_scale(("value",), ("output",), "ffn_out"),
+    _misplaced_scale(("ffn_in", "ffn_out"), OUTWARD),
     _slip("but on output alone: ffn_out lacks it", "output"),
     _slip("but on ffn_out alone: output lacks it", "ffn_out"),
     _slip(
@@ -550,11 +550,11 @@ RULES = (
         "logits",
     ),
 )
-"""Every rule and slip; of several that fit alike the first, specific slips before others."""
+"""Every rule and slip; if several fit equally, the first is taken, so specific ones come first."""
 
 
 def causes(of: str) -> Iterator[Rule]:
-    """Rows that a "role", or the "logits", may suffer from, as sentences."""
+    """Candidate causes for a wrong "role" or wrong "logits", as sentences."""
     for rule in RULES:
         if rule.use == "both" and of == "role":
             yield rule._replace(words=f"it is {rule.words}")
@@ -566,11 +566,11 @@ def causes(of: str) -> Iterator[Rule]:
 
 
 def _published(base: Transformer, names: Sequence[str]) -> Iterator[WeightRule]:
-    """Schemes that set weights, in each of their variants."""
+    """The schemes that set weights, with all their variants."""
     for name in names:
         known = scheme(name)
         if "weights" not in known.sets or name in ("normal", "scaled-init"):
-            continue  # those two with a free variance
+            continue  # rows of the table, with a free variance
         for options in _variants(known.options):
             try:
                 with without_warnings():
@@ -597,7 +597,7 @@ def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def in_words(model: Transformer) -> str:
-    """Deviations of a declaration's matrices, those that agree together."""
+    """The stds of a declaration's matrices, with equal ones merged."""
     alike: dict[tuple[str, ...], list[str]] = {}
     layers = sorted({1, model.layers})
     shapes = model.matrix_shapes

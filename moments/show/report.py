@@ -25,11 +25,11 @@ TITLES = {
 
 
 WIDTH = 100
-"""Of lines of text."""
+"""Characters per line of text."""
 
 
 def wrapped(text: str, first: str, rest: str) -> list[str]:
-    """Lines of a report, the first and the others behind their indents; "x 3" stays on one."""
+    """Wrap text, with indents for the first and the other lines; "x 3" is not split."""
     whole = re.sub(r"\bx (?=\d)", "x\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(
         whole, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
@@ -38,7 +38,7 @@ def wrapped(text: str, first: str, rest: str) -> list[str]:
 
 
 def in_a_line(text: str) -> str:
-    """The beginning of a sentence, as far as one line holds it."""
+    """Shorten a text to one line."""
     return textwrap.shorten(text, WIDTH, placeholder=" ...")
 
 
@@ -50,8 +50,7 @@ def tabled(
     *,
     text: int = 0,
 ) -> str:
-    """Rows of cells under their heads, each column as wide as its longest cell, the first `text`
-    columns read from the left."""
+    """A text table; the first `text` columns are aligned left, the others right."""
     lines = [tuple(heads), *(tuple(cells) for cells in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     said = [
@@ -66,7 +65,7 @@ def tabled(
 
 
 def number(value: float) -> str:
-    """Four significant digits, scientific only where it helps."""
+    """Four significant digits, scientific if that is shorter."""
     return f"{value:.4g}"
 
 
@@ -76,7 +75,7 @@ def _caption(prediction: Prediction) -> str:
         return text
     one, every = prediction.sequences
     if one < every:
-        text += f"\nweight_gradients() are those of {one} of the {every} sequences of the loss"
+        text += f"\nweight_gradients() are for {one} of the {every} sequences of the loss"
     return (
         f"{text}\nloss {prediction.loss:.4g} +- {prediction.loss_stderr:.2g} (one draw), "
         f"logit variance {number(prediction.logit_variance or 0.0)}; gradients are of this loss"
@@ -84,7 +83,7 @@ def _caption(prediction: Prediction) -> str:
 
 
 def prediction_table(prediction: Prediction) -> str:
-    """The stream layer by layer; for a batch, one row per configuration."""
+    """Table of the stream layer by layer; for a batch, one row per configuration."""
     if prediction.variance.ndim > 1:
         return _batch_table(prediction)
     model = prediction.model
@@ -110,8 +109,8 @@ def _batch_table(prediction: Prediction) -> str:
 
 
 def comparison_tables(comparison: Comparison) -> tuple[str, ...]:
-    """Stream points, predicted next to measured: the signal and its gradient, the encoder's first,
-    then the loss where there is one."""
+    """Tables of predicted next to measured stream points, for signal and gradient (the encoder's
+    first), then one of the loss if there is one."""
     tables: list[str] = []
     for name, part in (("encoder, ", comparison.encoder), ("", comparison)):
         if part is not None:
@@ -146,13 +145,13 @@ def _outputs_table(outputs: Any) -> str:
         "at the output",
         ("", "predicted", "measured", "error", "deviations"),
         rows,
-        "deviations: measured from predicted, in units of the scatter expected",
+        "deviations: measured minus predicted, in standard deviations of the expected scatter",
         text=1,
     )
 
 
 def _measured(value: float, stderr: float | None, digits: int = 3) -> str:
-    """With its standard error where there is one."""
+    """A measured number with its standard error, if known."""
     text = _short(value, digits)
     return text if stderr is None or math.isnan(stderr) else f"{text} ±{_short(stderr, 1)}"
 
@@ -165,19 +164,19 @@ def _side_by_side(stream: Any, quantities: tuple[str, ...], title: str) -> str:
         cells = [str(layer)]
         for name in quantities:
             row = rows[rows["quantity"] == name].iloc[0]
-            mark = "*" if row["inside"] == 0 else ""  # nan where nothing is expected
+            mark = "*" if row["inside"] == 0 else ""  # nan without a band
             measured = _measured(row["measured"], row["stderr"])
             cells += [_short(row["predicted"]), measured, _error(name, row["error"]) + mark]
         lines.append(cells)
     caption = (
-        "measured ± one standard error over seeds; error of the prediction, of "
-        "correlations absolute; * outside its 95 % band"
+        "measured ± one standard error over seeds; error of the prediction, for correlations "
+        "absolute; * outside its 95 % band"
     )
     return tabled(title, heads, lines, caption)
 
 
 def _fit(r_squared: float) -> str:
-    """R², which says nothing where the measured values do not vary beyond their noise."""
+    """R², "-" if the measured values do not vary beyond their noise."""
     if not math.isfinite(r_squared):
         return "-"
     return f"{r_squared:.2f}" if r_squared >= 0 else "< 0"

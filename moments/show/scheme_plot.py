@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 6
-"""Lines that can be distinguished in one panel."""
+"""Most lines that can be distinguished in one panel."""
 
 QUANTITIES = ("variance", "correlation", "gradient")
 TITLES = {
@@ -29,14 +29,14 @@ FAMILIES = ("weights", "residual scales", "normalisation")
 
 
 def family(scheme: Scheme) -> str:
-    """What a scheme is about: weights alone, scales of the residual sum, or normalisation."""
+    """Family of a scheme: weights alone, scales of the residual sum, or normalisation."""
     if {"branch_scale", "skip_scale", "identity_attention"} & set(scheme.sets):
         return "residual scales"
     return "weights" if "weights" in scheme.sets else "normalisation"
 
 
 def rows(names: list[str]) -> list[tuple[str, list[str]]]:
-    """Names by family, at most MOST in a row and evenly divided."""
+    """Divide names by family into rows of at most MOST."""
     result = []
     for title in FAMILIES:
         members = [name for name in names if family(scheme(name)) == title]
@@ -48,7 +48,7 @@ def rows(names: list[str]) -> list[tuple[str, list[str]]]:
 
 @styled
 def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figure:
-    """Every scheme along the depth; those of other rows in grey, for comparison."""
+    """Every scheme along the depth; the schemes of other rows are grey, for comparison."""
     parts = rows(list(comparison.predictions))
     curves = {one: _curves(result) for one, result in comparison.predictions.items()}
     figure = Picture(12.5, 2.5 * len(parts) + 0.7)
@@ -74,7 +74,7 @@ def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figur
         )
     )
     figure.below(
-        "Predictions at initialisation, each scheme at its authors' placement. "
+        "Predictions at initialisation, each scheme at its authors' norm placement. "
         "Grey: the schemes of the other rows; a line that leaves a panel is off its scale."
     )
     return figure

@@ -34,12 +34,12 @@ COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class SchemeComparison(Shown):
-    """What each scheme makes of a model.
+    """Predictions of one model under several schemes.
 
     Attributes:
-        model: the one they were applied to, each at its authors' placement where it has one.
+        model: the model; each scheme is applied at its authors' norm placement, if they state one.
         predictions: by name of the scheme.
-        left_out: why a scheme is missing, by its name.
+        left_out: the reason why a scheme is missing, by its name.
     """
 
     model: Transformer
@@ -58,7 +58,7 @@ class SchemeComparison(Shown):
 
     def plot(self, name: str | None = None) -> Figure:
         """Variance, correlation and gradient along the depth, one row of panels per family, the
-        model's `name` in the title; DomainError where no scheme could be applied."""
+        model's `name` in the title; DomainError if no scheme could be applied."""
         from .scheme_plot import plot_schemes
 
         if not self.predictions:
@@ -70,10 +70,10 @@ class SchemeComparison(Shown):
         model = self.model
         head = (
             f"{len(self.predictions)} schemes at {model.layers} layers, d_model {model.d_model}, "
-            "at initialisation, each at its authors' placement\n"
+            "at initialisation, each at its authors' norm placement\n"
             "variance_growth: last layer over input; gradient_ratio: gradient variance at the\n"
-            "input over that at the last layer; sensitivity: median over blocks of N times the\n"
-            "variance that a block adds over that of the skip connection"
+            "input over that at the last layer; sensitivity: number of layers times the variance\n"
+            "that a block adds over that of the skip connection, median over blocks"
         )
         missing = "".join(f"\nwithout {name}: {why}" for name, why in self.left_out.items())
         return f"{head}\n\n{shown}{missing}"
@@ -96,10 +96,10 @@ def _numbers(prediction: Prediction) -> tuple[str, float, float, float, float]:
 
 def block_sensitivity(prediction: Prediction) -> np.ndarray:
     """N sigma_block^2 / sigma_skip^2 of every residual sum in order, scales included, averaged over
-    tokens and configurations. What enters a sum is the point before it in the trace times the
-    branch scale; the rest came by the skip connection.
+    tokens and configurations. The block's part of a sum is the point before it in the trace times
+    the branch scale; the rest is the skip connection.
 
-    Source: Davis et al. 2021 in the form of Kedia et al. 4.6, who take its median, which first
+    Source: Davis et al. 2021 in the form of Kedia et al. 4.6, who take its median, which the first
     blocks do not dominate.
     """
     scales, points = prediction.model.by_block("branch_scale"), prediction.trace.points
@@ -123,11 +123,11 @@ def compare_schemes(
     """Apply schemes to a model, with their authors' options, and predict each.
 
     Args:
-        model: shape, activation, dropout, embedding and head; its placement stays where a scheme
-            does not ask for another.
+        model: shape, activation, dropout, embedding and head; its norm placement is kept unless a
+            scheme requires another.
         schemes: one name or several; None: all.
-        options: other than their authors', of every one of these schemes that has them.
-        step: is called with the name of every scheme before it is predicted.
+        options: values other than the authors', for every one of these schemes that has them.
+        step: called with the name of every scheme before it is predicted.
         inputs: what `predict` takes to describe input and gradient. Schemes whose constants depend
             on the input get its correlation too.
 

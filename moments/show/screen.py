@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from .comparison import Comparison
 
 ROWS = 5
-"""Layers that are shown, from the first to the last."""
+"""Number of layers shown, evenly from first to last."""
 
 
 def prediction_screen(prediction: Prediction, name: str | None = None) -> str:
-    """What the depth does, and a few layers; of several configurations the table."""
+    """The growth along the depth and a few layers; for several configurations the table."""
     if prediction.variance.ndim > 1:
         return prediction.table()
     few = _few(prediction.model.layers)
@@ -33,7 +33,7 @@ def prediction_screen(prediction: Prediction, name: str | None = None) -> str:
 
 
 def comparison_screen(comparison: Comparison, name: str | None = None) -> str:
-    """Whether what was measured is expected, and a few layers of both."""
+    """The verdict and a few layers of prediction and measurement."""
     p, m = comparison.prediction, comparison.measurement
     points = comparison.points()
     inside = {
@@ -58,7 +58,7 @@ def comparison_screen(comparison: Comparison, name: str | None = None) -> str:
 
 
 def _screen(verdict: str, p: Prediction, lines: Sequence[str], name: str | None) -> str:
-    """Without the prediction's warnings, which standard error has."""
+    """Put the parts together, without the prediction's warnings, which go to standard error."""
     if name := name or p.model.name:
         verdict = f"{name}: {verdict}"
     body = [*wrapped(in_short(p.model), "  ", "  "), *(f"  {line}" for line in lines)]

@@ -34,10 +34,10 @@ def first_step_table(step: FirstStep) -> str:
 
 @dataclass(frozen=True, eq=False)
 class StepComparison(Shown):
-    """A predicted first step against a measured one.
+    """A predicted first step next to a measured one.
 
     Attributes:
-        step, measurement: the two.
+        step, measurement: the two results.
     """
 
     step: FirstStep
@@ -49,14 +49,14 @@ class StepComparison(Shown):
         both = self.step.to_frame().merge(
             self.measurement.to_frame(), on=["layer", "site"], suffixes=("", "_measured")
         )
-        return _beside(both, ("relative_change", "variance"), ["layer", "site"])
+        return _with_errors(both, ("relative_change", "variance"), ["layer", "site"])
 
     def weights(self) -> pd.DataFrame:
-        """One row per parameter both know, likewise of update_variance, alignment and slope."""
+        """One row per common parameter: the same for update_variance, alignment and slope."""
         both = self.step.weights().merge(
             self.measurement.weights(), on=["layer", "weight"], suffixes=("", "_measured")
         )
-        return _beside(both, ("update_variance", "alignment", "slope"), ["layer", "weight"])
+        return _with_errors(both, ("update_variance", "alignment", "slope"), ["layer", "weight"])
 
     def outputs(self) -> pd.DataFrame:
         """The loss after the step, its change and the slope: predicted, measured, stderr, error
@@ -71,7 +71,7 @@ class StepComparison(Shown):
 
     def summary(self) -> pd.DataFrame:
         """Errors over sites and parameters: quantity, mean, median and max of |error|, and excess,
-        the mean of what lies beyond twice the standard error. Alignments' are absolute."""
+        the mean of the part beyond twice the standard error. Errors of alignment are absolute."""
         rows = []
         for frame, names in (
             (self.to_frame(), ("relative_change", "variance")),
@@ -88,7 +88,7 @@ class StepComparison(Shown):
         return as_frame(rows, columns=["quantity", "mean", "median", "max", "excess"])
 
     def table(self) -> str:
-        """Loss and summary as text."""
+        """Outputs and summary as text."""
         outputs = tabled(
             f"first step of {self.step.optimizer} at {self.step.learning_rate:g}: "
             f"{self.measurement.source}, {self.measurement.seeds} draws",
@@ -109,7 +109,7 @@ class StepComparison(Shown):
         return f"{outputs}\n\n{summary}"
 
     def plot(self, name: str | None = None) -> Figure:
-        """The coordinate check of the prediction with what was measured."""
+        """Draw the predicted coordinate check with the measured one."""
         from .step_plot import plot_first_step
 
         return plot_first_step(self.step, name, self.measurement)
@@ -118,7 +118,7 @@ class StepComparison(Shown):
         return f"StepComparison({self.step!r} against {self.measurement!r})"
 
 
-def _beside(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.DataFrame:
+def _with_errors(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.DataFrame:
     result = both[keys].copy()
     for name in names:
         measured, stderr = both[f"{name}_measured"], both[f"{name}_stderr"]
@@ -132,10 +132,10 @@ def _beside(both: pd.DataFrame, names: tuple[str, ...], keys: list[str]) -> pd.D
 
 
 def compare_steps(step: FirstStep, measurement: StepMeasurement) -> StepComparison:
-    """A measured and a predicted step; DomainError where their depths or rates differ."""
+    """Compare a predicted step with a measured one; DomainError if depths or rates differ."""
     if not isinstance(measurement, StepMeasurement):
         raise DomainError(
-            "a FirstStep is compared with what moments.torch.measure_step gives, not "
+            "a FirstStep is compared with a result of moments.torch.measure_step, not with "
             f"{type(measurement).__name__}"
         )
     if len(step.variance) != len(measurement.variance):

@@ -1,4 +1,4 @@
-"""A first step drawn as people draw a coordinate check."""
+"""Pictures of a first step, in the form of a coordinate check, and of learning rates."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ PANELS = (
     ("relative", WEIGHTS, "Step over weight, E dW² / E W²"),
     ("alignment", WEIGHTS, "Alignment exponent (½ random, 1 full)"),
 )
-"""Quantity, colours and marks of what has it, title."""
+"""Quantity, styles of its curves, title."""
 
 
 @styled
 def plot_first_step(
     step: FirstStep, name: str | None = None, measured: StepMeasurement | None = None
 ) -> Figure:
-    """Three panels along the depth: relative change of sites, size of steps against weights, and
-    alignment; hollow marks are a step measured at the same rate, with twice its standard error."""
+    """Three panels along the depth: relative change of sites, size of updates relative to weights,
+    and alignment. Hollow marks are a step measured at the same rate, ± two standard errors."""
     figure = Picture(12.5, 4.4)
     axes = figure.subplots(1, 3)
     for ax, (quantity, styles, title) in zip(axes, PANELS, strict=True):
@@ -83,7 +83,7 @@ def plot_first_step(
 
 
 def _known(step: FirstStep | StepMeasurement, quantity: str) -> Any:
-    """Where a panel's quantity can be drawn: layer, key (of its style), value, measured stderr."""
+    """Rows of a panel's quantity: layer, key (of its style), value, stderr of a measurement."""
     if quantity == "relative_change":
         frame: Any = step.to_frame().rename(columns={"site": "key"})
     else:
@@ -127,7 +127,7 @@ def _marks(ax: Axes, rows: Any, color: str, marker: str) -> None:
 
 @styled
 def plot_learning_rate(rates: LearningRate, name: str | None = None) -> Figure:
-    """The loss after one step over rates, with the range to search and its end."""
+    """The loss after one step over learning rates, with the range to search and its limits."""
     top = 30 * rates.step_size
     if rates.edge is not None:
         top = max(top, 1.5 * rates.edge)

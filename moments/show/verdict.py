@@ -1,4 +1,4 @@
-"""Whether the growth along the depth is what a model is expected to do, in words."""
+"""Whether the growth along the depth is expected of a model, in words."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .comparison import Comparison
 
 GIVEN = 1e-9
-"""Relative difference below which a prediction is the measurement that it was begun with."""
+"""Relative difference below which a prediction was started from the measurement at that point."""
 
 NAMES = {"variance": "variance", "grad_variance": "gradient variance"}
 
 
-def growths(
+def growth_phrases(
     prediction: Any,
     measurement: Any = None,
     prefix: str = "",
@@ -30,13 +30,13 @@ def growths(
     weights: str = "",
     short: bool = False,
 ) -> list[str]:
-    """What the depth does to a signal and to its gradient, a phrase each.
+    """Phrases for the growth of variance and gradient and the change of token correlation.
 
     Args:
-        measurement: with it, what is predicted stands behind in brackets.
-        prefix: of every phrase.
-        weights: for which it is predicted, in words.
-        short: without directions and what is predicted.
+        measurement: if given, its numbers are shown, with predictions in brackets.
+        prefix: put before every phrase.
+        weights: the weights of the prediction, in words.
+        short: leave out directions and predictions.
     """
     seen = prediction if measurement is None else measurement
     parts: list[str] = []
@@ -59,18 +59,19 @@ def growths(
 
 
 def growth(prediction: Prediction) -> str:
-    """What the depth does to one configuration, in a line."""
+    """The growth along the depth of one configuration, in a line."""
     if prediction.variance.ndim > 1:
         return f"{prediction.variance.size // prediction.variance.shape[-1]} configurations"
-    parts = growths(prediction)
+    parts = growth_phrases(prediction)
     if notes := len(prediction.warnings):
-        parts.append(f"{notes} warning{'s' * (notes > 1)} of validity")
+        parts.append(f"{notes} validity warning{'s' * (notes > 1)}")
     return "; ".join(parts)
 
 
 class Judgement(NamedTuple):
-    """The points of a comparison that have a band and were not given: all, those `beyond` CLEAR
-    standard deviations, how many lie out of their 95 % band, and how many chance allows to."""
+    """The points of a comparison that have a band and are not its starting points: all, those
+    `beyond` CLEAR standard deviations, the number outside their 95 % bands, and the number that
+    chance allows outside."""
 
     points: pd.DataFrame
     beyond: pd.DataFrame
@@ -79,12 +80,12 @@ class Judgement(NamedTuple):
 
     @property
     def expected(self) -> bool:
-        """Whether chance may have done it."""
+        """Whether chance explains the points outside."""
         return self.beyond.empty and self.outside <= self.allowed
 
 
 def judge(comparison: Comparison) -> Judgement:
-    """Whether points lie where they are expected."""
+    """Judge the points of a comparison."""
     frame = comparison.points()
     last = frame.groupby("stack")["layer"].transform("max")
     ends = frame["layer"].where(frame["quantity"] == "variance", last - frame["layer"]) == 0
@@ -96,13 +97,13 @@ def judge(comparison: Comparison) -> Judgement:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Whether what was measured is expected, and what the depth does, in a sentence."""
+    """Say in a sentence whether the measured growth is expected, and how large it is."""
     judged, beyond, outside, allowed = judgement = judge(comparison)
-    parts = growths(comparison.prediction, comparison.measurement)
+    parts = growth_phrases(comparison.prediction, comparison.measurement)
     if (inner := comparison.encoder) is not None:
-        parts += growths(inner.prediction, inner.measurement, "encoder ")
+        parts += growth_phrases(inner.prediction, inner.measurement, "encoder ")
     if judged.empty:
-        why = 'one draw, and this theory gives no spread between draws (theory="refined" does)'
+        why = 'there is one draw, and only theory="refined" predicts the spread between draws'
         return f"it is not known whether the growth is expected: {why}; {'; '.join(parts)}"
     one = outside == 1
     count = f"{outside} of {len(judged)} points {'lies' if one else 'lie'} outside "
@@ -129,7 +130,7 @@ def _name(stack: str, quantity: str) -> str:
 
 
 def times(above: float, below: float) -> float:
-    """One over the other; nan where that is 0."""
+    """`above` / `below`; nan if that is 0."""
     return float(above / below) if below else math.nan
 
 
@@ -149,6 +150,6 @@ def _worst(part: Any, stack: str, quantity: str) -> str:
 
 
 def choices(model: Transformer) -> int | None:
-    """Logits per prediction, where a head declares them."""
+    """Number of classes or words that the head chooses from; None without a head and its loss."""
     known = model.head is not None and model.head.loss is not None
     return model.head.choices(model.embedding) if known else None

@@ -1,13 +1,12 @@
-"""Layers of one class compared with one another, whatever they compute: tensors, operations, masks.
+"""Comparison of the layers of a module that no Transformer describes: tensors, operations, masks.
 
-Asked of modules that no Transformer describes. Layers are the entries of a list of submodules of
-one class, with parameters of the same names and shapes, each of which runs once.
+Layers are the entries of a list of submodules that are of one class, with parameters of the same
+names and shapes, and run once each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,33 +19,33 @@ from ..errors import listed
 from ..show.findings import Finding
 from .dataflow.graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node
 from .entries import EntryMoments
-from .roles import gathered_names, parted
+from .roles import gathered_names, split_at_layer
 from .running import grouped
 from .tensors import odd_tensors
 
 BIDIRECTIONAL = re.compile(r"(?i:bert|mask|encoder|electra|denois|diffusion|bidirect)|MLM|Mlm")
-"""In the names of classes that predict tokens which are hidden, not the next one."""
+"""In names of classes that predict masked tokens, not the next one."""
 
 NORMS = re.compile(r"norm|sqrt$")
-"""Operations that a norm has one of."""
+"""Operations of which every norm has one."""
 
 LEAST = 8
-"""Entries from which a parameter's variance is compared with its namesakes'."""
+"""Entries from which a parameter's variance is compared with that in other layers."""
 
 SEEN = 1e-4
-"""Relative change of what earlier tokens get, by another last token, that is more than rounding."""
+"""Relative change of earlier tokens' outputs by another last token that is more than rounding."""
 
 TIGHT = 1e-3
-"""How far sums of attention weights are from 1 at most."""
+"""Largest rounding error of sums of attention weights from 1."""
 
 
 class Layer(NamedTuple):
-    """One entry of a list: its path, its operations on the batch, and its first tensors."""
+    """One entry of a list: its path, operations on the batch, first input and first output."""
 
     path: str
     nodes: list[Node]
-    given: int
-    made: int
+    input: int
+    output: int
 
     @property
     def number(self) -> int:
@@ -55,7 +54,7 @@ class Layer(NamedTuple):
 
 
 def lists_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
-    """Of every list of submodules the entries that run once, in order."""
+    """The entries of every list of submodules that run once, in order."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for path, _, value, at in graph.boundaries:
         spans.setdefault(path, []).append((value, at))
@@ -66,15 +65,15 @@ def lists_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
         for name, _ in part.named_children():
             path = f"{parent}.{name}" if parent else name
             if len(ends := spans.get(path, [])) == 2:
-                (given, first), (made, last) = ends
-                between = (n for n in graph.nodes[first:last] if n.outputs)
-                nodes = [n for n in between if graph.values[n.outputs[0]].live]
-                layers.append(Layer(path, nodes, given, made))
+                (start, first), (end, last) = ends
+                inside = (n for n in graph.nodes[first:last] if n.outputs)
+                nodes = [n for n in inside if graph.values[n.outputs[0]].live]
+                layers.append(Layer(path, nodes, start, end))
         yield layers
 
 
 def layers_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
-    """Lists of three layers or more of one class, with parameters of the same names and shapes."""
+    """Groups of at least three layers of one class with parameters of the same names and shapes."""
 
     def kind(layer: Layer) -> object:
         part = module.get_submodule(layer.path)
@@ -86,8 +85,12 @@ def layers_of(module: nn.Module, graph: Graph) -> Iterator[list[Layer]]:
 
 
 def differences(module: nn.Module, graph: Graph, ids: Tensor | None, end: int) -> Iterator[Finding]:
-    """What is wrong with some layers, in that others are not so; `ids` (batch, tokens) of which the
-    module gives logits, the value `end`."""
+    """Findings on layers that differ from the others.
+
+    Args:
+        ids: (batch, tokens) of which the module gives logits, if it does.
+        end: value of the module's output.
+    """
     yield from odd_namesakes(module)
     yield from _unused(module, graph)
     yield from _shared(module)
@@ -103,44 +106,45 @@ def differences(module: nn.Module, graph: Graph, ids: Tensor | None, end: int) -
 
 
 def _pattern(name: str) -> tuple[str, int] | None:
-    """A parameter's name without its layer's number, and this from 1."""
-    before, number, behind = parted(name)
-    return None if number < 0 else (f"{before}*{behind}", number + 1)
+    """A parameter's name with a star for its layer's number, and this number from 1."""
+    before, number, after = split_at_layer(name)
+    return None if number < 0 else (f"{before}*{after}", number + 1)
 
 
 def odd_namesakes(module: nn.Module) -> Iterator[Finding]:
-    """Tensors whose variance is unlike that of their namesakes in other layers of one class."""
-    alike: dict[tuple[str, type], dict[int, list[tuple[str, EntryMoments]]]] = {}
+    """Findings on tensors whose variance differs from that in the other layers of one class."""
+    rows: dict[tuple[str, type], dict[int, list[tuple[str, EntryMoments]]]] = {}
     for name, parameter in module.named_parameters():
         place = _pattern(name)
         if place is None or parameter.numel() < LEAST or not parameter.is_floating_point():
             continue
         pattern, number = place
-        numbered = pattern.partition("*")[0] + str(number - 1)
-        kind = type(module.get_submodule(numbered))
-        of = alike.setdefault((pattern, kind), {}).setdefault(number, [])
-        of.append((name, EntryMoments.of(parameter)))
-    for (pattern, _), by_layer in alike.items():
-        for _, finding in odd_tensors({pattern: by_layer}, len(alike)):
+        layer = module.get_submodule(pattern.partition("*")[0] + str(number - 1))
+        by_layer = rows.setdefault((pattern, type(layer)), {})
+        by_layer.setdefault(number, []).append((name, EntryMoments.of(parameter)))
+    for (pattern, _), by_layer in rows.items():
+        for _, finding in odd_tensors({pattern: by_layer}, len(rows)):
             yield finding
 
 
 def _unused(module: nn.Module, graph: Graph) -> Iterator[Finding]:
-    """Parameters that no operation reads, of submodules none of whose parameters is read."""
+    """Submodules none of whose parameters is read."""
     names = {v.name for v in graph.values if v.params and v.consumers}
     read = {id(p) for name, p in module.named_parameters() if name in names}
     for path, part in module.named_modules():
         own = dict(part.named_parameters(path, recurse=False))
         if own and not read.intersection(map(id, own.values())):
-            why = (
-                f"{path or 'the module'} is declared and never run: its parameters get no gradient"
-            )
-            of = "warning", "never used", gathered_names(list(own)), (), 0.0
-            yield Finding(*of, reason=why, mend="call it in forward, or delete it")
+            yield never_used(path or "the module", list(own))
+
+
+def never_used(path: str, parameters: Sequence[str]) -> Finding:
+    why = f"{path} is declared and never run: its parameters get no gradient"
+    names, mend = gathered_names(parameters), "call it in forward, or delete it"
+    return Finding("warning", "never used", names, (), 0.0, reason=why, mend=mend)
 
 
 def _shared(module: nn.Module) -> Iterator[Finding]:
-    """Matrices that several layers use, where others, or these layers' other matrices, are not."""
+    """Matrices that several layers share, although most matrices or layers are not shared."""
     uses: dict[int, list[tuple[str, str, int]]] = {}
     patterns: dict[str, set[int]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -149,37 +153,37 @@ def _shared(module: nn.Module) -> Iterator[Finding]:
             patterns.setdefault(place[0], set()).add(place[1])
     groups = [g for g in uses.values() if len({layer for _, _, layer in g}) > 1]
     if len({pattern for group in groups for _, pattern, _ in group}) * 2 > len(patterns):
-        return  # as a scheme shares whole layers
+        return  # whole layers are shared, as some schemes do
     for group in groups:
         _, pattern, _ = group[0]
         layers = tuple(sorted({layer for _, _, layer in group}))
         if len(layers) == len(patterns[pattern]) > 2:
-            continue  # shared by all, by design
-        why = (
-            f"{group[0][0]} is used by layers {listed(layers)}, where the others have matrices of "
-        )
-        why += "their own: these layers give the same map and move together"
-        names = tuple(name for name, _, _ in group)
-        yield Finding(
-            "warning", "shared matrix", names, layers, reason=why, mend="build every layer anew"
-        )
+            continue  # shared by all layers, by design
+        yield shared_matrix(group[0][0], tuple(name for name, _, _ in group), layers)
+
+
+def shared_matrix(which: str, names: tuple[str, ...], layers: tuple[int, ...]) -> Finding:
+    why = f"{which} is used by layers {listed(layers)}, where the others have matrices of their "
+    why += "own: these layers give the same map and move together"
+    mend = "build every layer anew"
+    return Finding("warning", "shared matrix", names, layers, reason=why, mend=mend)
 
 
 def _copied(module: nn.Module, layers: Sequence[Layer]) -> Iterator[Finding]:
-    """Matrices that are equal, entry by entry, in several layers."""
+    """Matrices with equal entries in several layers."""
     parts = [dict(module.get_submodule(layer.path).named_parameters()) for layer in layers]
     equal: dict[tuple[int, ...], list[str]] = {}
     for name, first in parts[0].items():
         if first.numel() < LEAST**2:
             continue
         rows = [part.get(name) for part in parts]
-        for n, one in enumerate(rows):
+        for n, own in enumerate(rows):
             same = [
                 m
                 for m, other in enumerate(rows)
-                if one is not None and other is not None and torch.equal(one, other)
+                if own is not None and other is not None and torch.equal(own, other)
             ]
-            drawn = one is not None and 2 * len(torch.unique(one.detach())) > one.numel()
+            drawn = own is not None and 2 * len(torch.unique(own.detach())) > own.numel()
             distinct = len({id(rows[m]) for m in same}) == len(same)
             if drawn and distinct and len(same) > 1 and same[0] == n:
                 equal.setdefault(tuple(same), []).append(name)
@@ -189,15 +193,15 @@ def _copied(module: nn.Module, layers: Sequence[Layer]) -> Iterator[Finding]:
         why = f"{', '.join(names)} of layers {listed(numbers)} hold the same entries: what such "
         why += "layers add is not independent and grows faster"
         mend = "build every layer anew instead of copy.deepcopy"
-        of = "warning", "copied layers", gathered_names(where), numbers, 1.0, 0.0
-        yield Finding(*of, why, mend)
+        places = gathered_names(where), numbers
+        yield Finding("warning", "copied layers", *places, 1.0, 0.0, why, mend)
 
 
 # --- operations -----------------------------------------------------------------------------------
 
 
-def _spelled(layer: Layer) -> list[tuple[str, tuple[float, ...]]]:
-    """Names of its operations that compute, each with the numbers that it is called with."""
+def _calls(layer: Layer) -> list[tuple[str, tuple[float, ...]]]:
+    """Names and numeric arguments of a layer's operations, without views and dropout."""
     rows = []
     for node in layer.nodes:
         name = node.name.rstrip("_")
@@ -208,49 +212,46 @@ def _spelled(layer: Layer) -> list[tuple[str, tuple[float, ...]]]:
 
 
 def _operations(layers: Sequence[Layer]) -> Iterator[Finding]:
-    """One layer in the middle that normalises elsewhere, or multiplies by another number."""
-    spelled = [_spelled(layer) for layer in layers]
-    for place, own in enumerate(spelled):
-        others = [rows for n, rows in enumerate(spelled) if n != place]
+    """One layer with norms at other places, another multiplier or (inside the list) other calls
+    than all others, which are equal."""
+    calls = [_calls(layer) for layer in layers]
+    for place, own in enumerate(calls):
+        others = [rows for n, rows in enumerate(calls) if n != place]
         if any(rows != others[0] for rows in others) or own == others[0]:
             continue
         layer, usual = layers[place], others[0]
-        norms, wanted = _norms(own), _norms(usual)
-        if norms != wanted:
-            words = "norms in other places"
-            if len(norms) != len(wanted):
+        where = (layer.path,), (layer.number,)
+        norms, usual_norms = _norms(own), _norms(usual)
+        if norms != usual_norms:
+            words = "norms in other places than the other layers"
+            if len(norms) != len(usual_norms):
                 words = f"{len(norms)} norms" if norms else "no norm"
-                words += f" where the others have {len(wanted)}"
-            else:
-                words += " than the other layers"
-            why = f"{layer.path} has {words}"
+                words += f" where the others have {len(usual_norms)}"
+            why, counts = f"{layer.path} has {words}", (len(norms), len(usual_norms))
             mend = "let every layer normalise what its blocks read: x = x + block(norm(x))"
-            at = "warning", "norm placement", (layer.path,), (layer.number,)
-            yield Finding(*at, len(norms), len(wanted), why, mend)
+            yield Finding("warning", "norm placement", *where, *counts, why, mend)
         elif [name for name, _ in own] == [name for name, _ in usual]:
-            name, here, rest = next(
+            name, numbers, usual_numbers = next(
                 (a, m, n) for (a, m), (_, n) in zip(own, usual, strict=True) if m != n
             )
-            if name in ("mul", "div") and here and rest:
-                why = (
-                    f"{layer.path} multiplies by {here[0] if name == 'mul' else 1 / here[0]:.4g}, "
-                )
-                why += (
-                    f"where the other layers have {rest[0] if name == 'mul' else 1 / rest[0]:.4g}"
-                )
-                at = "warning", "odd multiplier", (layer.path,), (layer.number,)
-                yield Finding(*at, here[0], rest[0], why, "multiply in every layer alike")
+            if name in ("mul", "div") and numbers and usual_numbers:
+                pair = numbers[0], usual_numbers[0]
+                factor, usual_factor = pair if name == "mul" else (1 / x for x in pair)
+                why = f"{layer.path} multiplies by {factor:.4g}, "
+                why += f"where the other layers have {usual_factor:.4g}"
+                mend = "multiply in every layer alike"
+                yield Finding("warning", "odd multiplier", *where, *pair, why, mend)
         elif 0 < place < len(layers) - 1:
             more, less = (Counter(n for n, _ in rows) for rows in (own, usual))
             parts = [f"{', '.join(sorted(more - less))} more"] if more - less else []
             parts += [f"{', '.join(sorted(less - more))} less"] if less - more else []
             why = f"{layer.path} runs other operations than the other layers of its class"
             why += f": {' and '.join(parts)}" if parts else ", in another order"
-            yield Finding("note", "odd operations", (layer.path,), (layer.number,), reason=why)
+            yield Finding("note", "odd operations", *where, reason=why)
 
 
 def _norms(rows: Sequence[tuple[str, tuple[float, ...]]]) -> list[int]:
-    """After how many products each normalisation stands."""
+    """The number of products before each normalisation."""
     count, places = 0, []
     for name, _ in rows:
         if name in PRODUCTS:
@@ -266,53 +267,55 @@ def _norms(rows: Sequence[tuple[str, tuple[float, ...]]]) -> list[int]:
 def _masks(
     module: nn.Module, graph: Graph, stacks: Sequence[list[Layer]], ids: Tensor | None, end: int
 ) -> Iterator[Finding]:
-    """Layers that let a token see later ones, where others do not; all of them, where the module
-    gives logits of its tokens."""
+    """Layers without the causal mask that others have; a module without one that gives logits over
+    the vocabulary of its input."""
     tokens = 0 if ids is None else ids.shape[1]
     if tokens < 3:
         return
-    mend = "mask attention: is_causal=True, or -inf above the diagonal before the softmax"
     for layers in stacks:
-        ahead = [_sees_ahead(graph, one.given, one.made, tokens) for one in layers]
-        odd = [layer for layer, sees in zip(layers, ahead, strict=True) if sees]
-        if odd and None not in ahead and 2 * len(odd) < len(layers):
+        seen = [_sees_later_tokens(graph, one.input, one.output, tokens) for one in layers]
+        odd = [layer for layer, sees in zip(layers, seen, strict=True) if sees]
+        if odd and None not in seen and 2 * len(odd) < len(layers):
             numbers, paths = tuple(one.number for one in odd), tuple(one.path for one in odd)
             why = f"{', '.join(paths)} do{'es' * (len(odd) == 1)} not mask later tokens, where the "
             why += "other layers do: what follows is of the whole sequence"
-            of = "error", "tokens see later ones", paths, numbers
-            yield Finding(*of, reason=why, mend=mend)
+            yield not_masked("error", paths, numbers, why)
             return
     start = next(n for n, v in enumerate(graph.values) if v.tensor is ids)
     names = {type(part).__name__ for part in module.modules()}
-    if any(map(BIDIRECTIONAL.search, names)) or not _sees_ahead(graph, start, end, tokens):
+    if any(map(BIDIRECTIONAL.search, names)) or not _sees_later_tokens(graph, start, end, tokens):
         return
     why = "a token's output changes with a later token, and the module gives logits over the "
     why += "vocabulary of its tokens: a model of the next token sees what it is to predict (where "
     why += "hidden tokens are predicted, say so in its class's name: Masked, BERT, Encoder)"
-    yield Finding("warning", "tokens see later ones", (), (), reason=why, mend=mend)
+    yield not_masked("warning", (), (), why)
 
 
-def _sees_ahead(graph: Graph, given: int, made: int, tokens: int) -> bool | None:
-    """Whether earlier tokens of a value change with the last token of another one; None where it
-    is not laid out by token, or cannot be run again."""
-    x, before = graph.tensor(given), graph.tensor(made)
-    if x.ndim < 2 or x.shape[1] != tokens or before.ndim < 3 or before.shape[1] != tokens:
+def not_masked(severity: str, names: tuple[str, ...], layers: tuple[int, ...], why: str) -> Finding:
+    mend = "mask attention: is_causal=True, or -inf above the diagonal before the softmax"
+    return Finding(severity, "tokens see later ones", names, layers, reason=why, mend=mend)
+
+
+def _sees_later_tokens(graph: Graph, start: int, end: int, tokens: int) -> bool | None:
+    """Whether earlier tokens of `end` change with the last token of `start`; None if these have no
+    axis of tokens, or the graph cannot be run again."""
+    x, y = graph.tensor(start), graph.tensor(end)
+    if x.ndim < 2 or x.shape[1] != tokens or y.ndim < 3 or y.shape[1] != tokens:
         return None
     other = x.clone()
     other[:, -1] = x[:, 0] if bool((x[:, -1] != x[:, 0]).any()) else x[:, 1]
     with contextlib.suppress(RuntimeError, IndexError, ValueError):
-        (behind,) = graph.run({given: other}, made)
-        if behind.shape != before.shape:
+        (changed,) = graph.run({start: other}, end)
+        if changed.shape != y.shape:
             return None
-        change = (behind - before)[:, :-1].double().square().mean(dtype=torch.float64)
-        size = (behind - before)[:, -1:].double().square().mean()
-        return bool(change > SEEN**2 * size) and float(size) > 0
+        earlier = (changed - y)[:, :-1].double().square().mean(dtype=torch.float64)
+        last = (changed - y)[:, -1:].double().square().mean()
+        return bool(earlier > SEEN**2 * last) and float(last) > 0
     return None
 
 
 def _over_queries(graph: Graph) -> Iterator[Finding]:
-    """Softmaxes whose weights sum to one over queries, not over the keys that are averaged."""
-    wrong = []
+    """Softmaxes whose weights sum to one over queries, not over keys."""
     for node in graph.nodes:
         if node.name not in SOFTMAX or not graph.values[node.outputs[0]].live:
             continue
@@ -327,9 +330,12 @@ def _over_queries(graph: Graph) -> Iterator[Finding]:
         weights = graph.tensor(value).double()
         keys, queries = ((weights.sum(a) - 1).abs().max() for a in (-1, -2))
         if float(keys) > TIGHT >= float(queries):
-            wrong.append(node)
-    if wrong:
-        why = "attention weights are normalised over queries, not over keys: rows do not sum to 1, "
-        why += "and a mask does not hide what it should"
-        of = "error", "softmax over the wrong axis", ()
-        yield Finding(*of, (), math.nan, math.nan, why, "softmax(..., dim=-1)")
+            yield normalised_over_queries((), ())
+            return
+
+
+def normalised_over_queries(names: tuple[str, ...], layers: tuple[int, ...]) -> Finding:
+    why = "attention weights are normalised over queries, not over keys: rows do not sum to 1, "
+    why += "and a mask does not hide what it should"
+    kind, mend = "softmax over the wrong axis", "softmax(..., dim=-1)"
+    return Finding("error", kind, names, layers, reason=why, mend=mend)

@@ -20,7 +20,7 @@ from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
 from .roles import HookPoint, WeightPart, is_gain, with_experts
-from .running import kept
+from .running import restored
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
 """Where to watch a module, and what its parameters are."""
@@ -152,7 +152,7 @@ def _readable(module: nn.Module) -> Iterator[None]:
     all zero, and tables, as storage may be that was never drawn, have ones and normal entries.
     """
     infinite = [p for p in module.parameters() if not bool(torch.isfinite(p).all())]
-    with torch.no_grad(), kept(infinite), ExitStack() as stack:
+    with torch.no_grad(), restored(infinite), ExitStack() as stack:
         for parameter in infinite:
             parameter.nan_to_num_(0.0, 0.0, 0.0)
         for part in module.modules():
@@ -161,7 +161,7 @@ def _readable(module: nn.Module) -> Iterator[None]:
                 continue
             table, norm = isinstance(part, nn.Embedding), "norm" in type(part).__name__.lower()
             if table or (norm and is_gain(part, weight)):
-                stack.enter_context(kept([weight]))
+                stack.enter_context(restored([weight]))
                 generator = torch.Generator(weight.device).manual_seed(0)
                 weight.normal_(generator=generator) if table else weight.fill_(1.0)
         yield

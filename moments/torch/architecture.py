@@ -1,8 +1,8 @@
-"""What a module declares by itself, and in which fields a plan departs from it.
+"""The architecture that a module declares, and the fields in which a plan differs from it.
 
-What `initialize` writes is compared with tensors and hooks (`_WRITTEN`); what says nothing about a
-signal at initialisation is no fault (`_GRADIENTS`, `_OUTSIDE`); sizes must fit (`SIZES`). All else
-has to be what the module computes.
+Fields that `initialize` writes are compared with tensors and hooks elsewhere (`_WRITTEN`); fields
+that change no signal at initialisation are no fault (`_GRADIENTS`, `_OUTSIDE`); sizes must fit
+(`SIZES`). All others have to be what the module computes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .running import aliases, own_module
 
 
 class Fitted(NamedTuple):
-    """A module, unwrapped, and a plan's model; `described` is its own architecture, if known."""
+    """A module, unwrapped, its reading, a plan's model, and the module's own architecture, if known
+    (`described`)."""
 
     module: nn.Module
     reading: ModuleReading
@@ -48,11 +49,11 @@ def fitted(
     *,
     strict: bool = True,
 ) -> Fitted:
-    """A plan upon a module; the arguments are those of `initialize`.
+    """The model of a plan for a module; the arguments are those of `initialize`.
 
     Args:
-        strict: whether the plan must be feasible, and nothing in it other than in the module that
-            weights and hooks cannot change.
+        strict: whether the plan must be feasible, and equal the module in all that weights and
+            hooks cannot change.
 
     Raises:
         DomainError: no module, no plan, one that is not feasible, a scheme for a module whose
@@ -83,10 +84,10 @@ def fitted(
 
 
 def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
-    """The module's architecture; None where neither its config nor its layers say.
+    """The module's architecture by its config or by torch's own layers; None without these.
 
     Variances of weights, biases and tables are those of the framework's own initialisation, not
-    those that the module holds.
+    those of the module's entries.
 
     Args:
         module: a Hugging Face module, or one with nn.TransformerEncoderLayers, or with these and
@@ -105,14 +106,14 @@ def architecture_of(module: nn.Module, seq_len: int | None = None) -> Transforme
         reading = anatomy_of(module)
         if any(block.stack for block in reading.roles.blocks):
             return model
-        # One stack of two: the one whose tokens see what precedes them, or the other.
+        # A module that is one of the config's two stacks: the causal one is the decoder.
         decoder = reading.model is not None and reading.model.causal
         return model.replace(encoder=None) if decoder else model.encoder
-    return _of_torch(module, seq_len)
+    return _torch_architecture(module, seq_len)
 
 
 def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | None:
-    """What the module's config, or torch's own class, says of its initialisation."""
+    """The model that the module's config, or torch's own class, promises at initialisation."""
     kind = getattr(getattr(module, "config", None), "model_type", None)
     if isinstance(kind, str) and kind in READERS and READERS[kind].slip:
         return None
@@ -120,76 +121,76 @@ def promised_by(module: nn.Module, seq_len: int | None = None) -> Transformer | 
         promised = architecture_of(module, seq_len)
     except MomentsError:
         return None
-    # a module has one layer of these, however often it is used
+    # a shared layer is one layer of the module, however often it is used
     return promised if promised is not None and not promised.shared_layers else None
 
 
-def _of_torch(module: nn.Module, seq_len: int | None) -> Transformer | None:
-    """What one pass shows of torch's own layers, drawn as they are by torch."""
-    encoder, main = (
+def _torch_architecture(module: nn.Module, seq_len: int | None) -> Transformer | None:
+    """The architecture of torch's own layers by one pass, with torch's own initialisation."""
+    encoder_layers, decoder_layers = (
         [part for part in module.modules() if isinstance(part, kind)]
         for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     )
-    if not encoder:
-        return None  # what a decoder alone reads, nothing in it says
+    if not encoder_layers:
+        return None  # nothing says what a decoder without encoder attends to
     reading = anatomy_of(module)
     model = as_drawn(reading)
-    if model is None or (main and model.encoder is None):
+    if model is None or (decoder_layers and model.encoder is None):
         return None
-    together = any(isinstance(part, nn.Transformer) for part in module.modules())
+    xavier = any(isinstance(part, nn.Transformer) for part in module.modules())
     length: dict[str, Any] = {} if seq_len is None else {"seq_len": seq_len}
-    read = model if model.encoder is None else model.encoder
-    own = _drawn_by_torch(encoder[0], together=together and bool(main))
-    read = read.replace(causal=False, **own, **length)  # a mask is its caller's
-    if not main:
-        return read
+    encoder = model if model.encoder is None else model.encoder
+    fields = _drawn_by_torch(encoder_layers[0], xavier=xavier and bool(decoder_layers))
+    encoder = encoder.replace(causal=False, **fields, **length)  # its caller passes any mask
+    if not decoder_layers:
+        return encoder
     assert reading.model is not None
     assert reading.model.encoder is not None
     final = reading.model.encoder.head
-    read = read.replace(head=Head(norm=final is not None and final.norm, loss=None))
-    whole = _drawn_by_torch(main[0], together=together)
-    return model.replace(encoder=read, causal=True, **whole, **length)
+    encoder = encoder.replace(head=Head(norm=final is not None and final.norm, loss=None))
+    fields = _drawn_by_torch(decoder_layers[0], xavier=xavier)
+    return model.replace(encoder=encoder, causal=True, **fields, **length)
 
 
-def _drawn_by_torch(layer: Any, *, together: bool) -> dict[str, Any]:
-    """Fields of a stack of torch's own encoder or decoder layers; `together`: nn.Transformer drew
-    the weights, every matrix by Xavier's rule."""
+def _drawn_by_torch(layer: Any, *, xavier: bool) -> dict[str, Any]:
+    """Fields of a stack of torch's own layers; `xavier`: nn.Transformer drew every matrix by
+    Xavier's rule."""
     d_model, d_ff = layer.self_attn.embed_dim, layer.linear1.out_features
     fused = 2 / (d_model + 3 * d_model)  # in_proj_weight is one (3 d, d) matrix to its initialiser
-    if together:
+    if xavier:
         square, hidden = 1 / d_model, 2 / (d_model + d_ff)
         weights = Weights(fused, fused, fused, square, hidden, hidden, distribution="uniform")
     else:
-        rest = Weights.torch_default(d_model, d_ff)
-        weights = rest.replace(query=fused, key=fused, value=fused)
+        weights = Weights.torch_default(d_model, d_ff)
+        weights = weights.replace(query=fused, key=fused, value=fused)
     attention = 0.0 if layer.self_attn.in_proj_bias is not None else None
-    drawn = Biases.torch_default(d_model, d_ff)
+    default = Biases.torch_default(d_model, d_ff)
     ffn = {
-        name: getattr(drawn, name) if part.bias is not None else None
+        name: getattr(default, name) if part.bias is not None else None
         for name, part in (("ffn_in", layer.linear1), ("ffn_out", layer.linear2))
     }
     biases = Biases(attention, attention, attention, attention, **ffn, gate=None)
-    there = any(value is not None for value in biases.to_dict().values())
-    plain = dict.fromkeys(("skip_scale", "branch_scale", "temperature"), 1.0)
-    fields = {"weights": weights, "biases": biases if there else None, "layernorm_scaling": False}
-    return {**plain, **fields}
+    has_biases = any(value is not None for value in biases.to_dict().values())
+    fields = {"weights": weights, "biases": biases if has_biases else None}
+    ones = dict.fromkeys(("skip_scale", "branch_scale", "temperature"), 1.0)
+    return {**ones, **fields, "layernorm_scaling": False}
 
 
-# --- fields in which a plan departs, and that weights and hooks cannot change --------------------
+# --- fields in which a plan differs ---------------------------------------------------------------
 
 
 SIZES = ("layers", "d_model", "d_ff", "d_head", "heads", "kv_heads")
-"""Fields without which no tensor of a module fits a plan."""
+"""Fields that decide the shapes of tensors."""
 
 _WRITTEN = {
     *("weights", "skip_scale", "branch_scale", "layernorm_scaling", "temperature"),
     *("head.output_scale", "relative_bias.variance"),
     *(f"{part}.{name}" for part, name in OUTSIDE.values()),
 }
-"""Fields that `initialize` writes, wherever the module has their tensors or sums."""
+"""Fields that `initialize` writes into tensors or hooks."""
 
 _GRADIENTS = {"norm_affine", "norm_bias", "layer_scale", "head.bias"}
-"""Fields of parameters that start where they change nothing, or what another field says."""
+"""Fields of parameters that change no signal at initialisation, or repeat another field."""
 
 _OUTSIDE = {
     "head.loss": "the loss is no part of a module",
@@ -197,30 +198,30 @@ _OUTSIDE = {
     "head.label_smoothing": "the loss is no part of a module",
     "embedding.padding_id": "it concerns the rows of one token",
 }
-"""Fields that say nothing about a module, or nearly so, and why."""
+"""Fields that say (almost) nothing about a module, and why."""
 
 _OF_FEW_TOKENS = {"rotary", "window", "relative_bias", "dropout"}
-"""Last parts of fields that a run of few tokens shows less exactly than a config says them."""
+"""Last parts of fields that a pass over few tokens shows less exactly than a config says them."""
 
 _UNREAD = {"embedding.position_base", "embedding.factor_variance", "head.factor_dim"}
-"""Fields that a reading may lack, so that what a config says of them is held against nothing."""
+"""Fields that a reading may lack; then the config is believed."""
 
 _PARTS = ("embedding", "head", "relative_bias")
 """Fields that are declarations of their own, compared field by field."""
 
 UNMOVED = "it starts where it changes no signal"
-"""Why a parameter that starts at one or zero is no fault."""
+"""Remark on parameters that start at one or zero."""
 
 MANY = 3
-"""As many shared parameters are named."""
+"""Shared parameters named at most."""
 
 EXACT = 1e-4
-"""Relative difference of two numbers that are one."""
+"""Relative difference up to which two numbers are equal."""
 
 
 class Field(NamedTuple):
-    """One field, "embedding.norm", "encoder.causal", ..., in which a plan is not what a module is:
-    what the plan says, what the module has, and why that is no fault."""
+    """A field, "embedding.norm", "encoder.causal", ..., in which a plan differs from a module; the
+    `remark` says why that is no fault, if so."""
 
     name: str
     planned: Any
@@ -228,11 +229,11 @@ class Field(NamedTuple):
     remark: str = ""
 
     def row(self, parameter: str) -> Row:
-        """As a check: failed where it is a fault, passed where it changes no signal at
+        """The field as a check: failed if it is a fault, passed if it changes no signal at
         initialisation, else neither."""
         name, planned, present, remark = self
-        unmoved = remark == UNMOVED or name.removeprefix(ENCODER) in _OUTSIDE
-        passed = (unmoved or None) if remark else False
+        harmless = remark == UNMOVED or name.removeprefix(ENCODER) in _OUTSIDE
+        passed = (harmless or None) if remark else False
         one, other = (float(v) if isinstance(v, int | float) else math.nan for v in self[1:3])
         note = f"the plan says {planned!r}, the module has {present!r}"
         note += f"; {remark}" if remark else ""
@@ -242,33 +243,35 @@ class Field(NamedTuple):
 def departures(
     model: Transformer, module: nn.Module, reading: ModuleReading, promised: Transformer | None
 ) -> tuple[Row, ...]:
-    """Every field in which a model departs from a module, whose config or class says `promised`, as
-    rows of quantity "architecture"."""
-    roles, read = reading.roles, reading.model
-    rows = list(_of_stack("", model, roles, read or promised, promised))
-    rows += _without_matrices(model, roles, shared_by(module, reading))
+    """Every field in which a model differs from a module, as rows of quantity "architecture";
+    `promised`: what the module's config or class says of it."""
+    roles, read = reading.roles, reading.model or promised
+    fields = list(_stack_fields("", model, roles, read, promised))
+    fields += _missing_matrices(model, roles, shared_by(module, reading))
     if model.encoder is not None:
-        inside, outside = (one and one.encoder for one in (read or promised, promised))
-        if inside is not None:
-            rows += _of_stack(ENCODER, model.encoder, roles, inside, outside)
+        if read is not None and read.encoder is not None:
+            promised_encoder = promised and promised.encoder
+            stacks = model.encoder, roles, read.encoder, promised_encoder
+            fields += _stack_fields(ENCODER, *stacks)
         else:
-            alone = any(block.name == "cross" for block in roles.blocks)
-            rows.append(Field("encoder", "one", None, "it is outside of the module" * alone))
+            crosses = any(block.name == "cross" for block in roles.blocks)
+            fields.append(Field("encoder", "one", None, "it is outside of the module" * crosses))
     if masked_by_caller(module):
         remark = "the mask is an argument of its forward; without one every token sees all"
-        rows = [r._replace(remark=remark) if r.name.endswith("causal") else r for r in rows]
-    return tuple(row.row(type(module).__name__) for row in rows)
+        fields = [f._replace(remark=remark) if f.name.endswith("causal") else f for f in fields]
+    return tuple(field.row(type(module).__name__) for field in fields)
 
 
-def _of_stack(
+def _stack_fields(
     stack: str,
     model: Transformer,
     roles: ModuleRoles,
     has: Transformer | None,
     promised: Transformer | None,
 ) -> Iterator[Field]:
+    """The fields of a stack; `has`: the module as it was read."""
     yield from _placements(stack, model, roles)
-    yield from _without_tensors(stack, model, roles)
+    yield from _missing_tensors(stack, model, roles)
     if has is None:
         why = "what the module computes could not be read as a Transformer"
         yield Field(f"{stack}architecture", "a Transformer", None, why)
@@ -288,17 +291,17 @@ def _of_stack(
             if tables and model.seq_len > has.seq_len:
                 yield Field(f"{stack}{name}", planned, f"positions for {has.seq_len}")
             continue
-        also = None if promised is None else _resolved(model, promised, name)
+        declared = None if promised is None else _resolved(model, promised, name)
         if name == "norm_epsilon" and model.layernorm_scaling == "before-norm":
             # norm(s x) at epsilon e is norm(x) at e / s^2.
             scaled = (float(present * factor**2) for factor in model.norm_scales)
             present = next((e for e in scaled if _same(planned, e)), present)
-        yield from _compared(f"{stack}{name}", planned, present, also)
+        yield from _compared(f"{stack}{name}", planned, present, declared)
     for part in _PARTS:
-        yield from _of_part(stack, part, model, roles, has, promised)
+        yield from _part_fields(stack, part, model, roles, has, promised)
 
 
-def _of_part(
+def _part_fields(
     stack: str,
     name: str,
     model: Transformer,
@@ -306,9 +309,10 @@ def _of_part(
     has: Transformer,
     promised: Transformer | None,
 ) -> Iterator[Field]:
+    """The fields of an embedding, a head or a relative bias."""
     planned, present = getattr(model, name), getattr(has, name)
-    also = None if promised is None else getattr(promised, name)
-    present = also if present is None else present
+    declared = None if promised is None else getattr(promised, name)
+    present = declared if present is None else present
     if name == "relative_bias" and (planned is None) != (present is None):
         yield Field(f"{stack}{name}", planned, present)
     if planned is None:
@@ -327,19 +331,18 @@ def _of_part(
         whole = f"{name}.{field}"
         if whole in _WRITTEN or whole == "head.norm_gain":
             continue
-        one, other = getattr(planned, field), getattr(present, field)
-        third = getattr(also, field, None)
+        own, other = getattr(planned, field), getattr(present, field)
         tables = (getattr(part, "position_variance", None) for part in (planned, present))
-        if field == "positions" and set(tables) == {0.0}:
-            one, other = (None if kind == "learned" else kind for kind in (one, other))
-            one, other = (None if kind == "none" else kind for kind in (one, other))
-        if whole == "head.vocab_size" and one != other:  # None: as many as the embedding has
-            one = one or getattr(model.embedding, field, None)
-            other = other or getattr(has.embedding, field, one)
-        yield from _compared(f"{stack}{whole}", one, other, third)
+        if field == "positions" and set(tables) == {0.0}:  # no table, whatever its kind
+            own, other = (None if kind in ("learned", "none") else kind for kind in (own, other))
+        if whole == "head.vocab_size" and own != other:  # None: as many as the embedding has
+            own = own or getattr(model.embedding, field, None)
+            other = other or getattr(has.embedding, field, own)
+        yield from _compared(f"{stack}{whole}", own, other, getattr(declared, field, None))
 
 
 def _compared(name: str, planned: Any, present: Any, promised: Any) -> Iterator[Field]:
+    """A field if its values differ and neither the reading's limits nor the config explain it."""
     plain = name.removeprefix(ENCODER)
     if _same(planned, present):
         return
@@ -360,113 +363,111 @@ def _names(declaration: Any) -> list[str]:
 
 
 def _resolved(plan: Transformer, model: Transformer, name: str) -> Any:
-    """A field, None resolved; windows that end beyond the plan's tokens are none."""
+    """A field with its default resolved; windows beyond the plan's tokens are None."""
     if name == "window":
         return tuple(None if w is None or w >= plan.seq_len else w for w in model.windows)
     if name in ("attention_dropout", "ffn_dropout") and getattr(model, name) is None:
         return model.dropout
     if name == "norm":
         return model.placements
-    if name == "attention_sink":  # whose entries are drawn where there are any
-        return tuple(one is not None for one in model.attention_sinks)
+    if name == "attention_sink":  # its entries are drawn, so that only its presence counts
+        return tuple(sink is not None for sink in model.attention_sinks)
     return getattr(model, name)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is None or other is None or isinstance(one, str) or isinstance(other, str):
-        return one is other or bool(one == other)
-    if dataclasses.is_dataclass(one) and type(one) is type(other):
-        return all(_same(getattr(one, n), getattr(other, n)) for n in _names(one))
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, bool | int | float) and isinstance(other, bool | int | float):
-        return bool(np.isclose(float(one), float(other), rtol=EXACT, atol=1e-15))
-    return bool(one == other)
+def _same(x: Any, y: Any) -> bool:
+    if x is None or y is None or isinstance(x, str) or isinstance(y, str):
+        return x is y or bool(x == y)
+    if dataclasses.is_dataclass(x) and type(x) is type(y):
+        return all(_same(getattr(x, n), getattr(y, n)) for n in _names(x))
+    if isinstance(x, tuple | list) and isinstance(y, tuple | list):
+        return len(x) == len(y) and all(map(_same, x, y))
+    if isinstance(x, bool | int | float) and isinstance(y, bool | int | float):
+        return bool(np.isclose(float(x), float(y), rtol=EXACT, atol=1e-15))
+    return bool(x == y)
 
 
-def _close(one: Any, other: Any) -> bool:
-    """Within the digits of what was read."""
-    numbers = isinstance(one, float) and isinstance(other, float)
-    return numbers and bool(np.isclose(one, other, rtol=0.01))
+def _close(x: Any, y: Any) -> bool:
+    """Whether two numbers are equal to the digits of a reading."""
+    return isinstance(x, float) and isinstance(y, float) and bool(np.isclose(x, y, rtol=0.01))
 
 
 def _placements(stack: str, model: Transformer, roles: ModuleRoles) -> Iterator[Field]:
-    seen = set()
-    for block in roles.blocks:
-        if block.stack != stack or block.layer > model.layers:
-            continue
-        wanted = model.placements[block.layer - 1]
-        if wanted != block.placement and (wanted, block.placement) not in seen:
-            seen.add((wanted, block.placement))
-            yield Field(f"{stack}norm", wanted, block.placement)
+    """Placements of norms, each pair of a planned and a present one once."""
+    pairs = dict.fromkeys(
+        (model.placements[block.layer - 1], block.placement)
+        for block in roles.blocks
+        if block.stack == stack and block.layer <= model.layers
+    )
+    for planned, present in pairs:
+        if planned != present:
+            yield Field(f"{stack}norm", planned, present)
 
 
-def _without_tensors(stack: str, model: Transformer, roles: ModuleRoles) -> Iterator[Field]:
-    """What the plan draws or sets, for which the module has no tensor in some layer."""
-    there = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
+def _missing_tensors(stack: str, model: Transformer, roles: ModuleRoles) -> Iterator[Field]:
+    """Biases, gains and tables of the plan that the module has not, or not in every layer."""
+    present = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
+    names_present = {name for _, name in present}
     layers = range(1, model.layers + 1)
     for name in () if model.biases is None else _names(model.biases):
         planned = getattr(model.biases, name)
         if planned is None or (name == "gate" and not model.gated):
             continue
-        if all((n, f"{name}.bias") in there for n in layers):
-            continue
-        zero = not np.any(planned)
-        remark = UNMOVED if zero else ""
-        yield Field(f"{stack}biases.{name}", planned, None, remark)
+        if not all((n, f"{name}.bias") in present for n in layers):
+            remark = "" if np.any(planned) else UNMOVED
+            yield Field(f"{stack}biases.{name}", planned, None, remark)
     for block, column in (("attention", 0), ("ffn", 1)):
         gains = model.norm_gains[:, column]
         names = (f"{block}.norm.gain", "attention.norm.gain")
-        lacking = [n for n in layers if not any((n, name) in there for name in names)]
-        if any(gains[n - 1] != 1 for n in lacking):
+        missing = [n for n in layers if not any((n, name) in present for name in names)]
+        if any(gains[n - 1] != 1 for n in missing):
             yield Field(f"{stack}norm_gain", gains.tolist(), "no gain")
             break
     head, last = model.head, model.layers + 1
-    if head is not None and head.norm_gain != 1 and (last, "final.norm.gain") not in there:
+    if head is not None and head.norm_gain != 1 and (last, "final.norm.gain") not in present:
         yield Field(f"{stack}head.norm_gain", head.norm_gain, "no gain")
     for role, (part, name) in OUTSIDE.items():
         planned = getattr(getattr(model, part), name, None)
-        if planned and not any(known == role for _, known in there):
-            gone = part == "embedding" and not ({"token", "patch"} & {k for _, k in there})
-            tables = "no parameter of the module is one" if gone or part == "head" else ""
-            if name == "weight_variance":  # a head, or none, is compared as a whole
-                continue
-            yield Field(f"{stack}{part}.{name}", planned, None, tables)
+        # a head, or none, is compared as a whole
+        if planned and role not in names_present and name != "weight_variance":
+            outside = part == "head"
+            outside = outside or (part == "embedding" and not {"token", "patch"} & names_present)
+            remark = "no parameter of the module is one" if outside else ""
+            yield Field(f"{stack}{part}.{name}", planned, None, remark)
 
 
 def shared_by(module: nn.Module, reading: ModuleReading) -> tuple[str, ...]:
-    """Parameters with several uses, a phrase each, but for a head that is the token table."""
+    """Phrases on parameters with several uses, without a head that is tied to the token table."""
     tables = {role.parameter for role in reading.roles.named("token")}
     phrases = [f"{name} is used by several layers" for name in gathered_names(list(reading.shared))]
-    rows = [
-        (names[0], other)
+    tied = [
+        f"{other} is {names[0]}"
         for parameter, names in aliases(module).items()
         for other in names[1:]
         if parameter.ndim > 1 and not tables & set(names)
     ]
-    shown = [f"{other} is {one}" for one, other in rows]
-    more = [f"and {len(shown) - MANY} more"] if len(shown) > MANY else []
-    return (*phrases, *shown[:MANY], *more)
+    more = [f"and {len(tied) - MANY} more"] if len(tied) > MANY else []
+    return (*phrases, *tied[:MANY], *more)
 
 
-def _without_matrices(
+def _missing_matrices(
     model: Transformer, roles: ModuleRoles, shared: Sequence[str]
 ) -> Iterator[Field]:
-    """Matrices that the plan draws and the module has not, or has once for several layers."""
+    """Matrices of the plan that some layers of the module have not, or share with others."""
     for stack, of_stack in stacks_in(model).items():
-        there = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
+        present = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
         for name in of_stack.matrix_shapes:
-            having = [n for n in range(1, of_stack.layers + 1) if name in of_stack.shapes_of(n)]
-            lacking = [n for n in having if (n, name) not in there]
-            if lacking and len(lacking) < len(having):
-                planned = of_stack.variances_of(lacking[0])[name]
+            planned = [n for n in range(1, of_stack.layers + 1) if name in of_stack.shapes_of(n)]
+            missing = [n for n in planned if (n, name) not in present]
+            if missing and len(missing) < len(planned):
+                variance = of_stack.variances_of(missing[0])[name]
                 used = f" ({'; '.join(shared)})" if shared else ""
-                where = in_layers(lacking, of_stack.layers)
-                yield Field(f"{stack}{name}", planned, f"no such matrix{where}{used}")
+                where = in_layers(missing, of_stack.layers)
+                yield Field(f"{stack}{name}", variance, f"no such matrix{where}{used}")
 
 
 def masked_by_caller(module: nn.Module) -> bool:
-    """Whether a module's forward takes a mask that only its caller knows."""
+    """Whether a module's forward takes a mask as an argument."""
     if hasattr(getattr(module, "config", None), "to_dict"):
         return False
     names = inspect.signature(module.forward).parameters
@@ -476,10 +477,11 @@ def masked_by_caller(module: nn.Module) -> bool:
 def check_sizes(
     model: Transformer, roles: ModuleRoles, has: Transformer | None, shared: Sequence[str] = ()
 ) -> None:
-    """Raise a DomainError where no tensor would fit; `shared`: phrases of `shared_by`."""
+    """Raise a DomainError if no tensor fits; `has`: the module's architecture, `shared`: phrases of
+    `shared_by`."""
     if model.layers != roles.layers:
-        own = f"the module's {roles.layers}" + (f" ({'; '.join(shared)})" if shared else "")
-        raise domain_error("layers of the plan", model.layers, own)
+        allowed = f"the module's {roles.layers}" + (f" ({'; '.join(shared)})" if shared else "")
+        raise domain_error("layers of the plan", model.layers, allowed)
     for block in roles.blocks:
         stack = model_of_stack(model, block.stack)
         if block.layer > stack.layers:
@@ -495,7 +497,7 @@ def check_sizes(
 
 
 def refuse(rows: Sequence[Row]) -> None:
-    """Raise a DomainError that names every field in which a plan is not what the module is."""
+    """Raise a DomainError that names every field in which a plan differs from the module."""
     if faults := [f"{r.role} of the plan: {r.note}" for r in rows if r.passed is False]:
         raise DomainError(
             f"{'; '.join(faults)}: weights and hooks cannot change that; build the module as the "
@@ -504,5 +506,5 @@ def refuse(rows: Sequence[Row]) -> None:
 
 
 def phrase_of(row: Row) -> str:
-    """A field, and what both sides have."""
+    """A row of `departures` in words."""
     return f"{row.role} ({row.note})"

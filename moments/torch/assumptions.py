@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..show.findings import Row
 from .entries import EntryMoments
 from .roles import Role, block_of, tensors_of
-from .running import grouped, kept
+from .running import grouped, restored
 
 DEVIATIONS = 6
 """Standard errors beyond which a departure is named."""
@@ -210,7 +210,7 @@ def shuffle(module: nn.Module, repeated: Iterable[Copies], seed: int) -> nn.Modu
 def shuffled(module: nn.Module, repeated: Iterable[Copies], seed: int) -> Iterator[None]:
     """`shuffle`, and every tensor as it was afterwards."""
     repeated = list(repeated)
-    with kept(_copied(module, repeated)):
+    with restored(_copied(module, repeated)):
         shuffle(module, repeated, seed)
         yield
 
@@ -221,7 +221,7 @@ def _copied(module: nn.Module, repeated: Iterable[Copies]) -> list[Tensor]:
     return [block_of(tensors, role) for roles in repeated for role in roles[1:]]
 
 
-def copy_findings(repeated: Iterable[Copies]) -> Iterator[Row]:
+def copy_rows(repeated: Iterable[Copies]) -> Iterator[Row]:
     """A failed check for every tensor that is an earlier layer's."""
     for first, *others in repeated:
         for role in others:

@@ -30,7 +30,7 @@ from .running import (
     first_tensor,
     hooked,
     in_mode,
-    made_at_hand,
+    made_on_cpu,
     module_logits,
     module_loss,
     on_device,
@@ -296,7 +296,7 @@ def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
     return example
 
 
-@made_at_hand
+@made_on_cpu
 def _own_batch(module: nn.Module, roles: ModuleRoles, model: Transformer, given: Any) -> Any:
     """Random input like what is `given`, with what the module is trained on."""
     generator = torch.Generator().manual_seed(0)
@@ -362,7 +362,7 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
     return {first: ids[:, :-1].contiguous(), name: ids[:, 1:].contiguous()}
 
 
-@made_at_hand
+@made_on_cpu
 def _with_labels(module: nn.Module, batch: Any) -> Any:
     """Labels for a Hugging Face module that makes none of its own."""
     config: Any = getattr(module, "config", None)

@@ -1,4 +1,4 @@
-"""`moments.check` of a live module: measured once, read, recognised, and compared with it all."""
+"""`moments.check` of a live module: one reading and one measurement, held against a prediction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from ..show.findings import Finding, Report, Row
 from ..show.health import Seen, first_off, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
-from .alike import BIDIRECTIONAL
+from .alike import (
+    BIDIRECTIONAL,
+    never_used,
+    normalised_over_queries,
+    not_masked,
+    shared_matrix,
+)
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
 from .batches import (
@@ -41,6 +47,7 @@ from .batches import (
     measured_moments,
 )
 from .checkpoints import opened
+from .dataflow import ModuleReading
 from .dataflow.reading import random_part
 from .describe import broken, described_as
 from .diagnose import Text, at_length, case_of, diagnose, tokens_entering
@@ -54,37 +61,37 @@ from .roles import (
     gathered,
     gathered_names,
     gathered_pattern,
-    parted,
+    split_at_layer,
     tensors_of,
 )
 from .running import (
     aliases,
     as_named,
-    at_hand,
+    batch_on_cpu,
     grouped,
 )
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
 from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings, advise
 
 FEW_ROWS = 64
-"""Tokens up to which rows that are not alike are predicted one by one."""
+"""Tokens up to which tokens of unlike variance are predicted one by one."""
 
 UNEVEN = 10.0
-"""Largest over least variance of what enters layer 1 up to which its tokens are taken as alike."""
+"""Ratio of the largest to the least token variance at layer 1 up to which tokens count as alike."""
 
 SCALED = 0.02
-"""How far below 1 a residual multiplier is one that was meant."""
+"""Distance below 1 from which a residual multiplier counts as intended."""
 
 OTHER_INPUTS = re.compile(
     r"(?!past_)(.*(pixel|image|video|audio|speech|wave|feature|spectrogram|bbox|entity).*"
     r"|.*protein.*|input_values"
     r"|encoder_hidden_states|encoder_outputs)"
 )
-"""Names of inputs of another kind than those that a module was run on."""
+"""Names of arguments of forward that are optional inputs of another kind."""
 
 TABLE = 0.1
-"""Difference of a table's variance from 1 up to which it is taken for nn.Embedding's own draw, and
-the std of matrices below which that is named."""
+"""Difference from 1 up to which a table's variance counts as nn.Embedding's own, and the std of
+matrices below which that is a remark."""
 
 PLACEMENTS = {"pre": "Pre-LN", "post": "Post-LN", "sandwich": "sandwich", "none": "without norms"}
 
@@ -96,7 +103,7 @@ def check_module(
     scheme: Any = None,
     loss: Loss | None = None,
 ) -> Report:
-    """`moments.check` of a module, or of a checkpoint's path.
+    """`moments.check` of a module or of the path of a checkpoint.
 
     Raises:
         DomainError: an argument out of range.
@@ -106,11 +113,11 @@ def check_module(
     if broken := tuple(unwritten(module)):
         everything = ("everything else: it cannot be run",)
         return Report(type(module).__name__, "", broken, (), everything, ())
-    batch = at_hand(as_named(module, batch))
+    batch = batch_on_cpu(as_named(module, batch))
     try:
         return Checking(module, batch, scheme, loss).report()
     except NotRead as refusal:
-        if scheme is not None:  # which says what a module's roles have to be
+        if scheme is not None:  # a scheme needs the module's roles
             raise
         if (promised := promised_by(module)) is not None:
             with contextlib.suppress(MomentsError):
@@ -119,47 +126,33 @@ def check_module(
 
 
 class Checking:
-    """One module: everything that is read of it, then what is found."""
+    """The check of one module.
+
+    Attributes:
+        promised: what the module's config or class says of its initialisation; None if nothing.
+        architecture: the module as it was read, else as promised, at the measured length.
+        described: the same with the module's own variances and mask.
+        random: the submodule that draws random numbers in evaluation mode; None if none.
+        idle: paths of submodules that are never run.
+        bidirectional: whether tokens attend to later ones; None if unknown.
+    """
 
     def __init__(self, module: nn.Module, batch: Any, scheme: Any, loss: Loss | None) -> None:
         self.module, self.scheme, self.loss = module, scheme, loss
-        self.given = batch is not None and not isinstance(batch, Tensor)  # ids say no task
-        forget(module)  # entries may be others than when it was read
-        try:
-            self.reading = anatomy_of(module, batch)
-        except DomainError:
-            raise
-        except MomentsError as error:
-            raise not_read(module, batch, str(error)) from None
-        if self.reading.unlayered:  # whatever its config promises
-            why = dict.fromkeys((*self.reading.unlayered, *self.reading.reasons))
-            raise not_read(module, batch, f"{type(module).__name__}: {'; '.join(why)}")
+        self.has_targets = batch is not None and not isinstance(batch, Tensor)
+        forget(module)  # its entries may have changed
+        self.reading = self._read(batch)
         self.roles = self.reading.roles
         self.promised = promised_by(module)
-        if self.promised is not None and self.promised.mixer is not None and scheme is None:
-            said = f"{type(module).__name__}: its config has blocks in attention's place"
-            raise not_read(module, batch, said)
         self.promised_by = "config" if configured(module) else "class"
-        own = self.reading.model
-        if self.promised is not None and own is not None and self.promised_by == "class":
-            # A class of torch's says how it draws itself; masks, tables and head are the module's.
-            drawn = {"weights": self.promised.weights, "biases": self.promised.biases}
-            if self.promised.encoder is None and own.encoder is None:
-                self.promised = own.replace(**drawn)
-        read = self.reading.model or self.promised
-        if read is None:
-            said = f"{type(module).__name__} is not read as layers of attention and feed-forward"
-            count = len(self.roles.unidentified)
-            reasons = [*dict.fromkeys(self.reading.reasons)]
-            reasons += [f"{count} parameters of unknown role"] * bool(count)
-            raise not_read(module, batch, f"{said}: {'; '.join(reasons)}")
+        model = self._declared(batch)
         example = self.reading.example
-        self.inputs = inputs_for(module, self.roles, self.promised or read, batch, loss, example)
+        self.inputs = inputs_for(module, self.roles, self.promised or model, batch, loss, example)
         self.measurement = self._measured(batch is None)
         if (wrong := over_first_axis(self.inputs.batch, self.measurement)) is not None:
-            said = f"{type(module).__name__} is not read as layers over the tokens of a sequence"
-            raise NotRead(said, (wrong,))
-        self.architecture = at_length(read, self.measurement)
+            name = type(module).__name__
+            raise NotRead(f"{name} is not read as layers over the tokens of a sequence", (wrong,))
+        self.architecture = at_length(model, self.measurement)
         if self.promised is not None:
             self.promised = at_length(self.promised, self.measurement)
         self.tensors = Tensors.of(module, self.reading)
@@ -168,20 +161,51 @@ class Checking:
         self.notes: list[str] = []
         self.described = self._described()
         pictures = isinstance(self.architecture.embedding, PatchEmbedding)
-        self.ahead = None if self.random is not None or pictures else self.reading.ahead
-        mixed = bool(self.reading.unmasked)
-        if self.ahead is not None and self.ahead == self.described.causal and not mixed:
-            self.described = self.described.replace(causal=not self.ahead)
+        known = self.random is None and not pictures
+        self.bidirectional = self.reading.bidirectional if known else None
+        if self.bidirectional == self.described.causal and not self.reading.unmasked:
+            self.described = self.described.replace(causal=not self.bidirectional)
         names = dict.fromkeys(role.full_name for role in self.roles.roles)
         self.names = {name: self.tensors.names(name) for name in names}
         self.comparison = self._compared()
+
+    def _read(self, batch: Any) -> ModuleReading:
+        try:
+            reading = anatomy_of(self.module, batch)
+        except DomainError:
+            raise
+        except MomentsError as error:
+            raise not_read(self.module, batch, str(error)) from None
+        if reading.unlayered:
+            why = "; ".join(dict.fromkeys((*reading.unlayered, *reading.reasons)))
+            raise not_read(self.module, batch, f"{type(self.module).__name__}: {why}")
+        return reading
+
+    def _declared(self, batch: Any) -> Transformer:
+        """The module as it was read, else as promised; a `NotRead` if neither is known."""
+        name, own, promised = type(self.module).__name__, self.reading.model, self.promised
+        if promised is not None and promised.mixer is not None and self.scheme is None:
+            said = f"{name}: its config has blocks in attention's place"
+            raise not_read(self.module, batch, said)
+        one_stack = own and promised and own.encoder is None and promised.encoder is None
+        if own is not None and promised is not None and one_stack and self.promised_by == "class":
+            # A class of torch's says how it draws itself; masks, tables and head are the module's.
+            self.promised = own.replace(weights=promised.weights, biases=promised.biases)
+        model = own or self.promised
+        if model is None:
+            count = len(self.roles.unidentified)
+            reasons = [*dict.fromkeys(self.reading.reasons)]
+            reasons += [f"{count} parameters of unknown role"] * bool(count)
+            said = f"{name} is not read as layers of attention and feed-forward"
+            raise not_read(self.module, batch, f"{said}: {'; '.join(reasons)}")
+        return model
 
     def _measured(self, random: bool) -> Measurement:
         try:
             return measure(self.module, self.inputs.batch, loss=self.inputs.loss)
         except MomentsError:
             raise
-        except Exception as error:  # the module's own code, on input that it never asked for
+        except Exception as error:  # the module's own code may reject random input
             if not random:
                 raise
             said = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -191,24 +215,28 @@ class Checking:
             ) from error
 
     def _described(self) -> Transformer:
-        """The module as it is; where no pass shows its sums, with those that are declared."""
+        """The module with its own variances; with the promised sums if they could not be read."""
         self.notes += broken(self.tensors)
         model = self.architecture
         if self.reading.model is None:
             why = "; ".join(self.reading.reasons)
             self.notes.append(f"its sums are taken as declared: {why}")
-            with contextlib.suppress(DomainError):  # numbers that no declaration can have
+            with contextlib.suppress(DomainError):  # entries that no declaration allows
                 model = described_as(model, self.tensors)
-        other = model.encoder
+        encoder = model.encoder
         sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
-        if other is None or other.embedding is not None or not isinstance(sound, SoundEmbedding):
+        if (
+            encoder is None
+            or encoder.embedding is not None
+            or not isinstance(sound, SoundEmbedding)
+        ):
             return model
-        # No operation says that convolutions embed sound; its config does.
-        return model.replace(encoder=other.replace(embedding=sound, seq_len=sound.seq_len))
+        # A pass does not show that convolutions embed sound; its config does.
+        return model.replace(encoder=encoder.replace(embedding=sound, seq_len=sound.seq_len))
 
     def _unused(self) -> Iterator[str]:
-        """Submodules whose parameters nothing reads, and which get no gradient."""
-        reached = {
+        """Submodules whose parameters are not read and get no gradient."""
+        with_gradient = {
             str(row["parameter"])
             for row in self.measurement.weight_gradient_rows
             if float(row["squared_norm"]) > 0
@@ -217,7 +245,7 @@ class Checking:
         unread = {self.module.get_parameter(name) for name in self.reading.unused}
         for path, part in self.module.named_modules():
             own = set(part.parameters(recurse=False))
-            if own and own <= unread and not any(reached & set(names[one]) for one in own):
+            if own and own <= unread and not any(with_gradient & set(names[p]) for p in own):
                 yield path
 
     def _compared(self) -> Comparison:
@@ -232,15 +260,15 @@ class Checking:
                     raise
                 # A picture's class token may be zero, which has no correlation with any patch.
                 self.notes.append(f"what enters layer 1 was measured, not predicted: {error}")
-                given = measured_moments(self.measurement)
-                given |= measured_gradient(self.described, self.measurement, given)
-                prediction = predict(self.described.replace(head=None), **given)
+                inputs = measured_moments(self.measurement)
+                inputs |= measured_gradient(self.described, self.measurement, inputs)
+                prediction = predict(self.described.replace(head=None), **inputs)
             return compare(prediction, self.measurement, same_weights=True)
 
     def _by_token(self, case: Case) -> Case:
-        """The same on the kernel of what really enters, where its few tokens are not alike."""
-        entering = self.measurement.token_variance[0]
-        alike = float(np.max(entering)) <= UNEVEN * float(np.min(entering))
+        """The case with the measured kernel at layer 1, if few tokens of unlike variance enter."""
+        variances = self.measurement.token_variance[0]
+        alike = float(np.max(variances)) <= UNEVEN * float(np.min(variances))
         if alike or "variance" not in case.inputs or self.measurement.seq_len > FEW_ROWS:
             return case
         first = first_stream(self.module, self.inputs.batch)
@@ -248,58 +276,45 @@ class Checking:
         if not result:
             return case
         case = result[0].apply(case)
-        given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
-        if len(given) < len(case.inputs):
-            given["grad_kernel"] = last_grad_kernel(self.measurement)
-        return dataclasses.replace(case, inputs=given)
+        inputs = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
+        if len(inputs) < len(case.inputs):
+            inputs["grad_kernel"] = last_grad_kernel(self.measurement)
+        return dataclasses.replace(case, inputs=inputs)
 
-    # --- what is found ----------------------------------------------------------------------------
+    # --- findings ---------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        reading, target, remarks = self._meant()
+        rule, target, remarks = self._target()
         planned, promised = self.scheme is not None, self.promised
         strict = planned or promised is not None
         words = "the rest of its init"
-        words += f" ({reading.title})" if reading.meant is None else ""
+        words += f" ({rule.title})" if rule.meant is None else ""
         if planned:
             words = f"the scheme {self.scheme!r}" if isinstance(self.scheme, str) else "the plan"
         elif strict:
             words = f"what its {self.promised_by} promises"
         audited = Checked.of(self.tensors, target)
         advice = advise(audited, target, promised)
-        of = self.tensors, target, advice, words, planned, strict, promised, reading
-        weights = WeightFindings(*of)
-        left = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
-        odd = {f"{name} sum in {layer}" for layer, name in self.reading.odd}  # by themselves
-        moved = {layer for layer, _ in self.reading.misplaced}
-        failed = [
-            row
-            for row in audited.rows
-            if row.passed is False
-            and row.quantity not in left
-            and (row.quantity != "architecture" or self._is_declared(row))
-            and f"{row.role} in {row.layer}" not in odd
-            and not (row.layer in moved and row.quantity in (*STRUCTURE, "norm_output_scale"))
-            # What one pass saw behind a norm is what there is, unless something else is meant.
-            and (strict or reading.published or row.quantity != "norm_output_scale")
-        ]
+        weights = WeightFindings(
+            self.tensors, target, advice, words, planned, strict, promised, rule
+        )
         rows = tuple(weights.rows(audited.measured))
-        findings = [*seen_of(self.module), *weights.findings(failed)]
+        findings = [*seen_of(self.module), *weights.findings(self._failed(audited, rule, strict))]
         findings += self._odd_layers(findings, strict)
-        notes = [*remarks, *weights.notes, *self._remarks(reading)]
+        notes = [*remarks, *weights.notes, *self._remarks(rule)]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
-        meant = target if strict else None
-        seen = Seen(self.comparison.prediction, self.comparison, self.names, meant, dtype)
-        more, said = rules(seen)
-        findings += [*self._behaviour(), *self._attention(weights, audited.rows), *more]
-        # what layers of the same entries do is not predicted
+        intended = target if strict else None
+        seen = Seen(self.comparison.prediction, self.comparison, self.names, intended, dtype)
+        more, more_notes = rules(seen)
+        findings += [*self._structure(), *self._attention(weights, audited.rows), *more]
+        # The prediction takes layers as independent, which copies are not.
         if not any(one.kind == "copied layers" and one.severity != "note" for one in findings):
             findings += self._mismatch(bool(findings))
-        # Of what describing it said, copies are a finding already.
-        notes += [*said, *(note for note in self.notes if "hold the same entries" not in note)]
+        # Copies are a finding already.
+        notes += [*more_notes, *(n for n in self.notes if "hold the same entries" not in n)]
         return Report(
             source=type(self.module).__name__,
-            scheme=self._verdict(reading, weights.wrong),
+            scheme=self._verdict(rule, weights.wrong),
             findings=tuple(findings),
             notes=tuple(notes),
             unchecked=self._unchecked(audited.unchecked),
@@ -311,137 +326,148 @@ class Checking:
             _why=lambda: self._causes(target),
         )
 
+    def _failed(self, audited: Checked, rule: WeightRule, strict: bool) -> list[Row]:
+        """The failed rows of an audit, without those that have findings of their own."""
+        skipped = {"temperature"} if self.random is None else {"temperature", *STRUCTURE}
+        unnormed = {f"{name} sum in {layer}" for layer, name in self.reading.unnormed}
+        misplaced = {layer for layer, _ in self.reading.misplaced_norms}
+        if not (strict or rule.published):  # the reading saw the norm's factor as it is
+            skipped |= {"norm_output_scale"}
+        return [
+            row
+            for row in audited.rows
+            if row.passed is False
+            and row.quantity not in skipped
+            and (row.quantity != "architecture" or self._is_declared(row))
+            and f"{row.role} in {row.layer}" not in unnormed
+            and not (row.layer in misplaced and row.quantity in (*STRUCTURE, "norm_output_scale"))
+        ]
+
     def _causes(self, target: Transformer) -> tuple[Finding, ...]:
-        """Measured once more, beside what its weights are held against."""
+        """The causes by `diagnose`, which measures once more."""
         with without_warnings():
             return diagnose(self.module, self.inputs.batch, target, loss=self.inputs.loss).causes()
 
-    def _verdict(self, reading: WeightRule, wrong: Sequence[str]) -> str:
-        """What the initialisation seems to be."""
+    def _verdict(self, rule: WeightRule, wrong: Sequence[str]) -> str:
+        """The initialisation that was recognised, in words."""
         names = self.tensors.names
-        if reading.meant is None and reading.share < 0.5:
+        if rule.meant is None and rule.share < 0.5:
             title = "its weights are of no published scheme and no framework's default"
-            return f"{title} (nearest: {reading.title})"
-        words = reading.title
-        if reading.left and reading.meant is None:
-            left = reading.roles_left()
+            return f"{title} (nearest: {rule.title})"
+        words = rule.title
+        if rule.left and rule.meant is None:
+            left = rule.roles_left()
             words += f", but for {', '.join(left)} ({', '.join(names(*left))})"
-        if reading.meant is not None:
-            moved = list(wrong) or list(reading.roles_left())
+        if rule.meant is not None:
+            moved = list(wrong) or list(rule.roles_left())
             words += f" ({', '.join(names(*moved))})" if moved else ""
         promised = self.promised if self.scheme is None else None
-        if promised is not None and reading.model != promised and wrong:
+        if promised is not None and rule.model != promised and wrong:
             words += f"; its {self.promised_by} promises otherwise"
         return words
 
     def _is_declared(self, row: Row) -> bool:
-        """Whether a field that departs is one of a plan or config, and not named by itself."""
+        """Whether a plan or config declares the field of a row, which no other finding names."""
         field, planned = row.role.rpartition(".")[2], self.scheme is not None
-        known = planned or (self.promised is not None and self.promised_by == "config")
-        apart = field in ("causal", "tied") and (not planned or bool(self.reading.unmasked))
-        return known and field != "seq_len" and not apart
+        declared = planned or (self.promised is not None and self.promised_by == "config")
+        named = field in ("causal", "tied") and (not planned or bool(self.reading.unmasked))
+        return declared and field != "seq_len" and not named
 
-    def _meant(self) -> tuple[WeightRule, Transformer, list[str]]:
-        """What the weights seem to be, what they are held against, and remarks."""
+    def _target(self) -> tuple[WeightRule, Transformer, list[str]]:
+        """The rule of the weights, the model that they are compared with, and remarks."""
         weights = []
         for role, entries in self.tensors.entries:
             inside = role.name in MATRICES and not role.stack and role.layer > 0
             if inside and role.full_name not in self.tensors.zero:
                 spread = entries.spread if math.isfinite(entries.spread) else 1.0
-                of = entries.square, spread, entries.count, role.fan_in, role.fan_out
-                weights.append(Weight(role.layer, role.name, *of))
-        reading = recognise(weights, self.architecture, self.promised, self.promised_by)
-        if self.promised_by == "class" and self.promised is not None:
-            # Its user may draw it anew, which a config would say.
-            own = reading.meant or reading.model
-            if reading.share >= 0.5 and own is not self.promised:
-                self.promised = None
+                numbers = entries.square, spread, entries.count, role.fan_in, role.fan_out
+                weights.append(Weight(role.layer, role.name, *numbers))
+        rule = recognise(weights, self.architecture, self.promised, self.promised_by)
+        recognised = rule.meant or rule.model
+        if self.promised_by == "class" and rule.share >= 0.5 and recognised is not self.promised:
+            self.promised = None  # drawn anew by its user, which a config would say
         if self.scheme is not None:
             own = self.architecture
             target = at_length(model_of(self.scheme, own), self.measurement)
             outside = {
                 name: getattr(target, name) or getattr(own, name) for name in ("embedding", "head")
             }
-            return reading, target.replace(**outside), []
+            return rule, target.replace(**outside), []
         if self.promised is not None:
-            if reading.left or not reading.published or reading.model == self.promised:
-                return reading, self.promised, []
+            if rule.left or not rule.published or rule.model == self.promised:
+                return rule, self.promised, []
             remark = f"its weights are not those that its {self.promised_by} promises"
-            return reading, reading.model, [remark]
-        if reading.share < 0.5:
-            return reading, self.described, []
-        return reading, reading.meant or reading.model, []
+            return rule, rule.model, [remark]
+        return rule, self.described if rule.share < 0.5 else recognised, []
 
-    def _behaviour(self) -> Iterator[Finding]:
-        """What runs show that weights do not."""
+    def _structure(self) -> Iterator[Finding]:
+        """Faults of the module's code, which its weights do not show."""
         idle = () if self._other_inputs() else self._idle_parts()
         for pattern, paths in grouped(idle, gathered_pattern).items():
             parts = [(path, self.module.get_submodule(path)) for path in paths]
             named = [
                 f"{path}.{name}" for path, part in parts for name, _ in part.named_parameters()
             ]
-            which = pattern if len(paths) > 1 else paths[0]
-            why = f"{which} is declared and never run: its parameters get no gradient"
-            mend, names = "call it in forward, or delete it", gathered_names(named)
-            yield Finding("warning", "never used", names, (), 0.0, reason=why, mend=mend)
-        for pattern, paths in grouped(self.reading.cut, gathered_pattern).items():
+            yield never_used(pattern if len(paths) > 1 else paths[0], named)
+        for pattern, paths in grouped(self.reading.detached, gathered_pattern).items():
             which = pattern if len(paths) > 1 else paths[0] or "the module itself"
             why = f"{which} detaches what it computes with: no gradient flows back through that"
             mend = "leave .detach() out, or keep it where the gradient is meant to end"
             yield Finding("warning", "gradient cut", tuple(paths), (), reason=why, mend=mend)
         yield from random_outcome(self.random)
         yield from self._mask()
-        yield from self._odd()
+        yield from self._norms()
         yield from self._zero_heads()
         shared = self.reading.shared
-        if shared and self.reading.model is not None and self._shared_alone():
+        if shared and self.reading.model is not None and self._shares_one_matrix():
             layers = tuple(sorted({layer for row in shared.values() for layer in row}))
-            why = f"{', '.join(shared)} is used by layers {listed(layers)}, where the others have "
-            why += "matrices of their own: these layers give the same map and move together"
-            of = "shared matrix", gathered_names(list(shared)), layers
-            yield Finding("warning", *of, reason=why, mend="build every layer anew")
+            yield shared_matrix(", ".join(shared), gathered_names(list(shared)), layers)
+        yield from self._tying()
+
+    def _tying(self) -> Iterator[Finding]:
+        """A head that is tied, untied or a copy of the token table against what is promised."""
         head = self.described.head
         promised = None if self.promised is None else self.promised.head
         known = self.scheme is None and self.described.embedding is not None
         if known and head is not None and promised is not None and head.tied != promised.tied:
-            said = f"its {self.promised_by} promises"
-            yield _untied(
-                head.tied, said, self.tensors.names("head") or self.tensors.names("token")
-            )
+            names = self.tensors.names("head") or self.tensors.names("token")
+            yield _tied(head.tied, f"its {self.promised_by} promises", names)
         elif head is not None and not head.tied:
-            every = dict(self.module.named_parameters())
+            parameters = dict(self.module.named_parameters())
             names = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
-            two = [every[name].detach() for name in names if name in every]
-            if len(two) == 2 and torch.equal(*two):
+            both = [parameters[name].detach() for name in names if name in parameters]
+            if len(both) == 2 and torch.equal(*both):
                 why = "the head starts as a copy of the token table, in a matrix of its own: the "
                 why += "two part with the first step (head.weight = tokens.weight ties them)"
                 yield Finding("note", "copied head", names, reason=why)
 
     def _zero_heads(self) -> Iterator[Finding]:
+        """Heads whose rows of a matrix are zero although other heads' are not."""
         tensors = tensors_of(self.module)
         d_head = self.described.d_head or 0
-        rows = ("query", "key", "value")
         for role in self.roles.roles:
-            if role.name not in (*rows, "output") or role.stack:
+            if role.name not in ("query", "key", "value", "output") or role.stack:
                 continue
-            block = block_of(tensors, role).detach()
-            if block.ndim != 2 or not d_head or role.full_name in self.tensors.zero:
+            matrix = block_of(tensors, role).detach()
+            if matrix.ndim != 2 or not d_head or role.full_name in self.tensors.zero:
                 continue
-            inner = role.name == "output"
-            size, wanted = (block.T, role.fan_in) if inner else (block, role.fan_out)
-            size = size.T if role.transposed else size
-            if len(size) != wanted or wanted % d_head or wanted == d_head:
+            is_output = role.name == "output"
+            width = role.fan_in if is_output else role.fan_out
+            rows = matrix.T if is_output != role.transposed else matrix
+            if len(rows) != width or width % d_head or width == d_head:
                 continue
-            by_head = size.reshape(wanted // d_head, -1).any(1)
-            if bool(by_head.any()) and not bool(by_head.all()):
-                heads = [n + 1 for n, there in enumerate(by_head.tolist()) if not there]
+            nonzero = rows.reshape(width // d_head, -1).any(1)
+            if bool(nonzero.any()) and not bool(nonzero.all()):
+                heads = [n + 1 for n, some in enumerate(nonzero.tolist()) if not some]
                 where = f"head{'s' * (len(heads) > 1)} {listed(heads)} of layer {role.layer}"
                 why = f"{role.name} of {where} is zero, where that of the other heads is not"
-                of = gathered([role]), (role.layer,), 0.0, math.nan, why
-                yield Finding("warning", "zero head", *of, "draw every head alike")
+                names, mend = gathered([role]), "draw every head alike"
+                yield Finding(
+                    "warning", "zero head", names, (role.layer,), 0.0, math.nan, why, mend
+                )
 
     def _mask(self) -> Iterator[Finding]:
-        """Tokens that see what they are to predict."""
+        """Tokens that attend to the tokens which they are to predict."""
         layers = self.reading.unmasked
         promised = self.promised is not None and self.promised.causal
         severity, why = "error", "a token's output changes with a later token, and "
@@ -449,13 +475,13 @@ class Checking:
             one = len(layers) == 1
             why = f"layer{'s' * (not one)} {listed(layers)} do{'es' * one} not mask later tokens, "
             why += "where the other layers do: what follows is of the whole sequence"
-        elif not self.ahead:
+        elif not self.bidirectional:
             return
-        elif self._predicts_the_next():
+        elif self._predicts_next_token():
             why += "the loss is the next token's"
         elif promised:
             why += f"its {self.promised_by} promises a causal mask"
-        elif self._gives_tokens():
+        elif self._may_predict_next_token():
             severity = "warning"
             why = (
                 "attention is full, and the head gives logits over the vocabulary of its tokens: a "
@@ -465,14 +491,13 @@ class Checking:
         else:
             return
         names = self.tensors.names("query", "key", layers=layers)[:2]
-        mend = "mask attention: is_causal=True, or -inf above the diagonal before the softmax"
-        yield Finding(severity, "tokens see later ones", names, layers, reason=why, mend=mend)
+        yield not_masked(severity, names, layers, why)
 
-    def _gives_tokens(self) -> bool:
-        """Whether logits are over the tokens that are read, and nothing says what for."""
+    def _may_predict_next_token(self) -> bool:
+        """Whether logits are over the input's vocabulary, and nothing says for what task."""
         head, embedding = self.described.head, self.described.embedding
         declared = self.scheme is not None and not isinstance(self.scheme, str)
-        if declared or self.loss is not None or self.promised is not None or self.given:
+        if declared or self.loss is not None or self.promised is not None or self.has_targets:
             return False
         if head is None or head.transform is not None or not isinstance(embedding, Embedding):
             return False
@@ -483,7 +508,7 @@ class Checking:
         return not any(map(BIDIRECTIONAL.search, own))
 
     def _odd_layers(self, findings: Sequence[Finding], strict: bool) -> Iterator[Finding]:
-        """Layers whose entries or multipliers are unlike those of all others."""
+        """Layers whose entries or residual multipliers differ from those of all others."""
         layers = self.described.layers
         known = {
             (layer, name)
@@ -498,8 +523,8 @@ class Checking:
                 by_layer = rows.setdefault(role.full_name, {})
                 by_layer.setdefault(role.layer, []).append((role.label, entries))
         count = len(rows) + 4
-        whole = {name: by_layer for name, by_layer in rows.items() if len(by_layer) == layers}
-        for name, finding in odd_tensors(whole, count, () if strict else MATRICES):
+        complete = {name: by_layer for name, by_layer in rows.items() if len(by_layer) == layers}
+        for name, finding in odd_tensors(complete, count, () if strict else MATRICES):
             places = [(finding.layers[0], n) for n in (*finding.where, *self.tensors.names(name))]
             if not known.intersection(places):
                 yield finding
@@ -509,16 +534,16 @@ class Checking:
             values = self.reading.model.by_block(field) ** 2
             for column, block in enumerate(("attention", "ffn")):
                 for place in odd_layers(values[:, column], [WRITTEN] * layers, count):
-                    rest = float(np.median(np.delete(values[:, column], place)) ** 0.5)
-                    here, layer = float(values[place, column] ** 0.5), (place + 1,)
+                    others = float(np.median(np.delete(values[:, column], place)) ** 0.5)
+                    value, layer = float(values[place, column] ** 0.5), (place + 1,)
                     names = self.tensors.names(("output", "ffn_out")[column], layers=layer)
-                    why = f"{words} of the {block} sum in layer {place + 1} is {here:.4g}, where "
-                    why += f"the other layers have {rest:.4g}"
-                    of = field.replace("_", " "), names, layer, here, rest, why
-                    yield Finding("warning", *of, "multiply every layer's branch alike")
+                    why = f"{words} of the {block} sum in layer {place + 1} is {value:.4g}, where "
+                    why += f"the other layers have {others:.4g}"
+                    kind, mend = field.replace("_", " "), "multiply every layer's branch alike"
+                    yield Finding("warning", kind, names, layer, value, others, why, mend)
 
-    def _remarks(self, reading: WeightRule) -> Iterator[str]:
-        """What was seen that may be meant."""
+    def _remarks(self, rule: WeightRule) -> Iterator[str]:
+        """What is unusual and may be intended."""
         read = self.reading
         layers = self.described.layers
         frozen = [
@@ -538,12 +563,12 @@ class Checking:
             block = str(read.model.layernorm_scaling).removesuffix("-only")
             yield f"LayerNorm Scaling, 1/sqrt(l), acts on the norms of {block} blocks alone"
         branch = self.described.by_block("branch_scale")
-        if reading.by_depth and reading.share >= 0.5 and 0 < float(np.median(branch)) < 1 - SCALED:
+        if rule.by_depth and rule.share >= 0.5 and 0 < float(np.median(branch)) < 1 - SCALED:
             yield (
                 f"a residual multiplier ({float(np.median(branch)):.3g}) stands on top of matrices "
-                f"that are scaled with depth already ({reading.title}): depth is counted twice"
+                f"that are scaled with depth already ({rule.title}): depth is counted twice"
             )
-        if read.shared and read.model is not None and not self._shared_alone():
+        if read.shared and read.model is not None and not self._shares_one_matrix():
             names = ", ".join(gathered_names(list(read.shared)))
             yield f"shared by several layers, whose gradients add up: {names}"
         model = self.described
@@ -563,15 +588,14 @@ class Checking:
                     f"{math.sqrt(token / inner):.3g} times that of the matrices"
                 )
 
-    def _shared_alone(self) -> bool:
-        """Whether one matrix of a kind is used twice, which no published sharing does."""
-        named = [self.roles.named(r.name) for r in self.roles.roles]
-        rows = [r for group in named for r in group if r.parameter in self.reading.shared]
-        kinds = grouped(dict.fromkeys((r.name, r.parameter) for r in rows), lambda row: row[0])
-        return bool(kinds) and all(len(group) == 1 for group in kinds.values())
+    def _shares_one_matrix(self) -> bool:
+        """Whether a single matrix of each shared role is shared, as no published model has it."""
+        roles = [r for r in self.roles.roles if not r.stack and r.parameter in self.reading.shared]
+        pairs = grouped(dict.fromkeys((r.name, r.parameter) for r in roles), lambda pair: pair[0])
+        return bool(pairs) and all(len(group) == 1 for group in pairs.values())
 
-    def _predicts_the_next(self) -> bool:
-        """Whether the loss is the next token's, unless it is one that a module was given here."""
+    def _predicts_next_token(self) -> bool:
+        """Whether the module's own loss is that of the next token."""
         head, text = self.described.head, self.text
         if head is not None and head.loss == "causal":
             return True
@@ -579,94 +603,88 @@ class Checking:
             return False
         return np.array_equal(text.targets[:, :-1], text.ids[:, 1:])
 
-    def _odd(self) -> Iterator[Finding]:
-        """Blocks without the norms that all others have, and a first norm that acts elsewhere."""
+    def _norms(self) -> Iterator[Finding]:
+        """Blocks without the norms that all others have, and norms at other places."""
         named = self.roles.named
-        before = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
-        first = {parted(role.parameter)[:2] for role in named("query") if role.layer == 1}
-        if before and {parted(name)[:2] for name in before} == first:
+        outer = [r.parameter for r in named("embedding.norm.gain", "embedding.norm.bias")]
+        first = {split_at_layer(role.parameter)[:2] for role in named("query") if role.layer == 1}
+        if outer and {split_at_layer(name)[:2] for name in outer} == first:
             why = "a norm of layer 1 normalises the stream itself, besides what its block reads"
-            yield _misplaced(gathered_names(before), 1, why)
-        odd = self.reading.odd
+            yield _misplaced(gathered_names(outer), 1, why)
+        unnormed = self.reading.unnormed
         tensors = tensors_of(self.module)
-        zero = [
+        gains = [
             name
             for name in self.roles.unidentified
-            if tensors[name].ndim == 1 and not bool(tensors[name].any())
+            if tensors[name].ndim == 1
+            and not bool(tensors[name].any())
+            and name.endswith(("weight", "gain", "scale", "g", "gamma"))
         ]
-        gains = [n for n in zero if n.endswith(("weight", "gain", "scale", "g", "gamma"))]
-        if odd and len(gains) == len(odd):  # a norm that gives nothing is none to one pass
-            of = gathered_names(gains), tuple(layer for layer, _ in odd), 0.0, 1.0
+        if unnormed and len(gains) == len(unnormed):  # one pass does not see a norm of gain 0
+            layers = tuple(layer for layer, _ in unnormed)
             why = "every gain is 0: the block behind the norm reads nothing"
             mend = "start gains at 1: nn.init.ones_(norm.weight)"
-            yield Finding("warning", "norm gain", *of, why, mend)
+            names = gathered_names(gains)
+            yield Finding("warning", "norm gain", names, layers, 0.0, 1.0, why, mend)
             return
-        for layer, kind in self.reading.misplaced:
+        for layer, kind in self.reading.misplaced_norms:
             usual = PLACEMENTS.get(self.described.placements[layer - 1], "another form")
             names = self.tensors.names("attention.norm.gain", "ffn.norm.gain", layers=(layer,))
             why = f"layer {layer} is {PLACEMENTS.get(kind, kind)}, where the others are {usual}"
             yield _misplaced(names, layer, why)
-        for layer, name in odd:
-            inward = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
+        for layer, name in unnormed:
+            matrices = ("query", "key", "value") if name == "attention" else ("ffn_in", "gate")
             why = f"the {name} block of layer {layer} has no norm, where the other blocks have one"
-            yield _misplaced(self.tensors.names(*inward, layers=(layer,)), layer, why)
+            yield _misplaced(self.tensors.names(*matrices, layers=(layer,)), layer, why)
 
     def _idle_parts(self) -> list[str]:
-        """The largest submodules in which nothing that has parameters was run."""
+        """The largest submodules of which no part with parameters was run."""
         parts = dict(self.module.named_modules())
         own = (p for p, m in parts.items() if next(m.parameters(recurse=False), None) is not None)
         run = set(own) - set(self.idle)
-        whole = []
+        result = []
         for path in self.idle:
             names = path.split(".")
             above = (".".join(names[: end + 1]) for end in range(len(names)))
-            whole += [
+            result += [
                 part for part in above if not any(f"{p}.".startswith(f"{part}.") for p in run)
             ][:1]
-        return list(dict.fromkeys(whole))
+        return list(dict.fromkeys(result))
 
     def _other_inputs(self) -> tuple[str, ...]:
-        """Inputs that were not given and that whole parts of the module may be waiting for."""
-        parts = self._idle_parts()
+        """Arguments of forward that were not passed and that idle submodules may need."""
         large = any(
             sum(p.ndim > 1 for p in self.module.get_submodule(path).parameters()) > 1
-            for path in parts
+            for path in self._idle_parts()
         )
-        given = self.inputs.batch if isinstance(self.inputs.batch, Mapping) else {}
+        passed = self.inputs.batch if isinstance(self.inputs.batch, Mapping) else {}
         names = inspect.signature(self.module.forward).parameters if large else ()
-        return tuple(n for n in names if n not in given and OTHER_INPUTS.fullmatch(n))
+        return tuple(n for n in names if n not in passed and OTHER_INPUTS.fullmatch(n))
 
     def _attention(self, weights: WeightFindings, audited: Sequence[Row]) -> Iterator[Finding]:
-        if wrong := self.reading.over_queries:
-            of = (
-                "softmax over the wrong axis",
-                self.tensors.names("query", "key", layers=wrong),
-                wrong,
-            )
-            why = "attention weights are normalised over queries, not over keys: rows do not sum "
-            why += "to 1, and a mask does not hide what it should"
-            yield Finding("error", *of, reason=why, mend="softmax(..., dim=-1)")
-        known = self.promised is not None
-        yield from weights.attention(list(self._factors(audited)), known)
+        if layers := self.reading.over_queries:
+            names = self.tensors.names("query", "key", layers=layers)
+            yield normalised_over_queries(names, layers)
+        yield from weights.attention(list(self._factors(audited)), self.promised is not None)
 
     def _factors(self, audited: Sequence[Row]) -> Iterator[tuple[str, int, float]]:
-        """Stacks and layers in which q k is multiplied by too much, and by how much."""
-        reading, weights = self.reading, self.described.weights
+        """Stack, layer and excess factor of q k, where it is not what it should be."""
+        model, weights = self.reading.model, self.described.weights
         if self.promised is not None or self.scheme is not None:
-            for f in audited:
-                if f.quantity == "temperature" and f.passed is False:
-                    yield f.role.removesuffix("attention"), f.layer, f.expected / f.measured
+            for row in audited:
+                if row.quantity == "temperature" and row.passed is False:
+                    yield row.role.removesuffix("attention"), row.layer, row.expected / row.measured
             return
-        if weights is None or reading.model is None or reading.model.qk_norm is not None:
+        if weights is None or model is None or model.qk_norm is not None:
             return
         ratio = float(np.mean(np.asarray(weights.query) / np.asarray(weights.key)))
-        for layer, temperature in enumerate(reading.model.temperatures, start=1):
-            # Queries may be drawn smaller in its stead, as T5 has it.
+        for layer, temperature in enumerate(model.temperatures, start=1):
+            # Small queries may replace the factor, as in T5.
             if temperature > 1 or (temperature < 1 and ratio >= 0.5):
                 yield "", layer, 1 / float(temperature)
 
     def _mismatch(self, explained: bool) -> Iterator[Finding]:
-        """Points of the stream that these weights and sums do not give."""
+        """The first point of the stream that is far from the prediction by the module's weights."""
         points = self.comparison.outliers(FAR)
         points = points[points["stack"] == ""]
         if not len(points):
@@ -674,8 +692,8 @@ class Checking:
         forward = bool((points["quantity"] == "variance").any())
         if self.uneven and not forward:
             return
-        given = "module's own weights, sums and norms give"
-        layer, measured, predicted, reason = first_off(points, given)
+        source = "module's own weights, sums and norms give"
+        layer, measured, predicted, reason = first_off(points, source)
         path = self._path(layer, forward)
         reason += "" if explained else "; nothing that was read of it explains that"
         yield Finding(
@@ -687,15 +705,15 @@ class Checking:
 
     @functools.cached_property
     def uneven(self) -> str:
-        """Why gradients are not compared with what the weights give; empty where they are.
+        """Why gradients are not compared with their prediction; "" if they are.
 
-        Behind a norm a gradient grows by 1/s^2 at every token, whose mean over L tokens is R/L
-        where one has 1/R of the others' variance.
+        A norm multiplies a token's squared gradient by 1/variance. If one of L tokens has 1/R of
+        the others' variance, the mean of that factor over tokens is R/L.
         """
-        entering = self.measurement.token_variance[0]
-        least, most = float(np.min(entering)), float(np.max(entering))
-        resolved = self.comparison.prediction.token_variance is not None
-        if resolved or most <= UNEVEN * least:
+        variances = self.measurement.token_variance[0]
+        least, most = float(np.min(variances)), float(np.max(variances))
+        by_token = self.comparison.prediction.token_variance is not None
+        if by_token or most <= UNEVEN * least:
             return ""
         return (
             f"gradients against its weights (tokens enter with variances of {least:.3g} to "
@@ -703,7 +721,7 @@ class Checking:
         )
 
     def _path(self, layer: int, forward: bool) -> str:
-        """The submodule at which a point first departs."""
+        """The submodule whose output is the first that departs in a layer."""
         frame = self.comparison.to_frame()
         name = "variance" if forward else "grad_variance"
         rows = frame[(frame["quantity"] == name) & (frame["layer"] == max(layer, 1))]
@@ -717,7 +735,7 @@ class Checking:
         strict = self.scheme is not None or self.promised is not None
         phrases = [p for p in audited if strict or "(of which nothing is planned)" not in p]
         phrases = [p.replace("some temperatures", "the scale of attention logits") for p in phrases]
-        if self.promised is None and self.scheme is None:  # one pass shows it
+        if not strict:  # one pass shows it
             phrases = [p for p in phrases if not p.startswith("the scale of attention logits")]
         if self.described.embedding is None:
             phrases.append("the embedding (what enters layer 1 was measured, not predicted)")
@@ -730,13 +748,13 @@ class Checking:
         if (waiting := self._other_inputs()) and self.idle:
             parts = ", ".join(dict.fromkeys(map(gathered_pattern, self._idle_parts())))
             phrases.append(f"{parts} (not run without {' or '.join(waiting)}: pass batch=)")
-        if self.ahead is None:
+        if self.bidirectional is None:
             phrases.append("the attention mask")
         return tuple(dict.fromkeys(phrases))
 
 
 def over_first_axis(batch: Any, measurement: Measurement) -> Finding | None:
-    """Token ids of which attention takes the first axis, that of sequences, for tokens."""
+    """A finding if attention mixes the first axis of token ids, that of sequences."""
     parts = batch.values() if isinstance(batch, Mapping) else [batch]
     ids = next((t for t in parts if is_ids(t) and t.ndim == 2), None)
     if ids is None or measurement.seq_len != len(ids) or len(ids) >= ids.shape[1]:
@@ -752,10 +770,12 @@ def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Finding:
     return Finding("warning", "norm placement", names, (layer,), 0.0, 1.0, why, PRE_OR_POST)
 
 
-def _untied(tied: bool, source: str, names: tuple[str, ...]) -> Finding:
-    said = "the token table itself" if tied else "a matrix of its own"
-    why, kind = f"the head is {said}, which {source} not to be", "tied" if tied else "untied"
+def _tied(tied: bool, source: str, names: tuple[str, ...]) -> Finding:
+    """A head that is tied, or is not, against what `source` says."""
+    kind, what = "untied head", "a matrix of its own"
     mend = "head.weight = tokens.weight ties them"
     if tied:
+        kind, what = "tied head", "the token table itself"
         mend = "give the head a matrix: head.weight = nn.Parameter(tokens.weight.detach().clone())"
-    return Finding("error", f"{kind} head", names, reason=why, mend=mend)
+    why = f"the head is {what}, which {source} not to be"
+    return Finding("error", kind, names, reason=why, mend=mend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -198,3 +199,48 @@ def _tie(module: nn.Module, tied: list[list[str]]) -> None:
         for name in others:
             path, _, last = name.rpartition(".")
             setattr(module.get_submodule(path), last, parameter)
+
+
+# --- what a library's class draws, beside what a module has ---------------------------------------
+
+
+def redrawn(module: nn.Module, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Parameters as transformers' own classes draw them, by name; nothing for other modules.
+
+    Every part of a copy is drawn by the rule of the innermost model around it, children before
+    parents, as `PreTrainedModel.initialize_weights` does. Parameters that no class draws are left
+    out.
+    """
+    if not _is_transformers(module):
+        return
+    names = [name for name, _ in module.named_parameters()]  # a tied tensor once
+    copied = copy.deepcopy(module)
+    for _, *others in aliases(copied).values():
+        for name in others:  # nothing is tied before everything is drawn
+            path, _, last = name.rpartition(".")
+            part = copied.get_submodule(path)
+            setattr(part, last, nn.Parameter(part.get_parameter(last).clone()))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in copied.parameters():
+            parameter._is_hf_initialized = False
+            if parameter.is_floating_point():
+                parameter.fill_(math.nan)
+        _draw(copied, copied)
+    for name in names:
+        parameter = copied.get_parameter(name)
+        if bool(torch.isfinite(parameter).all()):
+            yield name, parameter
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    known = hasattr(module, "_init_weights") and hasattr(module, "config")
+    return known and type(module).__module__.startswith("transformers.")
+
+
+def _draw(part: nn.Module, model: Any) -> None:
+    """A part by the rule of the model around it, or by its own."""
+    model = part if _is_transformers(part) else model
+    for child in part.children():
+        _draw(child, model)
+    model._init_weights(part)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import ValidityWarning
+from ..errors import DomainError, MomentsError, ValidityWarning
 from ..files import as_frame
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
@@ -68,7 +68,8 @@ def describe(
 
     Raises:
         DomainError: the checkpoint cannot be read.
-        MomentsError: the module cannot be run, or has no attention on a residual stream.
+        MomentsError: the module cannot be run, or has no attention on a residual stream and no
+            config of a known type.
 
     Warns:
         ValidityWarning: for every assumption of the theory that the weights break, with numbers:
@@ -83,10 +84,17 @@ def describe(
     if model is None and hasattr(module, "config"):
         model = promised_by(module, seq_len)
     own = model is None and batch is None and seq_len is None
-    if model is None and not own:
-        reading = read(module, batch, seq_len)
-    else:
-        reading = anatomy_of(module, batch, own=own)
+    try:
+        if model is None and not own:
+            reading = read(module, batch, seq_len)
+        else:
+            reading = anatomy_of(module, batch, own=own)
+    except DomainError:
+        raise
+    except MomentsError as error:
+        if model is None or architecture is not None:
+            raise
+        return _by_config(module, model, str(error), lost)
     tensors = Tensors.of(module, reading)
     unplaced = tuple(f"{name}{NO_ROLE}" for name in reading.roles.unidentified)
     notes = lost
@@ -94,10 +102,28 @@ def describe(
         model, unplaced = reading.model, (*reading.reasons, *unplaced)
         notes = (*reading.doubts, *lost)
     else:
-        model = described_as(model, tensors)
+        try:
+            model = described_as(model, tensors)
+        except DomainError as error:
+            if architecture is not None or not reading.reasons:
+                raise
+            return _by_config(module, model, "; ".join((*reading.reasons, str(error))), lost)
     for note in broken(tensors):
         warnings.warn(note, ValidityWarning, stacklevel=2)
     return Description(module, model, reading.roles, unplaced, reading.sites, notes)
+
+
+def _by_config(
+    module: nn.Module, model: Transformer, why: str, lost: tuple[str, ...]
+) -> Description:
+    """A module whose layers one pass does not show, as its config declares it."""
+    names = tuple(name for name, _ in module.named_parameters())
+    note = (
+        f"its layers could not be read ({why}): this is the model of its config, with the "
+        "config's variances; moments.check holds every parameter against what its class draws"
+    )
+    roles = ModuleRoles(layers=model.layers, roles=(), unidentified=names, blocks=())
+    return Description(module, model, roles, (), (), (note, *lost))
 
 
 def described_as(model: Transformer, read: Tensors) -> Transformer:

@@ -36,7 +36,7 @@ from .describe import broken, described_as
 from .expectation import model_of
 from .measure import Loss, measure
 from .roles import ENCODER
-from .running import as_named, at_hand, built
+from .running import as_named, batch_on_cpu, built
 from .tensors import Checked, Tensors, unchecked
 from .weight_findings import advise
 
@@ -83,7 +83,7 @@ def diagnose(
     """
     fixed = isinstance(module, nn.Module)
     target = built(module, seed)
-    batch = at_hand(as_named(target, batch))
+    batch = batch_on_cpu(as_named(target, batch))
     reading = anatomy_of(target, batch)
     batch = reading.example if batch is None else batch
     if progress is None:
@@ -129,7 +129,7 @@ def diagnose(
     advice, features = tuple[str, ...](), list[Feature]()
     if result is not None:
         roles = reading.roles
-        ahead = reading.ahead
+        ahead = reading.bidirectional
         changed = _with_mask(result, ahead)
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"

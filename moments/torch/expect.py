@@ -22,7 +22,7 @@ from .checkpoints import opened
 from .diagnose import Text, arrays_of
 from .measure import Loss
 from .roles import ModuleRoles
-from .running import as_named, at_hand
+from .running import as_named, batch_on_cpu
 
 Range = tuple[float, float]
 
@@ -94,7 +94,7 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
         return {**dict(_outputs(prediction)), **dict(_layers(prediction))}
     if not isinstance(subject, nn.Module):
         subject = opened(subject)
-    checking = Checking(subject, at_hand(as_named(subject, batch)), None, loss)
+    checking = Checking(subject, batch_on_cpu(as_named(subject, batch)), None, loss)
     prediction = _at_full_size(checking, batch, loss)
     return {
         **dict(_outputs(prediction)),
@@ -110,7 +110,7 @@ def _at_full_size(checking: Checking, batch: Any, loss: Loss | None) -> Predicti
     model = checking.described
     if batch is None or "token_ids" not in checking.case.inputs:
         return prediction
-    given = completed(checking.module, at_hand(as_named(checking.module, batch)))
+    given = completed(checking.module, batch_on_cpu(as_named(checking.module, batch)))
     rows = arrays_of(given)
     length = next((np.shape(v)[1] for v in rows.values() if np.ndim(v) >= 2), model.seq_len)
     model = model.replace(seq_len=int(length))

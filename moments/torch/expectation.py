@@ -1,4 +1,4 @@
-"""What a declared model says about a module: the plan itself, and the variance of every role."""
+"""The model of a plan, its scales and the variance that it gives to every role."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OUTSIDE = {
     "patch.bias": ("embedding", "bias_variance"),
     "head.transform.bias": ("head", "transform_bias_variance"),
 }
-"""Role -> field of the model, and where the variance is in it."""
+"""Role -> field of the model, and the field in it that is the role's variance."""
 
 
 def model_of(
@@ -39,11 +39,12 @@ def model_of(
     options: Mapping[str, Any] | None = None,
     why: str = "",
 ) -> Transformer:
-    """The model that a plan carries, a Transformer itself, or a scheme's upon a described one.
+    """The model of a plan: its `model`, the plan if it is a Transformer, or the model `described`
+    with the scheme of that name.
 
     Args:
-        options: of the scheme, where the plan is a scheme's name.
-        why: nothing is described.
+        options: of the scheme.
+        why: reason why nothing is described, if so.
 
     Raises:
         DomainError: none of these, or a scheme for a module whose architecture is not known.
@@ -58,7 +59,7 @@ def model_of(
                 f"scheme {plan!r} needs the module's architecture, which could not be read"
                 f"{why and f' ({why})'}: pass moments.Transformer(...).with_scheme({plan!r})"
             )
-        scheme(plan)  # an unknown name is told as such
+        scheme(plan)  # raises for an unknown name
         try:
             return with_zero_biases(described).with_scheme(plan, **(options or {}))
         except DomainError as error:
@@ -78,8 +79,8 @@ def with_zero_biases(model: Transformer) -> Transformer:
     """The model with biases that start at zero, as schemes have them."""
     changes: dict[str, Any] = {}
     if model.biases is not None:
-        there = {name: value for name, value in model.biases.to_dict().items() if value is not None}
-        changes["biases"] = Biases.of(*there)
+        names = (name for name, value in model.biases.to_dict().items() if value is not None)
+        changes["biases"] = Biases.of(*names)
     if model.encoder is not None:
         changes["encoder"] = with_zero_biases(model.encoder)
     return model.replace(**changes)
@@ -87,7 +88,7 @@ def with_zero_biases(model: Transformer) -> Transformer:
 
 @dataclass(frozen=True)
 class Scales:
-    """Multipliers by layer and block, each (N, 2), LayerNorm Scaling's factor where it acts."""
+    """Multipliers by layer and block, each (N, 2), with the factors of LayerNorm Scaling."""
 
     skip: Array
     branch: Array
@@ -116,9 +117,9 @@ class Scales:
 
     def at(self, layer: int, column: int) -> tuple[float, float, float, float]:
         """Skip, branch, norm input and norm output of one block."""
-        values = (self.skip, self.branch, self.norm_input, self.norm_output)
-        skip, branch, before, after = (float(v[layer - 1, column]) for v in values)
-        return skip, branch, before, after
+        place = layer - 1, column
+        skip, branch = float(self.skip[place]), float(self.branch[place])
+        return skip, branch, float(self.norm_input[place]), float(self.norm_output[place])
 
 
 def scales_of(model: Transformer) -> dict[str, Scales]:
@@ -140,7 +141,7 @@ def _of_experts(model: Transformer, role: Role) -> float | None:
 
 
 def expected_variance(model: Transformer, role: Role) -> float | None:
-    """Mean square of a role's entries; None where the model says nothing."""
+    """Mean square of a role's entries; None if the model says nothing of it."""
     matrix, _, kind = role.name.rpartition(".")
     model = model_of_stack(model, role.stack)
     if 1 <= role.layer <= model.layers:
@@ -160,17 +161,17 @@ def expected_variance(model: Transformer, role: Role) -> float | None:
         return None
     if role.name in OUTSIDE:
         part, name = OUTSIDE[role.name]
-        # A table that the model does not declare has variance 0 or none: nothing is said of it.
+        # The variance of a table that the model does not declare is 0 or None.
         variance = getattr(getattr(model, part), name, None)
         return float(variance) if variance else 0.0 if kind == "bias" else None
     if kind == "gain":
-        after = role.name == "final.norm.gain" and model.head is not None
-        return float(model.head.norm_gain) ** 2 if after else 1.0
+        of_head = role.name == "final.norm.gain" and model.head is not None
+        return float(model.head.norm_gain) ** 2 if of_head else 1.0
     return 0.0 if kind == "bias" else None
 
 
 def stacks_in(model: Transformer) -> dict[str, Transformer]:
-    """The model, and its encoder, by the prefix of their names."""
+    """Prefix of names -> the model ("") and its encoder."""
     return {"": model} if model.encoder is None else {"": model, ENCODER: model.encoder}
 
 

@@ -37,8 +37,33 @@ def made(factory: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def seen_of(module: nn.Module) -> tuple[Finding, ...]:
-    """Findings from the time when a module was made."""
-    return _SEEN.get(module, ())
+    """Findings from the time when a module was made, and on how it is put together."""
+    return (*_SEEN.get(module, ()), *_repeated(module))
+
+
+def _repeated(module: nn.Module) -> Iterator[Finding]:
+    """Lists that hold one submodule several times, as `[block] * 12` does; in transformers' own
+    models that is meant."""
+    if type(module).__module__.startswith("transformers."):
+        return
+    for path, part in module.named_modules():
+        if not isinstance(part, nn.ModuleList | nn.Sequential):
+            continue
+        entries = [one for one in part if any(True for _ in one.parameters())]
+        distinct = len({id(one) for one in entries})
+        if distinct < len(entries):
+            yield Finding(
+                "warning",
+                "one block several times",
+                (path or "the module",),
+                (),
+                distinct,
+                len(entries),
+                f"its {len(entries)} entries are {distinct} "
+                f"object{'s' * (distinct > 1)}, so that layers share their weights",
+                "build every layer anew: nn.ModuleList(Block(...) for _ in range(layers)), not "
+                "[block] * layers",
+            )
 
 
 @contextmanager

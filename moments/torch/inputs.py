@@ -1,7 +1,5 @@
-"""Random input for somebody's module, by what its forward takes.
-
-Names of arguments say what they are, the config and the first layers how large.
-"""
+"""Random input for a module: the names of forward's arguments say of what kind, the config and the
+first layers of what size."""
 
 from __future__ import annotations
 
@@ -16,23 +14,23 @@ import torch
 from torch import Tensor, nn
 
 TOKENS = 12
-"""Tokens of the sequences that a module is run on; what lies farther apart is not seen."""
+"""Tokens of random sequences; longer distances are not tested."""
 
 SAMPLES, FEW_SAMPLES = 6720, 1280
-"""Of a sound: 21 frames of 320 samples, which the usual strides divide; where channels are passed,
-as to codecs, which need no more than one frame."""
+"""Samples of a sound: 21 frames of 320, which the usual strides divide; and with channels, as for
+codecs, which need no more than one frame."""
 
 SIDES = (48, 64, 224)
-"""Pictures' heights where nothing says them."""
+"""Heights of pictures if the config says none."""
 
 BINS = (128, 80)
-"""Of spectra, likewise."""
+"""Bins of spectra if the config says none."""
 
 ATTEMPTS = 16
-"""Ways in which one set of arguments may be made that are tried."""
+"""Combinations tried for one set of arguments."""
 
 CUT = ("grid_thw", "image_grid_thw", "spatial_shapes", "pixel_position_ids")
-"""Arguments which say that pictures come as rows of patches."""
+"""Arguments of modules that read pictures as rows of patches."""
 
 MORE = (
     "input_ids",
@@ -51,27 +49,27 @@ MORE = (
     "decoder_input_ids",
     "encoder_hidden_states",
 )
-"""Arguments that a module may need though their default is None."""
+"""Arguments that a module may need although their default is None."""
 
 
 def examples(module: nn.Module) -> Iterator[Any]:
-    """Input that a module may take, likeliest first."""
+    """Inputs that a module may take, likeliest first."""
     generator = torch.Generator().manual_seed(0)
     if hasattr(getattr(module, "config", None), "to_dict"):
         yield from _Configured(module, generator).batches()
     yield from _by_weights(module, generator)
 
 
-def of_one_row(given: Any) -> Any:
-    """The first sequence or picture of what `examples` yields; all where rows are no sequences."""
-    tensors = list(given.values()) if isinstance(given, dict) else [given]
+def of_one_row(example: Any) -> Any:
+    """The first sequence or picture of an example; all of it if its rows are no sequences."""
+    tensors = list(example.values()) if isinstance(example, dict) else [example]
     if any(len(tensor) != 2 for tensor in tensors):
-        return given
-    return {n: v[:1] for n, v in given.items()} if isinstance(given, dict) else given[:1]
+        return example
+    return {n: v[:1] for n, v in example.items()} if isinstance(example, dict) else example[:1]
 
 
 def vocabulary(config: Any) -> int | None:
-    """Rows of a Hugging Face module's token table; of its text's, where it reads more."""
+    """Rows of the table of text tokens of a Hugging Face module."""
     if not hasattr(config, "to_dict"):
         return None
     inner = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -84,36 +82,36 @@ def _ids(rows: int, generator: torch.Generator, length: int = TOKENS) -> Tensor:
     return torch.randint(low, rows, (2, length), generator=generator)
 
 
-def _kind(module: nn.Module) -> torch.dtype:
+def _dtype(module: nn.Module) -> torch.dtype:
     floats = (p.dtype for p in module.parameters() if p.is_floating_point())
     return next(floats, torch.float32)
 
 
 def _by_weights(module: nn.Module, generator: torch.Generator) -> Iterator[Any]:
-    """By the shapes of tables and matrices alone."""
-    kind = _kind(module)
+    """Inputs by the shapes of tables and matrices alone."""
+    dtype = _dtype(module)
 
-    def both(*tensors: Tensor) -> dict[str, Tensor]:
+    def named(*tensors: Tensor) -> dict[str, Tensor]:
         arguments = inspect.signature(module.forward).parameters.values()
         names = [a.name for a in arguments if a.kind is a.POSITIONAL_OR_KEYWORD]
         return dict(zip(names, tensors, strict=False))
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(kind)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     tables = [p.num_embeddings for p in module.modules() if isinstance(p, nn.Embedding)]
     tables += [len(p) for p in module.parameters() if p.ndim == 2][:1]
     for rows in sorted(set(tables), reverse=True)[:2]:
         length = min([TOKENS, *(n for n in tables if n > 3)])
         yield _ids(rows, generator, length)
-        yield both(_ids(rows, generator, length), _ids(rows, generator, length))
+        yield named(_ids(rows, generator, length), _ids(rows, generator, length))
     widths = [p.embed_dim for p in module.modules() if isinstance(p, nn.MultiheadAttention)]
     widths += [p.in_features for p in module.modules() if isinstance(p, nn.Linear)]
     widths += [p.shape[-1] for p in module.parameters() if p.ndim == 1]
     for width in widths[:1]:
         features = drawn(2, TOKENS, width)
         if isinstance(module, nn.Transformer | nn.TransformerDecoder):
-            yield both(features, drawn(2, TOKENS, width))
+            yield named(features, drawn(2, TOKENS, width))
         yield features
     convolution = next((p for p in module.modules() if isinstance(p, nn.Conv2d)), None)
     if convolution is not None:
@@ -131,10 +129,10 @@ def _sides(size: Any) -> tuple[int, int]:
 
 
 class _Configured:
-    """A Hugging Face module's arguments, by name."""
+    """Random arguments of a Hugging Face module by their names."""
 
     def __init__(self, module: nn.Module, generator: torch.Generator) -> None:
-        self.module, self.generator, self.kind = module, generator, _kind(module)
+        self.module, self.generator, self.dtype = module, generator, _dtype(module)
         self.config: Any = module.config
         arguments = [
             a
@@ -147,7 +145,7 @@ class _Configured:
         self.chosen: list[str] = []
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        """What is required and the main input, then one more thing that it may read, then all."""
+        """Batches of required arguments and the main input, then with one more, then with all."""
         main: Any = getattr(self.module, "main_input_name", None)
         mains = [main] if isinstance(main, str) else list(main or ())
         least = [*self.required, *([n for n in mains if n in self.names] or self.names[:1])]
@@ -159,24 +157,24 @@ class _Configured:
         every = [*more, *(n for n in self.names if n.endswith("grid_thw"))]
         for added in [[], *([n] for n in more), every]:
             self.chosen = [n for n in self.names if n in (*least, *added)]
-            made = {name: list(self.made(name)) for name in self.chosen}
-            made = {name: values for name, values in made.items() if values}
-            if made and all(name in made for name in (*self.required, *added)):
-                for values in itertools.islice(itertools.product(*made.values()), ATTEMPTS):
-                    yield self.with_pictures(dict(zip(made, values, strict=True)))
+            options = {name: list(self.values(name)) for name in self.chosen}
+            options = {name: values for name, values in options.items() if values}
+            if options and all(name in options for name in (*self.required, *added)):
+                for values in itertools.islice(itertools.product(*options.values()), ATTEMPTS):
+                    yield self.with_image_tokens(dict(zip(options, values, strict=True)))
 
-    def with_pictures(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """With the tokens in the text that stand for a picture's features."""
+    def with_image_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch whose text contains the tokens that stand for the picture's features."""
         token = self.entry("image_token_id", "image_token_index")
         if not {"pixel_values", "input_ids"} <= batch.keys() or not isinstance(token, int):
             return batch
-        asked = {n: v for n, v in batch.items() if n in ("pixel_values", "image_grid_thw")}
+        pictures = {n: v for n, v in batch.items() if n in ("pixel_values", "image_grid_thw")}
         try:
             with torch.no_grad():
-                given: Any = self.module.get_image_features(**asked)
-            features = getattr(given, "pooler_output", given)
+                output: Any = self.module.get_image_features(**pictures)
+            features = getattr(output, "pooler_output", output)
             rows = sum(f.numel() // f.shape[-1] for f in features)
-        except Exception:  # the module's own code, or none such
+        except Exception:  # the module has no such method, or rejects the input
             return batch
         ids = torch.cat([torch.full((2, rows // 2), token), batch["input_ids"]], 1)
         return {**batch, "input_ids": ids}
@@ -184,7 +182,7 @@ class _Configured:
     # --- sizes ------------------------------------------------------------------------------------
 
     def entry(self, *names: str) -> Any:
-        """The first such entry of the config that is no None, or of the configs in it."""
+        """The first of these entries of the config, or of the configs in it, that is not None."""
         waiting = [self.config]
         while waiting:
             config = waiting.pop(0)
@@ -199,47 +197,47 @@ class _Configured:
         return next((p for p in self.module.modules() if isinstance(p, kinds)), None)
 
     def width(self) -> int:
-        """Features of a token."""
+        """d_model."""
         return int(self.entry("hidden_size", "d_model", "embed_dim", "width") or 64)
 
     def drawn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.kind)
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def channels(self) -> int:
-        said = self.entry("num_channels", "in_channels", "in_chans", "num_input_channels")
+        declared = self.entry("num_channels", "in_channels", "in_chans", "num_input_channels")
         convolution = self.part(nn.Conv2d, nn.Conv3d)
-        return int(said or (convolution.in_channels if convolution is not None else 3))
+        return int(declared or (convolution.in_channels if convolution is not None else 3))
 
     def sides(self) -> list[tuple[int, int]]:
         """Heights and widths of pictures."""
-        said = self.entry("image_size", "img_size", "input_size")
-        sides = [_sides(said)] if said else []
+        declared = self.entry("image_size", "img_size", "input_size")
+        sides = [_sides(declared)] if declared else []
         return sides + [(s, s) for s in SIDES if (s, s) not in sides]
 
     def frames(self) -> list[int]:
-        """Numbers of a spectrum's frames."""
-        said = self.entry("max_length"), 2 * (self.entry("max_source_positions") or 0)
-        return [*(int(n) for n in said if n), 4 * TOKENS, 8 * TOKENS]
+        """Numbers of frames of a spectrum."""
+        declared = self.entry("max_length"), 2 * (self.entry("max_source_positions") or 0)
+        return [*(int(n) for n in declared if n), 4 * TOKENS, 8 * TOKENS]
 
     def bins(self) -> list[int]:
+        """Numbers of bins of a spectrum."""
         first = self.part(nn.Conv1d, nn.Linear)
-        read = getattr(first, "in_channels", None) or getattr(first, "in_features", None)
-        said = self.entry("num_mel_bins", "n_mels", "mel_bins", "input_feat_size", "feature_size")
-        return list(dict.fromkeys(int(n) for n in (said, read, *BINS) if n))
+        width = getattr(first, "in_channels", None) or getattr(first, "in_features", None)
+        names = ("num_mel_bins", "n_mels", "mel_bins", "input_feat_size", "feature_size")
+        return list(dict.fromkeys(int(n) for n in (self.entry(*names), width, *BINS) if n))
 
-    # --- pictures cut to patches ------------------------------------------------------------------
+    # --- pictures as rows of patches --------------------------------------------------------------
 
     def patched(self) -> bool:
-        """Whether pictures come as rows of patches."""
         return any(name in CUT for name in self.chosen)
 
     def grid(self) -> int:
-        """Patches of a picture's side, which are merged so many at a time."""
+        """Patches along a side of a picture: two of the groups that the module merges."""
         merged = self.entry("spatial_merge_size", "merge_size", "pooling_kernel_size") or 2
         return 2 * int(_sides(merged)[0])
 
     def patches(self) -> Iterator[Tensor]:
-        """Of so many entries as the first matrix or convolution reads."""
+        """Patches of as many entries as the first matrix or convolution reads."""
         first = self.part(nn.Conv2d, nn.Conv3d, nn.Linear)
         shape = (3, 16, 16) if first is None else first.weight.shape[1:]
         count = self.grid() ** 2
@@ -249,11 +247,11 @@ class _Configured:
 
     # --- arguments --------------------------------------------------------------------------------
 
-    def made(self, name: str) -> Iterator[Any]:
-        """What an argument may be, likeliest first; nothing where its name says nothing."""
-        for pattern, make in _MAKERS:
+    def values(self, name: str) -> Iterator[Any]:
+        """Values of an argument, likeliest first; none if its name is unknown."""
+        for pattern, draw in _ARGUMENTS:
             if re.fullmatch(pattern, name):
-                yield from make(self)
+                yield from draw(self)
                 return
 
     def ids(self) -> Iterator[Tensor]:
@@ -275,11 +273,11 @@ class _Configured:
         yield self.drawn(2, count, self.channels(), *self.sides()[0])
 
     def sounds(self) -> Iterator[Tensor]:
-        heard = [(2, SAMPLES), (2, 1, FEW_SAMPLES), (2, 1, SAMPLES)]
+        waves = [(2, SAMPLES), (2, 1, FEW_SAMPLES), (2, 1, SAMPLES)]
         spectra = [(2, frames, self.bins()[0]) for frames in self.frames()]
         first = self.part(nn.Conv1d, nn.Conv2d, nn.Linear)
         is_spectrum = self.entry("num_mel_bins") is not None or isinstance(first, nn.Linear)
-        for shape in [*spectra, *heard] if is_spectrum else [*heard, *spectra]:
+        for shape in [*spectra, *waves] if is_spectrum else [*waves, *spectra]:
             yield self.drawn(*shape)
 
     def spectra(self) -> Iterator[Tensor]:
@@ -305,37 +303,37 @@ class _Configured:
     def shapes(self) -> Iterator[Tensor]:
         yield torch.tensor([[self.grid(), self.grid()]] * 2)
 
-    def places(self) -> Iterator[Tensor]:
+    def patch_positions(self) -> Iterator[Tensor]:
         side = range(self.grid())
         yield torch.tensor([list(itertools.product(side, side))] * 2)
 
-    def chosen_patches(self) -> Iterator[Tensor]:
-        """Every other patch, and frame of patches, is hidden."""
+    def patch_masks(self) -> Iterator[Tensor]:
+        """A mask of every other patch."""
         patch = _sides(self.entry("patch_size") or 16)
         frames = int(self.entry("num_frames") or 1) // int(self.entry("tubelet_size") or 1)
         count = math.prod(s // p for s, p in zip(self.sides()[0], patch, strict=True))
         yield (torch.arange(max(frames, 1) * count) % 2 == 0).repeat(2, 1)
 
     def boxes(self) -> Iterator[Tensor]:
-        most = int(self.entry("max_2d_position_embeddings") or 1024) - 1
+        largest = int(self.entry("max_2d_position_embeddings") or 1024) - 1
         corners = torch.rand(2, TOKENS, 2, 2, generator=self.generator).sort(dim=2).values
-        yield (corners * most).long().flatten(2)
-        yield corners.flatten(2).to(self.kind)
+        yield (corners * largest).long().flatten(2)
+        yield corners.flatten(2).to(self.dtype)
 
-    def seen(self) -> Iterator[Tensor]:
+    def visual_features(self) -> Iterator[Tensor]:
         width = self.entry("visual_feat_dim", "visual_embedding_dim")
         if width is not None:
             yield self.drawn(2, TOKENS, int(width))
 
-    def seen_places(self) -> Iterator[Tensor]:
-        yield torch.rand(2, TOKENS, 4, generator=self.generator).to(self.kind)
+    def visual_positions(self) -> Iterator[Tensor]:
+        yield torch.rand(2, TOKENS, 4, generator=self.generator).to(self.dtype)
 
     def flat_patches(self) -> Iterator[Tensor]:
-        """Row, column, entries."""
+        """Rows of row number, column number and entries."""
         first = self.part(nn.Linear)
         if first is not None:
             side = torch.arange(TOKENS).expand(2, -1)
-            numbers = torch.stack([1 + side // 4, 1 + side % 4], -1).to(self.kind)
+            numbers = torch.stack([1 + side // 4, 1 + side % 4], -1).to(self.dtype)
             yield torch.cat([numbers, self.drawn(2, TOKENS, first.in_features)], -1)
 
     def states(self) -> Iterator[Tensor]:
@@ -348,7 +346,7 @@ class _Configured:
             yield self.drawn(2, convolution.in_channels, FEW_SAMPLES)
             yield self.drawn(2, convolution.in_channels, TOKENS)
 
-    def crossed(self) -> Iterator[Tensor]:
+    def encoder_states(self) -> Iterator[Tensor]:
         width = self.entry("encoder_hidden_size", "cross_attention_hidden_size") or self.width()
         yield self.drawn(2, TOKENS, int(width))
 
@@ -357,7 +355,7 @@ class _Configured:
         yield self.drawn(2, length)
         yield self.drawn(2, length, int(self.entry("num_input_channels", "input_size") or 1))
 
-    def not_padded(self) -> Iterator[Tensor]:
+    def no_padding(self) -> Iterator[Tensor]:
         yield torch.zeros(2, next(self.series()).shape[1])
 
     def classes(self) -> Iterator[Tensor]:
@@ -366,17 +364,17 @@ class _Configured:
     def steps(self) -> Iterator[Tensor]:
         yield torch.arange(TOKENS).repeat(2, 1)
 
-    def numbers(self) -> Iterator[Tensor]:
+    def rewards(self) -> Iterator[Tensor]:
         yield self.drawn(2, TOKENS, 1)
 
-    def of_states(self) -> Iterator[Tensor]:
+    def agent_states(self) -> Iterator[Tensor]:
         yield self.drawn(2, TOKENS, int(self.entry("state_dim") or 1))
 
-    def of_actions(self) -> Iterator[Tensor]:
+    def actions(self) -> Iterator[Tensor]:
         yield self.drawn(2, TOKENS, int(self.entry("act_dim") or 1))
 
 
-_MAKERS: tuple[tuple[str, Any], ...] = (
+_ARGUMENTS: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?input_ids|task_inputs", _Configured.ids),
     (r"(.*_)?pixel_values(_videos)?_videos|video_values", _Configured.videos),
     (r"(.*_)?(pixel_values|images)|prompt_masks", _Configured.pictures),
@@ -386,21 +384,21 @@ _MAKERS: tuple[tuple[str, Any], ...] = (
     (r"(.*_)?grid_thw", _Configured.grids),
     (r"merge_sizes", _Configured.merges),
     (r"spatial_shapes|target_sizes", _Configured.shapes),
-    (r"pixel_position_ids", _Configured.places),
-    (r"bool_masked_pos", _Configured.chosen_patches),
+    (r"pixel_position_ids", _Configured.patch_positions),
+    (r"bool_masked_pos", _Configured.patch_masks),
     (r"(.*_)?attention_mask", _Configured.text_masks),
     (r"bbox", _Configured.boxes),
-    (r"visual_feats|visual_embeds", _Configured.seen),
-    (r"visual_pos", _Configured.seen_places),
+    (r"visual_feats|visual_embeds", _Configured.visual_features),
+    (r"visual_pos", _Configured.visual_positions),
     (r"flattened_patches", _Configured.flat_patches),
-    (r"encoder_hidden_states", _Configured.crossed),
+    (r"encoder_hidden_states", _Configured.encoder_states),
     (r"(.*_)?hidden_states|(.*_)?embeds", _Configured.states),
     (r"past_values", _Configured.series),
-    (r"past_values_padding", _Configured.not_padded),
+    (r"past_values_padding", _Configured.no_padding),
     (r"freq", _Configured.classes),
     (r"timesteps?", _Configured.steps),
-    (r"rewards|returns_to_go", _Configured.numbers),
-    (r"states", _Configured.of_states),
-    (r"actions", _Configured.of_actions),
+    (r"rewards|returns_to_go", _Configured.rewards),
+    (r"states", _Configured.agent_states),
+    (r"actions", _Configured.actions),
 )
-"""Names of arguments, and what is drawn for them; the first that fits."""
+"""Patterns of arguments' names and the functions that draw them; the first that matches counts."""

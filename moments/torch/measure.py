@@ -31,10 +31,10 @@ from .running import (
     grouped,
     hooked,
     in_mode,
-    kept_buffers,
     module_logits,
     module_loss,
-    thawed,
+    restored_buffers,
+    unfrozen,
     watch_tensor,
 )
 from .scales import ScaleBranch
@@ -128,7 +128,7 @@ def one_draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) 
         for stack, collector in seen.items()
         for hook in _watched(module, _of_stack(points, stack), collector)
     )
-    with kept_buffers(module), in_mode(module, True), thawed(module), hooked(hooks):
+    with restored_buffers(module), in_mode(module, True), unfrozen(module), hooked(hooks):
         done = inputs.run()
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         ends = [*parameters.values(), *inputs.differentiable()]

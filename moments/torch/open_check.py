@@ -1,24 +1,24 @@
 """`moments.check` of a module that no Transformer describes: by its config, or by its operations.
 
-By operations, what its submodules give is compared with what its parameters' variances predict, its
-tensors with their like in other layers, and the gradient's way through its layers is looked at.
-Where a config says what it is, layers are the entries of the one list of submodules that is as long
-as the config's stack: what enters and leaves them is compared with the prediction of the config,
-matrices with the variances that it declares and with their namesakes in other layers.
+By operations, the outputs of submodules are compared with the prediction from the variances of
+parameters, tensors with those of the same name in other layers, and the signal and gradient of the
+first layer with those of the last. By config, layers are the entries of the one list of submodules
+that is as long as the config's stack: their inputs and outputs are compared with the prediction of
+the config, and matrices with the variances that it declares and with those of other layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..errors import MomentsError, without_warnings
 from ..model.embedding import Embedding
@@ -32,39 +32,42 @@ from ..show.findings import Finding, Report, Row, ranked
 from ..show.health import GRADIENT, Seen, first_off, rules, stream_numbers
 from .alike import differences, lists_of, odd_namesakes
 from .batches import MOST_TOKENS, SEQUENCES, batch_shape, completed, shortened
-from .dataflow.graph import CHOICES, VIEWS, Graph
+from .checkpoints import redrawn
+from .dataflow.graph import SELECTIONS, VIEWS, Graph
 from .dataflow.reading import random_part, recorded
 from .diagnose import Text, at_length, case_of
 from .entries import EntryMoments
+from .factory import seen_of
 from .measure import Loss, measure
 from .operations.laws import F64
-from .operations.predict import Lowered, ModulePrediction, lowered, summary
+from .operations.predict import Lowered, ModulePrediction, OperationRow, lowered, summary
 from .operations.sampling import again
+from .operations.variables import Entries, Field, Fixed, Mix, Product, Sampled, Variable
 from .roles import HookPoint, WeightPart, gathered_names
 
 DRAWS = 24
-"""Of what has no law."""
+"""Random draws of operations without a law."""
 
 APART = {"mean square": 4.0, "gradient variance": 32.0}
-"""Factor of one draw's number from the prediction beyond which it is a finding. Over 36 draws of
-three modules of width 96 the largest are 1.5 and 2.6; where experts of width 64 read tokens that
-are nearly alike, 2.3 and 17 in 5 draws."""
+"""Factor between one draw's number and the prediction from which it is a finding. Over 36 draws of
+three modules of width 96 the largest are 1.5 and 2.6; for experts of width 64 that read nearly
+equal tokens, 2.3 and 17 in 5 draws."""
 
 DEVIATIONS = 4.0
-"""Of `OperationRow.scatter`, where few features or tokens that are alike give more than that."""
+"""The same in units of `OperationRow.scatter`, if that is more (few features, or equal tokens)."""
 
-CHOOSING = CHOICES | {"argmax", "max"}
+CHOOSING = SELECTIONS | {"argmax", "max"}
 """Operations by which tokens choose experts."""
 
 SIGNIFICANT = 1e-12
-"""Mean square below which what a submodule gives counts as nothing, and is not judged."""
+"""Mean square up to which an output counts as zero, and is not judged."""
 
 
 def check_open(module: nn.Module, batch: Any, refusal: NotRead) -> Report:
-    """Of a module that could not be read, for the reasons of the refusal.
+    """Check a module that could not be read by its operations.
 
     Raises:
-        NotRead: the same, where it cannot be followed by operations either.
+        NotRead: the refusal, if its operations cannot be followed either.
     """
     if any(finding.kind == "entries not finite" for finding in refusal.findings):
         raise refusal
@@ -78,53 +81,58 @@ def check_open(module: nn.Module, batch: Any, refusal: NotRead) -> Report:
 def report_of(
     module: nn.Module, batch: Any, refusal: NotRead, wider: Mapping[str, Any] | None = None
 ) -> Report:
-    """The same; with `wider`, as of `lowered`, nothing is measured."""
-    done, loss = _followed(module, batch, wider)
-    prediction = summary(done, DRAWS)
-    gradients = {} if wider else _gradients(done, loss)
-    chosen = _chosen(done, prediction, gradients)
-    rows = list(_rows(done, prediction, gradients, chosen)) if not wider else []
-    findings = [*refusal.findings, *differences(module, done.graph, done.ids, done.end)]
-    findings += _unlike(rows)
-    findings += [*_growth(prediction), *_way(prediction)]
-    notes = [*_layers(prediction), *_idle(done, loss), *prediction.notes]
+    """The report by operations; with `wider`, as in `lowered`, without measured rows."""
+    followed, loss = _followed(module, batch, wider)
+    prediction = summary(followed, DRAWS)
+    gradients = {} if wider else _gradients(followed, loss)
+    experts = _experts(followed, prediction, gradients)
+    rows = [] if wider else list(_rows(followed, prediction, gradients, experts))
+    findings = [*refusal.findings, *differences(module, followed.graph, followed.ids, followed.end)]
+    findings += [*_far_from_prediction(rows), *_growth(prediction), *_gradient_size(prediction)]
+    findings += _lost_streams(followed, prediction)
+    weights = [] if wider else drawn_rows(module)
+    findings += _wrong_variances(weights)
+    notes = [*_signal_notes(prediction), *_gradient_notes(followed), *prediction.notes]
     drawn = f"{sum(prediction.sampled.values())} operations without a law, which were drawn"
     unread = [f"{name} ({why})" for name, why in prediction.unread]
     return Report(
         source=type(module).__name__,
-        scheme="no stack of alike layers, of which a scheme could be recognised",
+        scheme="no stack of alike layers, of which a scheme could be recognised"
+        + "; its parameters are compared with what their classes draw" * bool(weights),
         findings=tuple(findings),
         notes=tuple(notes),
         unchecked=(
-            f"what its initialisation is meant to be ({why_not(refusal)})",
+            f"{'a scheme' if weights else 'what its initialisation is meant to be'} "
+            f"({why_not(refusal)})",
             *((drawn,) if prediction.sampled else ()),
-            *(("gradients inside experts, which depend on what tokens chose",) if chosen else ()),
+            *(("gradients inside experts, which depend on what tokens chose",) if experts else ()),
             *(f"what stands behind {words}" for words in unread),
         ),
-        rows=tuple(rows),
+        rows=(*rows, *weights),
         read=f"followed operation by operation on {prediction.tokens} tokens of "
         f"{'random input' if batch is None else 'the batch'}",
     )
 
 
 def why_not(refusal: NotRead) -> str:
-    """Why it was not read as a stack of layers."""
+    """Why a module was not read as a stack of layers."""
     return str(refusal).splitlines()[0].partition(IN_ANY_CASE)[0]
 
 
 def _followed(
     module: nn.Module, batch: Any, wider: Mapping[str, Any] | None
 ) -> tuple[Lowered, str | None]:
-    """With the cross-entropy of the next token where it gives logits, else any gradient."""
+    """The operations with the next token's cross-entropy if there are logits, else a random
+    gradient at the output; and the name of the loss."""
     try:
         return lowered(module, batch, "cross-entropy", wider=wider, scalars=False), "cross-entropy"
     except MomentsError:
         return lowered(module, batch, wider=wider, scalars=False), None
 
 
-def _gradients(done: Lowered, loss: str | None) -> dict[int, Tensor]:
-    """Gradients of the recorded pass, by value; of the loss, or of one draw at the output."""
-    graph, values = done.graph, {}
+def _gradients(followed: Lowered, loss: str | None) -> dict[int, Tensor]:
+    """The gradient of every value of the recorded pass."""
+    graph, values = followed.graph, {}
     for number, value in enumerate(graph.values):
         if value.producer is None and value.params and value.tensor.is_floating_point():
             values[number] = value.tensor.detach().clone().requires_grad_(True)
@@ -135,12 +143,12 @@ def _gradients(done: Lowered, loss: str | None) -> dict[int, Tensor]:
                 if tensor.requires_grad:
                     tensor.retain_grad()
                     kept[output] = tensor
-        end = values[done.end]
+        end = values[followed.end]
         if loss is None:
             random = torch.Generator().manual_seed(0)
             end.backward(torch.randn(end.shape, generator=random).to(end.dtype))
         else:
-            ids = done.ids
+            ids = followed.ids
             assert ids is not None
             logits, targets = end[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
             nn.functional.cross_entropy(logits, targets).backward()
@@ -148,38 +156,41 @@ def _gradients(done: Lowered, loss: str | None) -> dict[int, Tensor]:
 
 
 def _rows(
-    done: Lowered,
+    followed: Lowered,
     prediction: ModulePrediction,
     gradients: Mapping[int, Tensor],
-    chosen: Collection[str],
+    experts: Collection[str],
 ) -> Iterator[Row]:
+    """The mean square and the gradient of every submodule's output, beside their predictions."""
     for row in prediction.outputs:
-        x = done.graph.tensor(row.value).to(F64)
+        x = followed.graph.tensor(row.value).to(F64)
         expected, measured = row.variance + row.mean**2, float(x.square().mean())
         yield _row(row.module, "mean square", expected, measured, row.scatter)
         g = gradients.get(row.value)
         if row.grad_variance and g is not None:
-            seen = float(g.to(F64).square().mean())
-            judged = _row(row.module, "gradient variance", row.grad_variance, seen, row.scatter)
-            free = _namesakes(row.module) in chosen
-            yield dataclasses.replace(judged, passed=None) if free else judged
+            square = float(g.to(F64).square().mean())
+            judged = _row(row.module, "gradient variance", row.grad_variance, square, row.scatter)
+            skipped = _numberless(row.module) in experts
+            yield dataclasses.replace(judged, passed=None) if skipped else judged
 
 
-def _chosen(
-    done: Lowered, prediction: ModulePrediction, gradients: Mapping[int, Tensor]
+def _experts(
+    followed: Lowered, prediction: ModulePrediction, gradients: Mapping[int, Tensor]
 ) -> set[str]:
-    """Submodules, with their namesakes, that some tokens choose: experts, whose gradient in one
-    pass is what this pass chose. The first token has one key, and the last no next token: a third
-    one without a gradient chose another expert."""
-    if not any(node.name in CHOOSING for node in done.graph.nodes):
+    """Numberless paths of submodules that only some tokens choose, whose gradient depends on it.
+
+    The first token has one key, and the last no next token; a third without a gradient chose
+    another expert.
+    """
+    if not any(node.name in CHOOSING for node in followed.graph.nodes):
         return set()
-    of = {row.module: gradients.get(row.value) for row in prediction.outputs}
-    few = (n for n, g in of.items() if g is not None and int((g == 0).all(-1).sum()) > 2)
-    return {_namesakes(name) for name in few}
+    rows = ((row.module, gradients.get(row.value)) for row in prediction.outputs)
+    chosen = (path for path, g in rows if g is not None and int((g == 0).all(-1).sum()) > 2)
+    return {_numberless(path) for path in chosen}
 
 
-def _namesakes(path: str) -> str:
-    """A path without the last number in it."""
+def _numberless(path: str) -> str:
+    """A path with a star for its last number."""
     return re.sub(r"(^|\.)\d+(?=(\.[^\d.][^.]*)*$)", r"\1*", path)
 
 
@@ -187,41 +198,33 @@ def _row(path: str, quantity: str, expected: float, measured: float, scatter: fl
     if expected <= SIGNIFICANT and measured <= SIGNIFICANT:
         return Row(0, "", path, quantity, expected, measured, None)
     apart = max(APART[quantity], math.exp(DEVIATIONS * scatter))
-    inside = expected > 0 and 1 / apart <= measured / expected <= apart
-    band = expected / apart, expected * apart
-    return Row(0, "", path, quantity, expected, measured, inside, low=band[0], high=band[1])
+    passed = expected > 0 and 1 / apart <= measured / expected <= apart
+    low, high = expected / apart, expected * apart
+    return Row(0, "", path, quantity, expected, measured, passed, low=low, high=high)
 
 
-def _unlike(rows: list[Row]) -> Iterator[Finding]:
-    """The first submodules whose numbers are none of what their parameters give."""
+def _far_from_prediction(rows: list[Row]) -> Iterator[Finding]:
+    """One finding for the submodules whose outputs or gradients are far from the prediction."""
     for quantity in APART:
         failed = [row for row in rows if row.quantity == quantity and row.passed is False]
         if not failed:
             continue
         names = gathered_names([row.parameter or "the module" for row in failed])
         first = failed[0]
-        times = first.ratio
-        yield Finding(
-            "warning",
-            f"unlike its parameters: {quantity}",
-            names,
-            (),
-            first.measured,
-            first.expected,
-            f"the {quantity} of what {first.parameter or 'the module'} gives is {times:.3g} times "
-            "what independent entries of its parameters' variances give",
-            "look for copies of one tensor, rows of unlike size, hooks that change what it gives",
-        )
+        why = f"the {quantity} of what {first.parameter or 'the module'} gives is "
+        why += f"{first.ratio:.3g} times what independent entries of its parameters' variances give"
+        mend = "look for copies of one tensor, rows of unlike size, hooks that change what it gives"
+        kind, numbers = f"unlike its parameters: {quantity}", (first.measured, first.expected)
+        yield Finding("warning", kind, names, (), *numbers, why, mend)
 
 
-def _stack(prediction: ModulePrediction) -> list[Any]:
-    """Rows of the longest list of submodules that have parts of their own, in order; not of a list
-    inside another, such as a layer's experts."""
-    lists: dict[str, list[Any]] = {}
-    whole = {row.module.rpartition(".")[0] for row in prediction.outputs}
+def _layers(prediction: ModulePrediction) -> list[OperationRow]:
+    """The rows of the longest list of submodules with parts, which is in no other such list."""
+    lists: dict[str, list[OperationRow]] = {}
+    parents = {row.module.rpartition(".")[0] for row in prediction.outputs}
     for row in prediction.outputs:
         parent, _, last = row.module.rpartition(".")
-        if last.isdigit() and row.module in whole and row.correlation is not None:
+        if last.isdigit() and row.module in parents and row.correlation is not None:
             lists.setdefault(parent, []).append(row)
     lists = {f"{parent}." if parent else "": rows for parent, rows in lists.items() if rows[1:]}
     outer = (
@@ -232,71 +235,109 @@ def _stack(prediction: ModulePrediction) -> list[Any]:
     return max(outer, key=len, default=[])
 
 
-def _way(prediction: ModulePrediction) -> Iterator[Finding]:
-    """Whether the gradient keeps its size relative to the signal through the layers."""
-    rows = [row for row in _stack(prediction) if row.grad_variance and row.variance > 0]
+def _gradient_size(prediction: ModulePrediction) -> Iterator[Finding]:
+    """A gradient that vanishes or explodes relative to the signal from the last layer to the
+    first."""
+    rows = [row for row in _layers(prediction) if row.grad_variance and row.variance > 0]
     if len(rows) < 2:
         return
-    first, last = (float(row.variance * row.grad_variance) for row in (rows[0], rows[-1]))
-    ratio = first / last
+    first, last = rows[0], rows[-1]
+    sizes = [row.variance * (row.grad_variance or 0.0) for row in (first, last)]
+    ratio = sizes[0] / sizes[1]
     if 1 / GRADIENT <= ratio <= GRADIENT:
         return
-    way = "vanishes" if ratio < 1 else "explodes"
-    yield Finding(
-        "warning",
-        f"gradient {way}",
-        (rows[0].module, rows[-1].module),
-        (),
-        ratio,
-        math.nan,
-        f"the gradient {way} towards the input: times the signal's variance it is {ratio:.2g} "
-        f"times at {rows[0].module} what it is at {rows[-1].module}",
-        "scale what blocks add by their number, or normalise what they read",
-    )
+    change = "vanishes" if ratio < 1 else "explodes"
+    why = f"the gradient {change} towards the input: times the signal's variance it is "
+    why += f"{ratio:.2g} times at {first.module} what it is at {last.module}"
+    mend = "scale what blocks add by their number, or normalise what they read"
+    names = first.module, last.module
+    yield Finding("warning", f"gradient {change}", names, (), ratio, math.nan, why, mend)
 
 
 def _growth(prediction: ModulePrediction) -> Iterator[Finding]:
-    """Whether the variance more than doubles with every layer of the later half, over all of which
-    equal branches double it at most."""
-    rows = _stack(prediction)
+    """A variance that more than doubles in every layer of the later half; equal branches at most
+    double it over all of that half."""
+    rows = _layers(prediction)
     later = rows[(len(rows) - 1) // 2 :]
     if len(later) < 3 or not min(row.variance for row in later) > 0:
         return
-    factor = float(later[-1].variance / later[0].variance) ** (1 / (len(later) - 1))
-    last = float(later[-1].variance / later[-2].variance)
-    if factor > 2 and last > min(3, 0.9 * factor):  # sums of all earlier streams: (n + 1)^2 / n^2
-        yield Finding(
-            "warning",
-            "variance explodes",
-            (later[0].module, later[-1].module),
-            (),
-            factor,
-            math.nan,
-            f"the variance grows {factor:.3g} times with every layer from {later[0].module} to "
-            f"{later[-1].module}, where branches of one size add up to 2 times over all of them",
-            "look for an input that is added twice, or a branch that reads what is not normalised",
+    first, last = later[0], later[-1]
+    factor = float(last.variance / first.variance) ** (1 / (len(later) - 1))
+    last_factor = float(last.variance / later[-2].variance)
+    # sums of all earlier streams grow by (n + 1)^2 / n^2
+    if factor > 2 and last_factor > min(3, 0.9 * factor):
+        why = f"the variance grows {factor:.3g} times with every layer from {first.module} to "
+        why += f"{last.module}, where branches of one size add up to 2 times over all of them"
+        mend = (
+            "look for an input that is added twice, or a branch that reads what is not normalised"
         )
+        names = first.module, last.module
+        yield Finding("warning", "variance explodes", names, (), factor, math.nan, why, mend)
 
 
-def _layers(prediction: ModulePrediction) -> Iterator[str]:
-    """What the longest list of submodules does to its signal."""
-    rows = _stack(prediction)
-    if len(rows) > 1:
-        one, other = rows[0], rows[-1]
+def _lost_streams(followed: Lowered, prediction: ModulePrediction) -> Iterator[Finding]:
+    """A finding if the layers attend, keep their input's shape and none adds its input to its
+    output."""
+    layers, states = _layers(prediction), followed.lowering.states
+    inputs = {one.path: one.value for one in followed.graph.boundaries if one.side == "input"}
+    for row in layers:
+        x, y = states.get(inputs.get(row.module, -1)), states.get(row.value)
+        if not isinstance(x, Field) or not isinstance(y, Field) or x.site.shape != y.site.shape:
+            return
+        behind, kept, first = _sources(y.variable), _sources(x.variable), x.variable.number
+        if behind is None or kept is None or kept <= behind:
+            return
+        if not any(isinstance(v, Mix) and v.number > first for v in _ancestors(y.variable)):
+            return
+    if len(layers) > 1:
+        names = gathered_names([row.module for row in layers])
+        why = "no layer adds its input to its output: a block replaces the stream, so that all "
+        why += "that a layer passes on has gone through its weights"
+        mend = "add what a block returns: x = x + block(norm(x))"
+        yield Finding("warning", "no residual path", names, reason=why, mend=mend)
+
+
+def _sources(variable: Variable) -> set[int] | None:
+    """Numbers of the parameters, products with weights and averages over tokens of which a variable
+    is a function entry by entry; None if it rests on what was drawn."""
+    result = set()
+    for one in _ancestors(variable, (Product, Mix, Entries, Fixed)):
+        if isinstance(one, Sampled):
+            return None
+        if isinstance(one, Product | Mix | Entries | Fixed):
+            result.add(one.number)
+    return result
+
+
+def _ancestors(variable: Variable, up_to: tuple[type[Variable], ...] = ()) -> Iterator[Variable]:
+    """A variable and what it is made of, not what variables of the types `up_to` are made of."""
+    waiting, seen = [variable], set()
+    while waiting:
+        one = waiting.pop()
+        if one.number not in seen:
+            seen.add(one.number)
+            yield one
+            waiting += () if isinstance(one, up_to) else one.parents
+
+
+def _signal_notes(prediction: ModulePrediction) -> Iterator[str]:
+    """Variance and correlation of the first and the last layer."""
+    if rows := _layers(prediction):
+        first, last = rows[0], rows[-1]
         yield (
-            f"from {one.module} to {other.module} the variance goes from {one.variance:.3g} to "
-            f"{other.variance:.3g}, the correlation of tokens from {one.correlation:.2f} to "
-            f"{other.correlation:.2f}"
+            f"from {first.module} to {last.module} the variance goes from {first.variance:.3g} to "
+            f"{last.variance:.3g}, the correlation of tokens from {first.correlation:.2f} to "
+            f"{last.correlation:.2f}"
         )
 
 
-def _idle(done: Lowered, loss: str | None) -> Iterator[str]:
-    """Matrices that receive no gradient in the first step."""
-    squares = done.weights
-    shapes = {v.name: v.tensor.ndim for v in done.graph.values if v.params}
-    idle = [name for name, square in squares.items() if square == 0 and shapes.get(name, 0) > 1]
-    if idle and len(idle) < len(squares):
-        yield f"no gradient reaches {', '.join(gathered_names(idle))} in the first step"
+def _gradient_notes(followed: Lowered) -> Iterator[str]:
+    """Matrices that get no gradient in the first step."""
+    ndim = {v.name: v.tensor.ndim for v in followed.graph.values if v.params}
+    squares = followed.weights
+    names = [name for name, square in squares.items() if square == 0 and ndim.get(name, 0) > 1]
+    if names and len(names) < len(squares):
+        yield f"no gradient reaches {', '.join(gathered_names(names))} in the first step"
 
 
 # --- recurrences ----------------------------------------------------------------------------------
@@ -305,23 +346,27 @@ def _idle(done: Lowered, loss: str | None) -> Iterator[str]:
 # with step = softplus(x + b) and A > 0 a parameter. Steps are drawn between .001 and .1 (Gu and Dao
 # 2023, arXiv:2312.00752, section 3.6); a bias b of ones or zeros forgets the state at once.
 
-_PASSING = (*VIEWS, "clamp", "clamp_min", "clamp_max", "repeat", "repeat_interleave", "index")
+_COPYING = (*VIEWS, "clamp", "clamp_min", "clamp_max", "repeat", "repeat_interleave", "index")
 
 
 class Recurrence(NamedTuple):
-    """One recurrence: the bias of its step, the number that all its entries are (None where they
-    differ), the smallest and largest step, and the tokens after which the longest memory is down to
-    1/e.
+    """One recurrence.
+
+    Attributes:
+        bias: parameter in its step.
+        constant: the value of all entries of the bias; None if they differ.
+        steps: smallest and largest.
+        memory: tokens after which the longest memory has decayed to 1/e.
     """
 
     bias: str
-    alike: float | None
+    constant: float | None
     steps: tuple[float, float]
     memory: float
 
 
 def recurrences(graph: Graph) -> Iterator[Recurrence]:
-    """Of one recorded pass."""
+    """The recurrences of a recorded pass."""
     for node in graph.nodes:
         if node.name != "softplus" or not graph.values[node.outputs[0]].live:
             continue
@@ -341,29 +386,30 @@ def recurrences(graph: Graph) -> Iterator[Recurrence]:
 
 
 def _bias(graph: Graph, value: int) -> int | None:
-    """The parameter that was added to a value on its way."""
+    """The parameter that was added to a value."""
     node = graph.producer(value)
     while node is not None:
+        name = node.name.rstrip("_")
         for other in node.inputs:
-            constant, leaf, name = graph.values[other], _leaf(graph, other), node.name.rstrip("_")
             adds = name == "add" or (name == "addmm" and node.inputs[0] == other)
-            if not constant.live and constant.params and leaf is not None and adds:
-                return leaf
-        if node.name not in _PASSING or not node.inputs:
+            fixed = not graph.values[other].live and graph.values[other].params
+            if adds and fixed and (parameter := _viewed(graph, other)) is not None:
+                return parameter
+        if node.name not in _COPYING or not node.inputs:
             return None
         node = graph.producer(node.inputs[0])
     return None
 
 
-def _leaf(graph: Graph, value: int) -> int | None:
-    """The parameter that a constant is, or is a view or a copy of."""
-    whole = [leaf for leaf in graph.leaves(value) if graph.values[leaf].name]
-    viewed = all(node.name in VIEWS for node in graph.makers(value))
-    return whole[0] if viewed and len(whole) == 1 else None
+def _viewed(graph: Graph, value: int) -> int | None:
+    """The parameter that a fixed value is, or is a view or a copy of."""
+    named = [leaf for leaf in graph.leaves(value) if graph.values[leaf].name]
+    is_view = all(node.name in VIEWS for node in graph.ancestor_nodes(value))
+    return named[0] if is_view and len(named) == 1 else None
 
 
 def _decay(graph: Graph, steps: int) -> Tensor | None:
-    """Logarithms of what the state keeps per token: steps times a negative constant."""
+    """The logarithms of the state's decay per token: steps times a negative parameter."""
     waiting, seen = [steps], set()
     while waiting:
         value = waiting.pop()
@@ -377,26 +423,25 @@ def _decay(graph: Graph, steps: int) -> Tensor | None:
                 rate = graph.values[rest[0]]
                 if not rate.live and rate.params and bool((rate.tensor < 0).all()):
                     return graph.tensor(node.outputs[0]).detach().double()
-            if node.name in _PASSING:
+            if node.name in _COPYING:
                 waiting += node.outputs
     return None
 
 
-# --- what is not read -----------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 REMEMBERED = 4.0
-"""Tokens that a state has to remember to be more than the convolution of four before it."""
-
+"""Tokens of memory from which a state adds to the convolution over four tokens before it."""
 
 IN_ANY_CASE = "; wrong in any case: "
-"""Before what is wrong with a module that is refused."""
+"""Precedes the findings on a module that is refused."""
 
 
 class NotRead(MomentsError):
     """A module that `moments.check` cannot describe.
 
     Attributes:
-        findings: what is wrong with it nonetheless.
+        findings: faults that were found all the same.
     """
 
     def __init__(self, why: str, findings: tuple[Finding, ...] = ()) -> None:
@@ -407,28 +452,28 @@ class NotRead(MomentsError):
 
 
 def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
-    """The refusal of a module, with what is found in it all the same."""
+    """The refusal of a module, with faults that its operations show all the same."""
+    result = list(seen_of(module))
     try:
-        graph, given = recorded(module, batch)
-        result = [*_forgetting(list(recurrences(graph)))]
-        result += random_outcome(random_part(module, given))
-    except Exception:  # a refusal does not fail over what it could add
-        result = []
+        graph, used = recorded(module, batch)
+        result += _forgetting(recurrences(graph))
+        result += random_outcome(random_part(module, used))
+    except Exception:  # a refusal must not fail for what it could add
+        pass
     return NotRead(why, ranked(result))
 
 
-def _forgetting(result: list[Recurrence]) -> Iterator[Finding]:
-    short = [r for r in result if r.memory < REMEMBERED]
+def _forgetting(recurrences: Iterable[Recurrence]) -> Iterator[Finding]:
+    """A finding on recurrences that forget their state within few tokens."""
+    short = [r for r in recurrences if r.memory < REMEMBERED]
     if not short:
         return
-    worst = min(short, key=lambda r: r.memory)
     low, high = min(r.steps[0] for r in short), max(r.steps[1] for r in short)
-    same = {r.alike for r in short}
-    alike = f"all entries are {worst.alike:g}: " if len(same) == 1 and None not in same else ""
+    constants = {r.constant for r in short}
+    (constant,) = constants if len(constants) == 1 else (None,)
     names, longest = gathered_names([r.bias for r in short]), max(r.memory for r in short)
-    why = (
-        f"{alike}steps of the recurrence lie between {low:.2g} and {high:.2g}, and the state that "
-    )
+    why = "" if constant is None else f"all entries are {constant:g}: "
+    why += f"steps of the recurrence lie between {low:.2g} and {high:.2g}, and the state that "
     why += f"remembers longest is down to 1/e after {longest:.2g} tokens"
     mend = (
         "draw steps log-uniformly between .001 and .1 and set the bias to the inverse of softplus"
@@ -437,7 +482,7 @@ def _forgetting(result: list[Recurrence]) -> Iterator[Finding]:
 
 
 def random_outcome(path: str | None) -> Iterator[Finding]:
-    """What is wrong where a submodule draws random numbers in evaluation mode."""
+    """A finding on a submodule that draws random numbers in evaluation mode."""
     if path is not None:
         yield Finding(
             "error",
@@ -450,26 +495,28 @@ def random_outcome(path: str | None) -> Iterator[Finding]:
         )
 
 
-# --- by its config --------------------------------------------------------------------------------
-
+# --- by config ------------------------------------------------------------------------------------
 
 FAR = 6.0
-"""Standard deviations, beyond band and tolerance, from which a point is a finding, not chance."""
+"""Standard deviations beyond band and tolerance from which a point is a finding."""
 
 LEAST = 8
-"""Rows and columns from which a parameter counts as a matrix that the config's rule draws."""
+"""Entries below which the mean square of a parameter says little."""
 
 NEAR = 0.05
-"""Relative error of a variance that is granted to a matrix, beside its scatter."""
+"""Relative tolerance of a parameter's variance, besides its sampling error."""
+
+ALIKE = 0.1
+"""Relative difference of ratios up to which parameters are off by the same factor."""
 
 
 def check_promised(
     module: nn.Module, batch: Any, promised: Transformer, loss: Loss | None, refusal: NotRead
 ) -> Report:
-    """`moments.check` by the config alone.
+    """Check a module against its config alone.
 
     Raises:
-        MomentsError: not a text of one stack, no list of submodules that are its layers, or it
+        MomentsError: it is not one stack over token ids, no list of submodules is its layers, or it
             does not run.
     """
     if not isinstance(promised.embedding, Embedding) or promised.encoder is not None:
@@ -490,15 +537,17 @@ def check_promised(
     with without_warnings():
         prediction = predict(case.model, **case.inputs)
         comparison = compare(prediction, measurement)
-    names = {"token": _table(module)}
+    tables = (p for p, part in module.named_modules() if isinstance(part, nn.Embedding))
+    names = {"token": tuple(f"{path}.weight" for path in itertools.islice(tables, 1))}
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
     more, notes = rules(Seen(prediction, comparison, names, model, dtype))
-    left = _left_out(module, model.seq_len)
+    not_modelled = _not_modelled(module, model.seq_len)
+    weights = drawn_rows(module)
     findings = [
         *refusal.findings,
         *odd_namesakes(module),
-        *_off(module, promised),
-        *_mismatch(comparison, path, left),
+        *_wrong_variances(weights),
+        *_mismatch(comparison, path, bool(not_modelled)),
     ]
     kinds = {finding.kind for finding in findings}
     findings += [finding for finding in more if finding.kind not in kinds]
@@ -506,12 +555,13 @@ def check_promised(
         source=type(module).__name__,
         scheme="compared with the initialisation that its config promises",
         findings=tuple(findings),
-        notes=(*left, *notes),
+        notes=(*not_modelled, *notes),
         unchecked=(
-            f"which matrix is which, sums and norms within its layers ({why_not(refusal)}): they "
-            "are compared with the config's prediction of what leaves each layer",
+            f"sums and norms within its layers ({why_not(refusal)}): what leaves each layer is "
+            "compared with the config's prediction",
+            *(() if weights else ("the variances of its matrices, which no class draws",)),
         ),
-        rows=tuple(stream_numbers(prediction, comparison)),
+        rows=(*stream_numbers(prediction, comparison), *weights),
         model=model,
         prediction=prediction,
         comparison=comparison,
@@ -520,13 +570,13 @@ def check_promised(
 
 
 def _listed(module: nn.Module, batch: Any, promised: Transformer) -> str:
-    """The list of as many submodules that the batch reaches, and that give d_model features."""
+    """Path of the one list of as many submodules as the config has layers, of d_model features."""
     graph, _ = recorded(module, batch, rows=1)
     lists = [
         layers[0].path.rpartition(".")[0]
         for layers in lists_of(module, graph)
         if len(layers) == promised.layers
-        and graph.tensor(layers[-1].made).shape[-1] == promised.d_model
+        and graph.tensor(layers[-1].output).shape[-1] == promised.d_model
     ]
     outer = [p for p in lists if not any(p.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:
@@ -547,46 +597,55 @@ def _measured(
     return measure(module, batch, loss=loss, parts=(tuple(points), rows))
 
 
-def _table(module: nn.Module) -> tuple[str, ...]:
-    tables = [f"{p}.weight" for p, part in module.named_modules() if isinstance(part, nn.Embedding)]
-    return tuple(tables[:1])
+# --- by what its class draws ----------------------------------------------------------------------
 
 
-def _declared(promised: Transformer) -> set[float]:
-    """Every variance that the config declares, of whatever matrix."""
-    given = promised.to_dict()
-    parts = [given.get(part) for part in ("weights", "embedding", "head", "mixer", "ffn")]
-    return {float(v) for v in tree_leaves(parts) if type(v) in (int, float) and v > 0}
-
-
-def _off(module: nn.Module, promised: Transformer) -> Iterator[Finding]:
-    """Matrices whose variance is none of those that the config declares."""
-    values = _declared(promised)
-    off: dict[float, list[tuple[str, EntryMoments]]] = {}
-    for path, part in module.named_modules():
-        if not isinstance(part, nn.Linear) or min(part.weight.shape) < LEAST:
+def drawn_rows(module: nn.Module) -> list[Row]:
+    """The mean square of every parameter against a draw by its own class in transformers; no rows
+    for modules of other libraries."""
+    parameters, rows = dict(module.named_parameters()), []
+    for name, tensor in redrawn(module):
+        if not tensor.numel():
             continue
-        moments = EntryMoments.of(part.weight)
-        ratio = {v: moments.square / v for v in values}
-        granted = NEAR + FAR * moments.spread if moments.square else 0.0
-        if all(abs(r - 1) > granted for r in ratio.values()):
-            nearest = min(values, key=lambda v: abs(math.log(ratio[v])) if ratio[v] else v)
-            off.setdefault(nearest, []).append((f"{path}.weight", moments))
-    for expected, rows in off.items():
-        first = rows[0][1].square
-        why = (
-            f"the variance is {first:.3g}, {first / expected:.3g} times the nearest that the "
-            "config declares of any matrix"
-            if first
-            else "all entries are 0, where the config draws every matrix"
-        )
-        names = gathered_names([name for name, _ in rows])
-        mend = "draw it as the config says, or declare in the config what was meant"
-        yield Finding("error", "wrong variance", names, (), first, expected, why, mend)
+        own, other = EntryMoments.of(parameters[name]), EntryMoments.of(tensor)
+        at = 0, "", name, "variance", other.square, own.square
+        if not own.square and not other.square:
+            rows.append(Row(*at, True))
+        elif not own.square or not other.square:
+            rows.append(Row(*at, False))
+        elif own.count < LEAST:
+            rows.append(Row(*at, None, "few entries"))
+        else:
+            granted = NEAR + FAR * math.hypot(own.spread, other.spread)
+            near = abs(math.log(own.square / other.square)) <= math.log1p(granted)
+            rows.append(Row(*at, near, stderr=other.square * other.spread))
+    return rows
 
 
-def _left_out(module: nn.Module, seq_len: int) -> list[str]:
-    """Entries of its config that its declaration does not model, in the reader's words."""
+def _wrong_variances(rows: list[Row]) -> Iterator[Finding]:
+    """Parameters of another variance than their class draws, one finding for those that are off by
+    the same factor."""
+    failed = sorted((row for row in rows if row.passed is False), key=lambda row: row.ratio)
+    while failed:
+        first = failed[0]
+        alike = [r for r in failed if abs(r.ratio - first.ratio) <= ALIKE * abs(first.ratio)]
+        alike = alike or [r for r in failed if math.isnan(r.ratio)]
+        failed = [row for row in failed if row not in alike]
+        names = gathered_names([row.parameter for row in rows if row in alike])
+        if not first.measured:
+            why = f"all entries are 0, where its class draws a variance of {first.expected:.3g}"
+        elif not first.expected:
+            why = f"the mean square is {first.measured:.3g}, where its class writes zeros"
+        else:
+            why = f"the variance is {first.ratio:.3g} times what its class draws"
+            why += f" ({first.measured:.3g} for {first.expected:.3g})"
+        mend = "draw it as the class does, or pass the scheme that is meant (scheme=)"
+        measured, expected = first.measured, first.expected
+        yield Finding("error", "wrong variance", names, (), measured, expected, why, mend)
+
+
+def _not_modelled(module: nn.Module, seq_len: int) -> list[str]:
+    """The reader's warnings about entries of the config that are not modelled."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         from_huggingface(module.config, seq_len=seq_len)
@@ -594,15 +653,19 @@ def _left_out(module: nn.Module, seq_len: int) -> list[str]:
     return [note for note in dict.fromkeys(notes) if "is not modelled" in note]
 
 
-def _mismatch(comparison: Comparison, path: str, left: list[str]) -> Iterator[Finding]:
-    """Points of the stream that the config does not give; a note where it is not all modelled."""
+def _mismatch(comparison: Comparison, path: str, incomplete: bool) -> Iterator[Finding]:
+    """The first point of the stream far from the config's prediction; a note if the prediction is
+    `incomplete`."""
     points = comparison.outliers(FAR)
     embedding = comparison.prediction.model.embedding
-    if embedding is not None and embedding.norm:  # which its first layer may begin with
+    if embedding is not None and embedding.norm:  # the first layer may contain that norm
         points = points[points["layer"] > 0]
     if not len(points):
         return
     layer, measured, predicted, why = first_off(points, "config's initialisation gives")
-    of = (f"{path}.{max(layer - 1, 0)}",), (layer,) if layer else (), measured, predicted, why
-    mend = "look at that layer's matrices, its sums, scales and norms"
-    yield Finding("note" if left else "warning", "not what its config gives", *of, mend)
+    where = (f"{path}.{max(layer - 1, 0)}",), (layer,) if layer else ()
+    kind, mend = (
+        "not what its config gives",
+        "look at that layer's matrices, its sums, scales and norms",
+    )
+    yield Finding("note" if incomplete else "warning", kind, *where, measured, predicted, why, mend)

@@ -1,4 +1,5 @@
-"""Where the sites of the theory sit in a module, its residual branches, what every parameter is."""
+"""The parts of a module that correspond to the theory: hook points, residual branches, roles of
+parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import DomainError, domain_error
 from ..model.weights import MATRICES
-from .running import grouped, kept
+from .running import grouped, restored
 
 Side = Literal["input", "output"]
 
@@ -21,9 +22,10 @@ Side = Literal["input", "output"]
 class WeightPart(NamedTuple):
     """One matrix or vector within a parameter.
 
-    Along `axis` the parameter is groups of `split` rows, and this is part number `part` of every
-    group; an empty split stands for the whole parameter. Query, key and value side by side are one
-    group; GPT-NeoX, which interleaves them by head, has as many groups as heads.
+    Along `axis` the parameter consists of equal groups, each split into parts of `split` rows, and
+    this is part number `part` of every group; an empty split stands for the whole parameter. Query,
+    key and value after one another are one group; GPT-NeoX, which interleaves them by head, has a
+    group for every head.
     """
 
     weight: str
@@ -33,10 +35,8 @@ class WeightPart(NamedTuple):
     split: tuple[int, ...] = ()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor shaped like the parameter, as a view.
-
-        Where there are several groups, their number is an axis of its own before `axis`.
-        """
+        """The part of a tensor shaped like the parameter, as a view; several groups are an
+        additional axis before `axis`."""
         if not self.split:
             return tensor
         start = sum(self.split[: self.part])
@@ -69,19 +69,19 @@ class ModuleBranch:
     """One residual branch.
 
     Attributes:
-        stack: "", or "encoder." of an encoder beside the main stack.
+        stack: "", or "encoder." if there is a decoder too.
         layer: from 1.
         path: of the layer.
         name: "attention", "cross" or "ffn".
         placement: "pre", "post", "sandwich", "output" or "none".
-        norm: path of the block's norm; None where there is none.
-        post_norm: path of the norm at the block's output.
+        norm: path of the block's norm; None without one.
+        post_norm: path of the norm of the block's output.
         stream: x of the residual sum lambda x + beta f.
         raw: f as the output projection (or a sandwich's second norm) gives it.
-        branch: f as it enters the sum, behind dropout or a second norm where they are modules.
+        branch: f behind dropout and a second norm, if these are submodules.
         total: the sum.
         parallel: whether this block and another share one sum.
-        drops: whether its output is dropped behind `branch`.
+        drops: whether dropout acts on the block's output behind `branch`.
     """
 
     stack: str
@@ -100,40 +100,39 @@ class ModuleBranch:
 
     @property
     def column(self) -> int:
-        """Of the (N, 2) arrays of scales: attention and cross-attention, or feed-forward."""
+        """Column in (N, 2) arrays of scales: 0 for (cross-)attention, 1 for feed-forward."""
         return int(self.name == "ffn")
 
 
 class BlockSum(NamedTuple):
-    """lambda x + beta f of one block, x the stream and f what the block's own matrix or second norm
-    gives, as one pass computes it.
+    """One block's residual sum lambda x + beta f: x is the stream, f the output of the block's last
+    matrix or second norm.
 
     Attributes:
         placement: of its norms.
         skip, branch: lambda, beta.
-        norm: what multiplies the normalised input behind its norm, root mean square over features;
-            None where it has none.
-        whole: whether the sum is that.
+        norm: factor of the normalised input, root mean square over features; None without a norm.
+        proportional: whether the sum has this form.
     """
 
     placement: str
     skip: float
     branch: float
     norm: float | None
-    whole: bool
+    proportional: bool
 
 
 Sums = Mapping[tuple[str, int, str], BlockSum]
 """By stack, layer and block."""
 
 
-# --- which role every parameter plays -------------------------------------------------------------
+# --- roles of parameters --------------------------------------------------------------------------
 
 
 TABLES = ("token", "position", "segment", "class", "relative_bias")
 """Roles that are looked up or added, not multiplied with."""
 
-_BEHIND = ("head", "final")
+_AFTER_LAYERS = ("head", "final")
 
 
 @dataclass(frozen=True)
@@ -141,13 +140,13 @@ class Role:
     """One matrix or vector of a module.
 
     Attributes:
-        stack: "", or "encoder." of an encoder beside the main stack.
+        stack: "", or "encoder." if there is a decoder too.
         layer: from 1; 0 before the first layer, N + 1 behind the last.
         name: "query", "query.bias", "attention.norm.gain", "token", "final.norm.gain", ...
-        fan_in, fan_out: features summed over, and features made; 0 for vectors.
+        fan_in, fan_out: numbers of input and output features; 0 for vectors.
         transposed: whether the matrix is stored (fan_in, fan_out), as Conv1D stores it.
-        label: the parameter's name, with the block's where it is fused.
-        unit: of a norm's gain, whether it is the weight itself, not 1 + weight; None: not known.
+        label: the parameter's name, with the role's if it is a part of the parameter.
+        unit: whether a norm's gain is the weight itself, not 1 + weight; None: unknown.
     """
 
     stack: str
@@ -161,13 +160,13 @@ class Role:
     unit: bool | None = None
 
     def __str__(self) -> str:
-        """As a sentence has it: "query of layer 3", "token", "final.norm.gain"."""
-        inside = self.layer > 0 and not self.name.startswith(_BEHIND)
+        """In words: "query of layer 3", "token", "final.norm.gain"."""
+        inside = self.layer > 0 and not self.name.startswith(_AFTER_LAYERS)
         return f"{self.full_name} of layer {self.layer}" if inside else self.full_name
 
     @property
     def full_name(self) -> str:
-        """The name with its stack's."""
+        """The name with the stack's prefix."""
         return self.stack + self.name
 
     @property
@@ -186,11 +185,11 @@ class ModuleRoles:
     """A module's parameters by role, and its residual branches.
 
     Attributes:
-        unidentified: names of parameters that no rule knows.
-        blocks: the residual branches; empty where the module's sites are not known.
-        scales: parameters and buffers that hold a residual scale.
-        multipliers: stack, layer, block and what q k is multiplied by, where that was seen.
-        logits: path of the submodule that gives the logits; "" where none was seen.
+        unidentified: names of parameters of unknown role.
+        blocks: the residual branches; empty if submodules do not show all of them.
+        scales: parameters and buffers that are a residual scale.
+        multipliers: stack, layer, block and factor of q k, if known.
+        logits: path of the submodule that gives the logits; "": unknown.
     """
 
     layers: int
@@ -213,7 +212,11 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def block_of(tensors: Mapping[str, Tensor], role: Role) -> Tensor:
-    """The role's block of its parameter, a view; a DomainError without storage or real entries."""
+    """The part of a parameter that plays a role, as a view.
+
+    Raises:
+        DomainError: the parameter has no storage or no real entries.
+    """
     tensor = tensors[role.parameter]
     if tensor.is_meta:
         raise DomainError(
@@ -226,48 +229,48 @@ def block_of(tensors: Mapping[str, Tensor], role: Role) -> Tensor:
 
 
 def gathered(roles: Sequence[Role]) -> tuple[str, ...]:
-    """Names of tensors, those of several layers as one pattern."""
+    """The names of tensors, with one pattern for those of several layers."""
     return gathered_names([role.label for role in roles])
 
 
-def parted(path: str) -> tuple[str, int, str]:
-    """A path around its first number, which counts layers; -1 where it has none."""
-    result = re.search(r"(?<![^.])\d+(?![^.])", path)
-    return (
-        (path[: result.start()], int(result[0]), path[result.end() :]) if result else (path, -1, "")
-    )
+def split_at_layer(path: str) -> tuple[str, int, str]:
+    """A path before, at and after its first number, the layer's; -1 without a number."""
+    found = re.search(r"(?<![^.])\d+(?![^.])", path)
+    if found is None:
+        return path, -1, ""
+    return path[: found.start()], int(found[0]), path[found.end() :]
 
 
 def layer_pattern(name: str) -> str:
-    """A name with {layer} for the number that counts layers."""
-    before, number, behind = parted(name)
-    return name if number < 0 else f"{before}{{layer}}{behind}"
+    """A name with {layer} for the layer's number."""
+    before, number, after = split_at_layer(name)
+    return name if number < 0 else f"{before}{{layer}}{after}"
 
 
 def gathered_pattern(label: str) -> str:
-    """A name with a star for the number that counts layers: the first inside of it, else one that
-    begins it (nn.Sequential's own)."""
+    """A name with a star for the layer's number: the first inside the name, else the one that
+    begins it (in an nn.Sequential)."""
     inside = re.sub(r"(?<=\.)\d+(?=\.)", "*", label, count=1)
     return inside if inside != label else re.sub(r"^\d+(?=\.\w+\.)", "*", label)
 
 
 def gathered_names(labels: Sequence[str]) -> tuple[str, ...]:
-    """Tensors of several layers as one pattern, "h.*.attn.weight"; parts of one tensor together,
-    "attn.weight [query, key]"."""
-    split = [part for label in labels for part in label.split(" ... ")]
-    whole: dict[str, list[str]] = {}
-    for pattern, group in grouped(dict.fromkeys(split), gathered_pattern).items():
+    """Names with one pattern for several layers, "h.*.attn.weight", and one entry for several parts
+    of a tensor, "attn.weight [query, key]"."""
+    single = [part for label in labels for part in label.split(" ... ")]
+    parts_of: dict[str, list[str]] = {}
+    for pattern, group in grouped(dict.fromkeys(single), gathered_pattern).items():
         tensor, _, part = (pattern if len(group) > 1 else group[0]).partition(" [")
-        whole.setdefault(tensor, []).extend([part.rstrip("]")] if part else [])
+        parts_of.setdefault(tensor, []).extend([part.rstrip("]")] if part else [])
     order = {name: place for place, name in enumerate(MATRICES)}
     return tuple(
         f"{tensor} [{', '.join(sorted(parts, key=lambda p: order.get(p, 0)))}]" if parts else tensor
-        for tensor, parts in whole.items()
+        for tensor, parts in parts_of.items()
     )
 
 
 def in_layers(layers: list[int], total: int) -> str:
-    """Which of so many layers, in words; 0 stands for what has none."""
+    """The layers of so many in words, "in every layer" or "in layers 1, 2"; "" for [0]: none."""
     if layers == [0]:
         return ""
     if len(layers) == total and total > 1:
@@ -275,11 +278,11 @@ def in_layers(layers: list[int], total: int) -> str:
     return f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
 
-# --- a norm's weight as its gain: as it is, or with 1 added to it (Gemma) -------------------------
+# --- gains of norms: the weight, or 1 + weight (Gemma) --------------------------------------------
 
 
 def unit_gain(module: nn.Module, role: Role) -> bool:
-    """Whether the gain is the weight itself, not 1 + weight; found out by running the norm once."""
+    """Whether a norm's gain is the weight itself, not 1 + weight."""
     if role.unit is not None:
         return role.unit
     path, _, name = role.parameter.rpartition(".")
@@ -288,27 +291,27 @@ def unit_gain(module: nn.Module, role: Role) -> bool:
 
 
 def is_gain(norm: nn.Module, weight: Tensor) -> bool:
-    """Whether a norm's weight is its gain: at 0 it then gives nothing but its bias."""
+    """Whether a norm's weight is its gain: then its output at weight 0 is its bias."""
     x = torch.linspace(-1.5, 1.7, weight.numel(), dtype=weight.dtype, device=weight.device)
     bias = getattr(norm, "bias", None)
-    with torch.no_grad(), kept([weight]):
+    with torch.no_grad(), restored([weight]):
         weight.zero_()
         try:
             at_zero = type(norm).forward(norm, x) - (0 if bias is None else bias)
-        except (RuntimeError, TypeError, ValueError):  # no norm of a vector: taken as it is
+        except (RuntimeError, TypeError, ValueError):  # it does not run on a vector: assumed
             return True
     return bool(at_zero.square().mean() < 0.5)
 
 
 def gain_of(module: nn.Module, role: Role, block: Tensor) -> Tensor:
-    """The gain that a norm's weight stands for."""
+    """The gain of a norm with the weight `block`."""
     return block if unit_gain(module, role) else 1 + block
 
 
 # --- experts, by the names and shapes that transformers gives them --------------------------------
 
-# Bare parameters of three axes, (E, 2 d_ff, d) or (E, d, 2 d_ff) with gate and second factor in
-# one, which no submodule passes through: the dataflow knows none of them as a matrix.
+# They are parameters of three axes, (E, 2 d_ff, d) or (E, d, 2 d_ff), in which the gate and the
+# other factor are one tensor; the dataflow recognises no matrices in them.
 
 _UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
 _SHARED = re.compile(
@@ -318,9 +321,8 @@ _NAMES = {"gate": "gate", "up": "ffn_in", "down": "ffn_out"}
 
 
 def with_experts(result: ModuleRoles, tensors: Mapping[str, Any]) -> ModuleRoles:
-    """The same with the roles of experts, routers and shared experts in the place of any that their
-    parameters had."""
-    roles = tuple(role for one in _mixtures(tensors) for role in _roles(*one, tensors))
+    """The roles with those of experts, routers and shared experts."""
+    roles = tuple(r for prefix, n in _mixtures(tensors) for r in _expert_roles(prefix, n, tensors))
     known = {role.parameter for role in roles}
     if not known:
         return result
@@ -333,48 +335,48 @@ def with_experts(result: ModuleRoles, tensors: Mapping[str, Any]) -> ModuleRoles
 
 
 def _mixtures(tensors: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Beginnings of the names of a mixture's parameters, each with its layer's number."""
+    """The prefix of the names of every mixture's parameters, and the number of its layer."""
     for name in tensors:
         number = re.search(r"(?<![^.])(\d+)\.", name)
         if name.endswith(f".{_UP}") and number is not None:
-            before = name.removesuffix(_UP)
-            if f"{before}{_DOWN}" in tensors and tensors[name].ndim == 3:
-                yield before, int(number[1]) + 1
+            prefix = name.removesuffix(_UP)
+            if f"{prefix}{_DOWN}" in tensors and tensors[name].ndim == 3:
+                yield prefix, int(number[1]) + 1
 
 
-def _roles(before: str, layer: int, tensors: Mapping[str, Any]) -> Iterator[Role]:
-    up, down = tensors[before + _UP], tensors[before + _DOWN]
+def _expert_roles(prefix: str, layer: int, tensors: Mapping[str, Any]) -> Iterator[Role]:
+    up, down = tensors[prefix + _UP], tensors[prefix + _DOWN]
     by_rows = up.shape[2] == down.shape[1] and up.shape[1] == 2 * down.shape[2]
     d_model, d_ff = (down.shape[1:]) if by_rows else (down.shape[2], down.shape[1])
     axis = 1 if by_rows else 2
-    # GPT-OSS, the one with biases there, has the two in turn
-    split = (1, 1) if f"{before}{_UP}_bias" in tensors else (d_ff, d_ff)
+    # GPT-OSS, which alone has biases there, interleaves the two
+    split = (1, 1) if f"{prefix}{_UP}_bias" in tensors else (d_ff, d_ff)
 
     def role(name: str, part: WeightPart, fans: tuple[int, int], transposed: bool) -> Role:
         label = part.parameter + (f" [{name}]" if part.split else "")
         return Role("", layer, name, part, *fans, transposed, label)
 
     for place, name in enumerate(("gate", "ffn_in")):
-        part = WeightPart(name, before + _UP, axis, place, split)
+        part = WeightPart(name, prefix + _UP, axis, place, split)
         yield role(name, part, (d_model, d_ff), not by_rows)
         if split == (1, 1):
-            bias = WeightPart(f"{name}.bias", f"{before}{_UP}_bias", 1, place, split)
+            bias = WeightPart(f"{name}.bias", f"{prefix}{_UP}_bias", 1, place, split)
             yield role(f"{name}.bias", bias, (0, 0), False)
-    yield role("ffn_out", WeightPart("ffn_out", before + _DOWN), (d_ff, d_model), not by_rows)
-    if f"{before}{_DOWN}_bias" in tensors:
-        bias = WeightPart("ffn_out.bias", f"{before}{_DOWN}_bias")
+    yield role("ffn_out", WeightPart("ffn_out", prefix + _DOWN), (d_ff, d_model), not by_rows)
+    if f"{prefix}{_DOWN}_bias" in tensors:
+        bias = WeightPart("ffn_out.bias", f"{prefix}{_DOWN}_bias")
         yield role("ffn_out.bias", bias, (0, 0), False)
-    for own in ("gate", "router"):
-        weight, bias_name = f"{before}{own}.weight", f"{before}{own}.bias"
+    for gate in ("gate", "router"):
+        weight, bias_name = f"{prefix}{gate}.weight", f"{prefix}{gate}.bias"
         if weight in tensors and tuple(tensors[weight].shape) == (up.shape[0], d_model):
             yield role("router", WeightPart("router", weight), (d_model, up.shape[0]), False)
             if bias_name in tensors:
                 yield role("router.bias", WeightPart("router.bias", bias_name), (0, 0), False)
     for name, tensor in tensors.items():
-        shared = _SHARED.fullmatch(name.removeprefix(before)) if name.startswith(before) else None
+        shared = _SHARED.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
         if shared is None:
             continue
         ending = ".bias" if shared[2] == "bias" else ""
-        called = f"shared_{_NAMES[shared[1]]}{ending}" if shared[1] else "shared_router"
+        role_name = f"shared_{_NAMES[shared[1]]}{ending}" if shared[1] else "shared_router"
         fans = (0, 0) if ending else (tensor.shape[1], tensor.shape[0])
-        yield role(called, WeightPart(called, name), fans, False)
+        yield role(role_name, WeightPart(role_name, name), fans, False)

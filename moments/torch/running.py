@@ -1,4 +1,4 @@
-"""Running somebody's module: what is around it, its mode, what it takes and gives, and hooks."""
+"""Running a module: wrappers, inputs and outputs, mode, and hooks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import DomainError, MomentsError, domain_error
 
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 Row = TypeVar("Row")
 Key = TypeVar("Key")
 
-# --- what is around it ----------------------------------------------------------------------------
+# --- wrappers -------------------------------------------------------------------------------------
 
 
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Names under which a compiled, sharded or checkpointed module keeps the one inside."""
+"""Submodules of compiled, sharded and checkpointed modules that are the module inside."""
 
-_HELD = (*WRAPPED, "module")
-"""Where wrappers keep the module inside; "module" is that of data-parallel ones."""
+_INSIDE = (*WRAPPED, "module")
+"""The same with that of data-parallel modules."""
 
 _WRAPPERS = (
     "OptimizedModule",
@@ -40,7 +40,7 @@ _WRAPPERS = (
 
 
 def own_module(module: Any, allowed: str = "an nn.Module") -> nn.Module:
-    """A module, `unwrapped`; a DomainError where it is none."""
+    """A module, `unwrapped`; a DomainError if it is none."""
     module = unwrapped(module)
     if not isinstance(module, nn.Module):
         raise domain_error("module", type(module).__name__, allowed)
@@ -48,7 +48,7 @@ def own_module(module: Any, allowed: str = "an nn.Module") -> nn.Module:
 
 
 def built(module: Any, seed: int) -> nn.Module:
-    """A module, or what a factory makes of a seed, `unwrapped`."""
+    """A module, or the one that a factory makes from a seed, `unwrapped`."""
     if not isinstance(module, nn.Module):
         if not callable(module):
             raise domain_error("module", type(module).__name__, "an nn.Module or factory(seed)")
@@ -57,15 +57,14 @@ def built(module: Any, seed: int) -> nn.Module:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile, DataParallel, DistributedDataParallel, FSDP; else what is
-    given.
+    """The module inside torch.compile, DataParallel, DistributedDataParallel or FSDP, if any.
 
     Raises:
-        DomainError: its parameters are shards of their tensors.
+        DomainError: its parameters are shards of tensors.
     """
     while isinstance(module, nn.Module) and type(module).__name__ in _WRAPPERS:
-        held = (module._modules.get(name) for name in _HELD)
-        inner = next((part for part in held if part is not None), None)
+        candidates = (module._modules.get(name) for name in _INSIDE)
+        inner = next((part for part in candidates if part is not None), None)
         if inner is None:
             break
         module = inner
@@ -78,7 +77,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _shards(module: nn.Module) -> Iterator[str]:
-    """Parameters that hold a part of a matrix, or several matrices in a row."""
+    """Parameters that are a part of a matrix, or several matrices flattened together."""
     for path, part in module.named_modules():
         flat = isinstance(part, nn.Linear | nn.Embedding) and part.weight.ndim < 2
         for name, parameter in part.named_parameters(recurse=False):
@@ -88,8 +87,8 @@ def _shards(module: nn.Module) -> Iterator[str]:
 
 
 def eager() -> AbstractContextManager[object]:
-    """Compiled parts run as written, so that hooks see what passes (torch 2.6 on); nothing is
-    compiled where the compiler was never loaded.
+    """A context in which compiled parts run uncompiled, so that their hooks run (from torch 2.6);
+    nothing is compiled if the compiler was never loaded.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -97,7 +96,7 @@ def eager() -> AbstractContextManager[object]:
     return nullcontext() if stance is None else stance("force_eager")
 
 
-# --- what it takes and gives ----------------------------------------------------------------------
+# --- inputs and outputs ---------------------------------------------------------------------------
 
 
 def first_tensor(value: Any) -> Tensor:
@@ -112,7 +111,7 @@ def first_tensor(value: Any) -> Tensor:
 
 
 def module_loss(output: Any) -> Tensor | None:
-    """The loss that a module returns: its attribute, or the one scalar beside other tensors."""
+    """The loss in a module's output: its attribute, or the only scalar among other tensors."""
     result = getattr(output, "loss", None)
     if result is not None or not isinstance(output, tuple | list | dict):
         return result if isinstance(result, Tensor) else None
@@ -122,7 +121,7 @@ def module_loss(output: Any) -> Tensor | None:
 
 
 def module_logits(output: Any) -> Tensor | None:
-    """The logits that a module returns: its attribute, or what stands beside its loss."""
+    """The logits in a module's output: its attribute, or the tensor next to its loss."""
     result = getattr(output, "logits", None)
     if result is not None or module_loss(output) is None:
         return result if isinstance(result, Tensor) else None
@@ -131,7 +130,7 @@ def module_logits(output: Any) -> Tensor | None:
 
 
 def with_first_tensor(value: Any, tensor: Tensor) -> Any:
-    """The same packing around another first tensor."""
+    """An output with another first tensor."""
     if isinstance(value, Tensor):
         return tensor
     if isinstance(value, tuple | list):
@@ -141,12 +140,12 @@ def with_first_tensor(value: Any, tensor: Tensor) -> Any:
 
 
 def padding_row(module: nn.Module, tensor: Tensor) -> int | None:
-    """The row of a table that a module takes for padding, whatever name the table goes by."""
+    """The padding row of a table of a module, if it has one."""
     return padding_rows(module).get(tensor)
 
 
 def padding_rows(module: nn.Module) -> dict[Tensor, int]:
-    """Every table that has such a row, and the row; of a table in several parts the first's."""
+    """Tables with a padding row -> the row; the first submodule's of those that share a table."""
     result: dict[Tensor, int | None] = {}
     for part in module.modules():
         if isinstance(part, nn.Embedding):
@@ -155,49 +154,49 @@ def padding_rows(module: nn.Module) -> dict[Tensor, int]:
 
 
 def aliases(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every name of every parameter; a tied one has several."""
+    """All names of every parameter; tied ones have several."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return grouped(names, module.get_parameter)
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
-    """Rows by what they have in common, in order."""
+    """Key -> the rows with that key, in order."""
     result: dict[Key, list[Row]] = {}
     for row in rows:
         result.setdefault(key(row), []).append(row)
     return result
 
 
-# --- a call of it ---------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 def run(module: nn.Module, batch: Any) -> Any:
-    """What a module makes of a batch, on its own device and without a graph."""
+    """A module's output for a batch, on its own device and without gradients."""
     device = device_of(module)
     with torch.no_grad():
         if isinstance(batch, Mapping):
             return module(**{name: on_device(value, device) for name, value in batch.items()})
-        given = batch if isinstance(batch, tuple) else (batch,)
-        return module(*(on_device(value, device) for value in given))
+        args = batch if isinstance(batch, tuple) else (batch,)
+        return module(*(on_device(value, device) for value in args))
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """Where its first parameter lies."""
+    """The device of a module's first parameter."""
     return next((parameter.device for parameter in module.parameters()), None)
 
 
 def on_device(value: Any, device: torch.device | None) -> Any:
-    """Arrays as tensors of a device, anything else as it is."""
+    """Arrays as tensors on a device; other values unchanged."""
     if isinstance(value, Tensor | np.ndarray | list):
         return torch.as_tensor(value, device=device)
     return value
 
 
 def as_named(module: nn.Module, batch: Any) -> Any:
-    """A batch as every reader of it takes one: an array, or a mapping of forward's arguments.
+    """A batch as an array, or as a mapping of forward's arguments.
 
     Raises:
-        DomainError: neither, nor a tuple of arrays in the order of forward's arguments.
+        DomainError: it is neither, nor a tuple of arrays in the order of forward's arguments.
     """
     if batch is None or isinstance(batch, Mapping | Tensor | np.ndarray):
         return batch
@@ -217,43 +216,50 @@ def as_named(module: nn.Module, batch: Any) -> Any:
     raise domain_error("batch", type(batch).__name__, allowed)
 
 
-def at_hand(batch: Any) -> Any:
-    """A batch to be looked at, on the processor; whatever runs a module brings it there."""
+def batch_on_cpu(batch: Any) -> Any:
+    """A batch with its tensors on the CPU."""
     if isinstance(batch, Mapping):
-        return {name: at_hand(value) for name, value in batch.items()}
+        return {name: batch_on_cpu(value) for name, value in batch.items()}
     return batch.detach().cpu() if isinstance(batch, Tensor) else batch
 
 
-def made_at_hand(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """With what the function makes on the processor, whatever torch's default device."""
+def made_on_cpu(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Decorator: new tensors are on the CPU, whatever torch's default device."""
 
-    @functools.wraps(make)
-    def made(*positional: _Given.args, **named: _Given.kwargs) -> _Made:
-        if torch.get_default_device().type == "cpu":  # a mode costs every operation
-            return make(*positional, **named)
+    @functools.wraps(function)
+    def wrapped(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        if torch.get_default_device().type == "cpu":  # entering a mode slows every operation
+            return function(*args, **kwargs)
         with torch.device("cpu"):
-            return make(*positional, **named)
+            return function(*args, **kwargs)
 
-    return made
+    return wrapped
 
 
 @contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """With or without dropout; afterwards modes and torch's random state are what they were."""
+    """Set a module's mode, without a cache of keys and values, within the context; restore modes,
+    configs and torch's random state after it."""
     modes = {part: part.training for part in module.modules()}
+    configs = {id(c): c for part in modes if (c := getattr(part, "config", None)) is not None}
+    cached = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     module.train(training)
+    for config in cached:
+        config.use_cache = False
     try:
         with torch.random.fork_rng(devices=devices), eager():
             yield
     finally:
+        for config in cached:
+            config.use_cache = True
         for part, mode in modes.items():
             part.training = mode
 
 
 @contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Afterwards buffers (running means of norms, caches) hold what they did."""
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore a module's buffers (running means of norms, caches) after the context."""
     before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     try:
         yield
@@ -266,8 +272,8 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Afterwards tensors hold the entries that they do now."""
+def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the entries of tensors after the context."""
     before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
@@ -278,9 +284,8 @@ def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def thawed(module: nn.Module) -> Iterator[None]:
-    """With every parameter open to gradients, which frozen ones are not to the streams they make;
-    afterwards what was frozen is."""
+def unfrozen(module: nn.Module) -> Iterator[None]:
+    """Let every parameter require gradients within the context, so that gradients pass it."""
     frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -294,11 +299,12 @@ def thawed(module: nn.Module) -> Iterator[None]:
 def watch_tensor(
     part: nn.Module, side: str, keep: Callable[[Tensor], object], *, first: bool = False
 ) -> RemovableHandle:
-    """Show a submodule's "input" or "output" at every call; `first`: before other hooks."""
+    """Pass the first tensor of a submodule's "input" or "output" to `keep` at every call; `first`:
+    before other hooks."""
     if side == "input":
 
-        def before(_: nn.Module, positional: Any, named: Any) -> None:
-            keep(first_tensor([*positional, *named.values()]))
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            keep(first_tensor([*args, *kwargs.values()]))
 
         return part.register_forward_pre_hook(before, with_kwargs=True, prepend=first)
 
@@ -310,7 +316,7 @@ def watch_tensor(
 
 @contextmanager
 def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """With hooks that are placed while they are listed, and taken off at the end."""
+    """Place hooks, by iterating over them, within the context, and remove them after it."""
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.remove)
@@ -318,5 +324,5 @@ def hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def batch_first(module: nn.Module) -> bool:
-    """Whether sequences come before their tokens."""
+    """Whether the axis of sequences comes before that of tokens."""
     return all(p.batch_first for p in module.modules() if isinstance(p, nn.MultiheadAttention))

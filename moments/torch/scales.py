@@ -1,8 +1,8 @@
-"""Residual and norm scales in a module whose code has none: hooks that add exactly what is missing.
+"""Hooks that give residual and norm scales to a module whose code has none.
 
-Code that computes x + f computes lambda x + beta f once f, as it leaves its block, is replaced by
-beta f + (lambda - 1) x, behind the block's dropout, which therefore never touches the stream. A
-dropout that the layer applies inside a function is moved in front, into the hook.
+Code that computes x + f computes lambda x + beta f if the block's output f is replaced by
+beta f + (lambda - 1) x. The hook stands behind the block's dropout, which must not act on x. A
+dropout that the layer applies inside a function is switched off and applied by the hook.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .roles import ModuleBranch, ModuleRoles, Side, SubmoduleTensor
 from .running import first_tensor, grouped, with_first_tensor
 
 ATTRIBUTE = "moments_scales"
-"""Where a module keeps its `AppliedScales`."""
+"""Attribute of a module that holds its `AppliedScales`."""
 
 Drops = Callable[[], Mapping[ModuleBranch, "DropProbability | None"]]
 
 FOLDED = "moments_folded"
-"""Whether a module's scales are absorbed in its weights."""
+"""Attribute of a module whose scales are absorbed in its weights."""
 
 
 class LogitFactor(NamedTuple):
-    """What a hook behind the matrix to logits multiplies by."""
+    """The factor of a hook on the output of the submodule at `path`, which gives the logits."""
 
     path: str
     factor: float
 
 
 def logits_path(roles: ModuleRoles) -> str | None:
-    """Path of the submodule that gives the logits; None where the module has no head."""
+    """Path of the submodule that gives the logits; None without a head."""
     heads = [role.parameter.rpartition(".")[0] for role in roles.named("head")]
     return roles.logits or next(iter(heads), None)
 
@@ -47,17 +47,17 @@ def logits_path(roles: ModuleRoles) -> str | None:
 def logit_factor(
     roles: ModuleRoles, model: Transformer, described: Transformer | None
 ) -> LogitFactor | None:
-    """The hook that a model's output scale needs beside the module's own; None where none."""
+    """The factor that is missing to a model's output scale; None if there is none."""
     path = logits_path(roles)
     if path is None or model.head is None:
         return None
-    there = 1.0 if described is None or described.head is None else described.head.output_scale
-    factor = float(model.head.output_scale / there)
+    own = 1.0 if described is None or described.head is None else described.head.output_scale
+    factor = float(model.head.output_scale / own)
     return None if abs(factor - 1) < 1e-12 else LogitFactor(path, factor)
 
 
 class ScaleRow(NamedTuple):
-    """What the hooks do to one block."""
+    """The scales of one block."""
 
     stack: str
     layer: int
@@ -77,10 +77,10 @@ class AppliedScales:
 
     Attributes:
         rows: one per block whose sum or norm is scaled.
-        logits: what the logits are multiplied by.
-        dropouts: of blocks whose output the module's own code dropped and the hook drops now; the
-            submodule that holds the probability has it at 0 meanwhile.
-        handles, holders: of the hooks, and the submodules that they are on.
+        logits: factor of the logits.
+        dropouts: block -> the probability of dropout that its hook applies instead of the module's
+            code; in the submodule that holds the probability it is 0 until `remove`.
+        handles: of the hooks; `holders`: path -> submodule that holds a probability.
     """
 
     rows: tuple[ScaleRow, ...]
@@ -90,7 +90,7 @@ class AppliedScales:
     holders: dict[str, nn.Module] = field(default_factory=dict, repr=False)
 
     def remove(self) -> None:
-        """Take every hook off; the module then runs as its own code says."""
+        """Remove every hook, so that the module runs by its own code alone."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -121,13 +121,13 @@ def _where(rows: list[ScaleRow]) -> str:
 
 
 def applied_scales(module: nn.Module) -> AppliedScales | None:
-    """The handle of a module's scale hooks; None where it has none."""
+    """A module's scale hooks; None if it has none."""
     scales = getattr(module, ATTRIBUTE, None)
     return scales if isinstance(scales, AppliedScales) and scales.handles else None
 
 
 def remove_scales(module: nn.Module) -> None:
-    """Take a module's scale hooks off, if it has any."""
+    """Remove a module's scale hooks, if it has any."""
     scales = getattr(module, ATTRIBUTE, None)
     if isinstance(scales, AppliedScales):
         scales.remove()
@@ -143,12 +143,12 @@ def apply_scales(
     own: Iterable[tuple[int, int]] = (),
     logits: LogitFactor | None = None,
 ) -> AppliedScales | None:
-    """Hook a model's scales onto a module; None where there is nothing to scale.
+    """Add the hooks of a model's scales to a module; None if there is nothing to scale.
 
     Args:
-        drops: finds the blocks whose output passes a dropout behind every hook, and what holds its
-            probability; None where that is not known.
-        own: (layer, column) of blocks whose scales the module holds in parameters of its own.
+        drops: function that returns the blocks whose output passes a dropout behind every hook,
+            each with the holder of its probability, or None if that is unknown.
+        own: (layer, column) of blocks whose scales are parameters of the module.
 
     Raises:
         DomainError: a scale that no hook can apply to this module, with the reason.
@@ -171,10 +171,9 @@ def apply_scales(
         handles.append(_place(parts[logits.path], "output", ScaleOutput(logits.factor)))
     factor = 1.0 if logits is None else logits.factor
     holders = {drop.path: parts[drop.path] for drop in dropouts.values()}
-    for taken in dropouts.values():
-        setattr(holders[taken.path], taken.name, 0.0)
-    placed = tuple(row for row, _ in planned)
-    applied = AppliedScales(placed, handles, factor, dropouts, holders)
+    for drop in dropouts.values():
+        setattr(holders[drop.path], drop.name, 0.0)
+    applied = AppliedScales(tuple(row for row, _ in planned), handles, factor, dropouts, holders)
     setattr(module, ATTRIBUTE, applied)
     return applied
 
@@ -191,7 +190,7 @@ def _rows(
     scales: Mapping[str, Scales],
     own: set[tuple[int, int]],
 ) -> dict[ModuleBranch, ScaleRow]:
-    """What is to be done to every block, decided before the first hook is placed."""
+    """The scales of every block; blocks that share a sum or a norm have it scaled once."""
     rows = {}
     summed: set[str] = set()
     normed: set[str | None] = set()
@@ -216,7 +215,7 @@ def _rows(
 def _dropouts(
     parts: dict[str, nn.Module], rows: Mapping[ModuleBranch, ScaleRow], drops: Drops
 ) -> dict[ModuleBranch, DropProbability]:
-    """The dropouts that hooks must take over: behind a hook that adds x only the sum may follow."""
+    """The dropouts that hooks must apply themselves: none may follow a hook that adds x."""
     adding = [
         block
         for block, row in rows.items()
@@ -233,34 +232,34 @@ def _dropouts(
                 "pass through the dropout; build the module with dropout 0 or use a plan whose "
                 "skip scale is 1"
             )
-    # A probability may be that of several blocks, which then all need the hook.
-    taken = {drop[:2] for block in adding if (drop := result.get(block)) is not None}
-    return {block: drop for block, drop in result.items() if drop and drop[:2] in taken}
+    # Blocks may share one probability; then all of them need the hook.
+    replaced = {drop[:2] for block in adding if (drop := result.get(block)) is not None}
+    return {block: drop for block, drop in result.items() if drop and drop[:2] in replaced}
 
 
 def _hooks(
     parts: dict[str, nn.Module], block: ModuleBranch, row: ScaleRow, dropout: DropProbability | None
 ) -> list[tuple[SubmoduleTensor, Any]]:
-    """Of one block, in the order in which they act: a norm's output is scaled before a Post-LN
-    layer's stream is remembered, a norm's input behind a Pre-LN layer's.
+    """The hooks of one block in the order in which they act: a norm's output is scaled before the
+    stream of a Post-LN layer is stored, a norm's input after the stream of a Pre-LN layer is.
     """
     hooks: list[tuple[SubmoduleTensor, Any]] = []
     if row.norm_output != 1:
         hooks.append((SubmoduleTensor(_norm(block), "output"), ScaleOutput(row.norm_output)))
     native = native_branch(parts[block.path])
     if (row.skip, row.branch) != (1.0, native) or dropout is not None:
-        carried = Carried() if row.skip != 1 else None
-        if carried is not None:
-            hooks.append((block.stream, Remember(carried, block.stream.side)))
+        stored = StoredStream() if row.skip != 1 else None
+        if stored is not None:
+            hooks.append((block.stream, StoreStream(stored, block.stream.side)))
         drop_prob = 0.0 if dropout is None else dropout.drop_prob
-        hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, carried, drop_prob)))
+        hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, stored, drop_prob)))
     if row.norm_input != 1:
         hooks.append((SubmoduleTensor(_norm(block), "input"), ScaleInput(row.norm_input)))
     return hooks
 
 
 def native_branch(layer: nn.Module) -> float:
-    """What a layer's own code multiplies a block's output by."""
+    """The factor of a block's output in the layer's own code."""
     return float(getattr(layer, "residual_multiplier", 1.0))
 
 
@@ -273,8 +272,8 @@ def _norm(block: ModuleBranch) -> str:
 # --- the hooks themselves -------------------------------------------------------------------------
 
 
-class Carried:
-    """The stream on its way to the sum, one per thread; never copied or stored."""
+class StoredStream:
+    """The stream between its hook and the sum's, one per thread; never copied or pickled."""
 
     def __init__(self) -> None:
         self._streams: dict[int, Tensor] = {}
@@ -296,29 +295,30 @@ class Carried:
 
 
 @dataclass
-class Remember:
-    """Hook: keeps the tensor that goes by."""
+class StoreStream:
+    """Hook that stores the first input or output of a submodule."""
 
-    carried: Carried
+    stored: StoredStream
     side: Side
 
-    def __call__(self, _: nn.Module, given: Any, other: Any) -> None:
-        # Before a forward `other` is its named arguments, behind it its output.
-        self.carried.put(first_tensor([*given, *other.values()] if self.side == "input" else other))
+    def __call__(self, _: nn.Module, args: Any, other: Any) -> None:
+        # `other`: the named arguments before a forward, the output behind it.
+        self.stored.put(first_tensor([*args, *other.values()] if self.side == "input" else other))
 
 
 @dataclass
 class ScaleBranch:
-    """Hook: f becomes (beta f + (lambda - 1) x) / native; `carried` is None where lambda is 1.
+    """Hook that replaces f by (beta f + (lambda - 1) x) / native, after dropout of f.
 
-    `native` is what the module's code multiplies f by behind the hook (Granite), `drop_prob` of its
-    dropout.
+    Attributes:
+        native: factor of f in the module's code behind the hook (Granite).
+        stored: holds x; None if lambda is 1.
     """
 
     skip: float
     branch: float
     native: float
-    carried: Carried | None
+    stored: StoredStream | None
     drop_prob: float = 0.0
 
     def __call__(self, part: nn.Module, _: Any, output: Any) -> Any:
@@ -326,14 +326,14 @@ class ScaleBranch:
         if self.drop_prob and part.training:
             f = nn.functional.dropout(f, self.drop_prob)
         scaled = self.branch / self.native * f
-        if self.carried is not None:
-            scaled = scaled + (self.skip - 1) / self.native * self.carried.take()
+        if self.stored is not None:
+            scaled = scaled + (self.skip - 1) / self.native * self.stored.take()
         return with_first_tensor(output, scaled)
 
 
 @dataclass
 class ScaleOutput:
-    """Hook: multiplies what a module gives."""
+    """Hook that multiplies a submodule's first output."""
 
     factor: float
 
@@ -343,22 +343,22 @@ class ScaleOutput:
 
 @dataclass
 class ScaleInput:
-    """Hook: multiplies what a module takes."""
+    """Hook that multiplies a submodule's first input."""
 
     factor: float
 
-    def __call__(self, _: nn.Module, given: Any, named: Any) -> Any:
-        if any(isinstance(value, Tensor) for value in given):
-            return with_first_tensor(given, self.factor * first_tensor(given)), named
-        name = next(key for key, value in named.items() if isinstance(value, Tensor))
-        return given, named | {name: self.factor * named[name]}
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(value, Tensor) for value in args):
+            return with_first_tensor(args, self.factor * first_tensor(args)), kwargs
+        name = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+        return args, kwargs | {name: self.factor * kwargs[name]}
 
 
-# --- a dropout inside a function, where no hook reaches: its number is 0 while the hook drops -----
+# --- dropouts inside a function, behind every hook: their probability is 0 while the hook drops ---
 
 
 class DropProbability(NamedTuple):
-    """A probability that a submodule's forward reads."""
+    """A dropout probability in the attribute `name` of the submodule at `path`."""
 
     path: str
     name: str
@@ -368,17 +368,15 @@ class DropProbability(NamedTuple):
 def drop_probabilities(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
 ) -> dict[ModuleBranch, DropProbability]:
-    """Of blocks that are dropped behind every hook: the number that makes their sum exact at 0."""
+    """The probability that controls the dropout of each block, found by setting it to 0."""
     parts = dict(module.named_modules())
     result: dict[ModuleBranch, DropProbability] = {}
-    open_blocks = {block: list(_candidates(parts, block)) for block in blocks}
-    keys = dict.fromkeys(_key(b, drop) for b, several in open_blocks.items() for drop in several)
-    for key in keys:
+    candidates = [(block, drop) for block in blocks for drop in _candidates(parts, block)]
+    for key in dict.fromkeys(_relative(block, drop) for block, drop in candidates):
         tried = {
             block: drop
-            for block, several in open_blocks.items()
-            for drop in several
-            if block not in result and _key(block, drop) == key
+            for block, drop in candidates
+            if block not in result and _relative(block, drop) == key
         }
         try:
             for drop in tried.values():
@@ -395,17 +393,16 @@ def drops_behind(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
 ) -> set[ModuleBranch]:
     """Blocks whose output passes dropout between its last hook and the sum."""
-    late = {block for block in anatomy_of(module, batch).roles.blocks if block.drops}
-    return late & set(blocks)
+    return {b for b in anatomy_of(module, batch).roles.blocks if b.drops} & set(blocks)
 
 
-def _key(block: ModuleBranch, drop: DropProbability) -> tuple[str, str]:
-    """What is the same in all layers."""
+def _relative(block: ModuleBranch, drop: DropProbability) -> tuple[str, str]:
+    """The place of a probability relative to its layer."""
     return drop.path.removeprefix(block.path), drop.name
 
 
 def _candidates(parts: dict[str, nn.Module], block: ModuleBranch) -> Iterator[DropProbability]:
-    """Probabilities that the block's submodules hold, its layer's first."""
+    """Dropout probabilities of the submodules that contain a block, the layer's first."""
     inner = block.branch.path.removeprefix(block.path).split(".")
     for depth in range(1, len(inner) + 1):
         path = block.path + ".".join(inner[:depth])

@@ -22,7 +22,7 @@ from ..step.measured import StepDraw, StepMeasurement
 from ..step.rules import OPTIMIZERS, group_of, named_optimizer
 from .anatomy import measured_parts
 from .measure import Inputs, Loss
-from .running import built, hooked, in_mode, kept_buffers, watch_tensor
+from .running import built, hooked, in_mode, restored_buffers, watch_tensor
 
 with optional("torch", "torch"):
     import torch
@@ -182,7 +182,7 @@ def _steps(
 ) -> Iterator[StepDraw]:
     """A step on every run; the loss, and shares of the slope, are the last one's."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    with in_mode(module, True), kept_buffers(module), _kept(named) as old:
+    with in_mode(module, True), restored_buffers(module), _kept(named) as old:
         loss_before, before, entering = _joined(runs)
         _set_gradients(loss_before, named)
         last = {name: p.grad for name, p in named.items() if p.grad is not None}

@@ -1,4 +1,4 @@
-"""A module's tensors, multipliers and structure, and all of it against what a model says."""
+"""Checks of a module's tensors, multipliers and structure against a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..show.expected import tail_probability
 from ..show.findings import Finding, Row
 from ..show.outliers import odd_layers
 from .architecture import departures, phrase_of, promised_by
-from .assumptions import Copies, copies, copy_findings
+from .assumptions import Copies, copies, copy_rows
 from .dataflow import ModuleReading
 from .entries import EntryMoments
 from .expectation import expected_variance, model_of_stack, scales_of, stacks_in
@@ -36,21 +36,21 @@ from .running import grouped, padding_rows
 from .scales import logits_path
 
 FALSE_ALARM = 1e-5
-"""Probability that an audit of a correct module fails at all, over all its checks together."""
+"""Probability that an audit of a correct module fails, over all its checks together."""
 
 WRITTEN = 1e-3
-"""Relative error taken for entries and multipliers that were written, not drawn."""
+"""Relative tolerance of entries and multipliers that are set to a value, not drawn."""
 
 CONSTANT = 1.01
-"""Kurtosis below which entries have one magnitude, as written ones have (1)."""
+"""Kurtosis up to which entries have one magnitude (1), as entries that are set have."""
 
 SLACK = 2e-3
-"""Relative error of a multiplier that single precision and rounding may leave."""
+"""Relative tolerance of a multiplier, for single precision and rounding."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A role, its entries and what the model expects of their mean square."""
+    """A role, the moments of its entries and their mean square in the model, if it says one."""
 
     role: Role
     entries: EntryMoments
@@ -66,17 +66,14 @@ class Measured:
         **chance: Any,
     ) -> Row:
         """A check of these entries."""
-        of = self.role.layer, self.role.full_name, self.role.label
-        return Row(*of, quantity, expected, measured, passed, note, **chance)
+        where = self.role.layer, self.role.full_name, self.role.label
+        return Row(*where, quantity, expected, measured, passed, note, **chance)
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """What is seen of a module's tensors, whatever they are compared with.
-
-    Attributes:
-        repeated: tensors that are another layer's.
-    """
+    """A module's tensors: moments of the entries of every role, and those that are `repeated` in
+    several layers."""
 
     module: nn.Module
     reading: ModuleReading
@@ -85,7 +82,7 @@ class Tensors:
 
     @classmethod
     def of(cls, module: nn.Module, reading: ModuleReading) -> Tensors:
-        """Look at the tensors of a module that was read."""
+        """The tensors of a module and its reading."""
         tensors, padding, roles = tensors_of(module), padding_rows(module), reading.roles.roles
         repeated = copies((role, block_of(tensors, role)) for role in roles)
         entries = ((role, _entries(module, role, tensors, padding)) for role in roles)
@@ -102,9 +99,9 @@ class Tensors:
         )
 
     def names(self, *roles: str, layers: tuple[int, ...] = ()) -> tuple[str, ...]:
-        """Tensors of these roles under the module's own names."""
-        known = sorted(self.reading.roles.roles, key=lambda role: role.layer)
-        named = [role for name in roles for role in known if role.full_name == name]
+        """The module's own names of the tensors of these roles, in some layers or in all."""
+        ordered = sorted(self.reading.roles.roles, key=lambda role: role.layer)
+        named = [role for name in roles for role in ordered if role.full_name == name]
         return gathered([role for role in named if not layers or role.layer in layers])
 
 
@@ -122,13 +119,13 @@ def _entries(
 
 @dataclass(frozen=True)
 class Checked:
-    """A module against a model.
+    """The checks of a module against a model.
 
     Attributes:
-        measured: every role beside its expectation.
-        rows: every check, those that failed first.
-        unchecked: what was not checked, a phrase each.
-        unlike: fields that differ and change no signal at initialisation, likewise.
+        measured: every role with its expected mean square.
+        rows: every check, failed ones first.
+        unchecked: what was not checked, in phrases.
+        unlike: fields that differ but change no signal at initialisation, in phrases.
     """
 
     measured: list[Measured]
@@ -138,110 +135,98 @@ class Checked:
 
     @classmethod
     def entries(cls, read: Tensors, model: Transformer) -> Checked:
-        """Of entries alone."""
+        """The checks of entries."""
         measured = [Measured(r, e, expected_variance(model, r)) for r, e in read.entries]
-        rows = variance_findings(measured, {r for roles in read.repeated for r in roles[1:]})
-        rows += copy_findings(read.repeated)
-        return cls(measured, (*rows, *norm_findings(measured, _carried(model))))
+        rows = variance_rows(measured, {r for roles in read.repeated for r in roles[1:]})
+        rows += copy_rows(read.repeated)
+        return cls(measured, (*rows, *norm_rows(measured, model)))
 
     @classmethod
     def of(cls, read: Tensors, model: Transformer) -> Checked:
-        """Of entries, multipliers and structure."""
+        """The checks of entries, multipliers and structure."""
         module, roles, sums = read.module, read.reading.roles, read.reading.sums
-        drawn = cls.entries(read, model)
+        entries = cls.entries(read, model)
         fields = departures(model, module, read.reading, promised_by(module))
-        # Norms are checked block by block among the scales, missing matrices not at all.
-        apart = {f"{block.stack}norm" for block in roles.blocks} | set(MATRICES)
+        # Norms are checked by block among the scales, missing matrices not at all.
+        skipped = {f"{block.stack}norm" for block in roles.blocks} | set(MATRICES)
         rows = [
-            *drawn.rows,
-            *(row for row in fields if row.passed is False and row.role not in apart),
-            *scale_findings(model, roles, sums),
-            *temperature_findings(roles, model),
+            *entries.rows,
+            *(row for row in fields if row.passed is False and row.role not in skipped),
+            *scale_rows(model, roles, sums),
+            *temperature_rows(roles, model),
         ]
         if (path := logits_path(roles)) is not None and model.head is not None:
-            of = model.layers + 1, "head", path, "output_scale", read.reading.logit_scale
-            rows.append(written(*of, model.head.output_scale))
+            where = model.layers + 1, "head", path, "output_scale"
+            rows.append(multiplier_row(*where, read.reading.logit_scale, model.head.output_scale))
         open_fields = (phrase_of(row) for row in fields if row.passed is None)
         return cls(
-            drawn.measured,
+            entries.measured,
             tuple(sorted(rows, key=lambda row: -row.size)),
             (*open_fields, *unchecked(model, roles, sums, rows)),
             tuple(phrase_of(row) for row in fields if row.passed),
         )
 
 
-def _carried(model: Transformer) -> dict[tuple[int, str], float]:
-    """LayerNorm Scaling may sit in a norm's gain."""
-    return {
-        (layer, f"{stack}{block}.norm"): float(factor)
-        for stack, scales in scales_of(model).items()
-        for layer, row in enumerate(scales.norm_output, start=1)
-        for block, factor in zip(("attention", "ffn"), row, strict=True)
-    }
+# --- checks ---------------------------------------------------------------------------------------
 
 
-# --- one comparison each --------------------------------------------------------------------------
-
-
-def variance_findings(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Row]:
-    """Mean square and mean of every tensor, and the mean square of a role over all layers, to which
-    tensors that are copied add nothing.
+def variance_rows(measured: Iterable[Measured], copied: Container[Role] = ()) -> list[Row]:
+    """Checks of the mean square and the mean of every tensor, and of the mean square of every role
+    over all layers, without the tensors that are copied.
     """
     norms = ("norm.gain", "norm.bias")
     drawn = [m for m in measured if m.expected is not None and not m.role.name.endswith(norms)]
-    alone = (m for m in drawn if m.role not in copied)
-    groups = grouped(alone, lambda m: (m.role.full_name, m.role.layer > 0))
+    independent = (m for m in drawn if m.role not in copied)
+    groups = grouped(independent, lambda m: (m.role.full_name, m.role.layer > 0))
     several = [group for group in groups.values() if len(group) > 1]
     limit = FALSE_ALARM / max(1, 2 * len(drawn) + len(several))  # Bonferroni
-    findings = [_variance(m, limit) for m in drawn]
-    findings += [f for m in drawn if (f := _mean(m, limit)) is not None]
-    failed = {(f.role, f.quantity) for f in findings if f.passed is False}
+    rows = [_variance(m, limit) for m in drawn]
+    rows += [row for m in drawn if (row := _mean(m, limit)) is not None]
+    failed = {(row.role, row.quantity) for row in rows if row.passed is False}
     for group in several:
         pooled = _pooled(group, limit)
         if pooled is not None and (pooled.role, "variance") not in failed:
-            findings.append(pooled)
-    return findings
+            rows.append(pooled)
+    return rows
 
 
 def _variance(m: Measured, limit: float) -> Row:
     expected, entries = float(m.expected or 0.0), m.entries
-    base = "variance", expected, entries.square
+    numbers = "variance", expected, entries.square
     if not math.isfinite(entries.square):
-        return m.row(*base, False, "entries are not finite", stderr=math.nan)
+        return m.row(*numbers, False, "entries are not finite", stderr=math.nan)
     if expected == 0:
-        return m.row(*base, entries.square == 0, entries.distribution)
+        return m.row(*numbers, entries.square == 0, entries.distribution)
     if entries.square == 0:
-        return m.row(*base, False, "every entry is 0")
-    chance = tail_probability(entries.square / expected, entries.spread)
+        return m.row(*numbers, False, "every entry is 0")
+    p = tail_probability(entries.square / expected, entries.spread)
     stderr = expected * entries.spread
-    return m.row(*base, chance >= limit, entries.distribution, stderr=stderr, probability=chance)
+    return m.row(*numbers, p >= limit, entries.distribution, stderr=stderr, probability=p)
 
 
 def _mean(m: Measured, limit: float) -> Row | None:
-    """Entries of mean zero; None where there are none to speak of."""
+    """A check that entries have mean zero; None for entries that are zero or not finite."""
     entries = m.entries
     if not m.expected or not entries.square or not math.isfinite(entries.square):
         return None
     stderr = math.sqrt(entries.square / entries.count)
-    chance = math.erfc(abs(entries.mean) / stderr / math.sqrt(2))
-    base = "mean", 0.0, entries.mean, chance >= limit, entries.distribution
-    return m.row(*base, stderr=stderr, probability=chance)
+    p = math.erfc(abs(entries.mean) / stderr / math.sqrt(2))
+    numbers = "mean", 0.0, entries.mean, p >= limit, entries.distribution
+    return m.row(*numbers, stderr=stderr, probability=p)
 
 
 def _pooled(group: list[Measured], limit: float) -> Row | None:
-    """All layers of one role at once: a small common factor that no single tensor shows."""
+    """A check of all layers of a role together, for a common factor too small to show in one."""
     usable = [m for m in group if m.expected and m.entries.square > 0]
     if len(usable) < 2:
         return None
     count = sum(m.entries.count for m in usable)
     ratio = sum(m.entries.count * m.entries.square / float(m.expected or 1) for m in usable) / count
-    variance = sum((m.entries.count * m.entries.spread) ** 2 for m in usable) / count**2
-    spread = math.sqrt(variance)
-    chance = tail_probability(ratio, spread)
+    spread = math.sqrt(sum((m.entries.count * m.entries.spread) ** 2 for m in usable) / count**2)
+    p = tail_probability(ratio, spread)
     first, last = usable[0].role, usable[-1].role
-    of = 0, first.full_name, f"{first.label} ... {last.label}", "variance over its expectation"
-    note = f"{len(usable)} layers together"
-    return Row(*of, 1.0, ratio, chance >= limit, note, spread, chance)
+    where = 0, first.full_name, f"{first.label} ... {last.label}", "variance over its expectation"
+    return Row(*where, 1.0, ratio, p >= limit, f"{len(usable)} layers together", spread, p)
 
 
 def odd_tensors(
@@ -249,22 +234,22 @@ def odd_tensors(
     count: int,
     zero: Collection[str] = (),
 ) -> Iterator[tuple[str, Finding]]:
-    """Layers whose entries are unlike those of all others, with the name of the row.
+    """Findings on layers whose entries differ from those of all others, each with its row's name.
 
     Args:
-        rows: by name and layer, names of tensors with their entries.
-        count: of rows that are asked about together.
-        zero: names of which no layer may be zero where others are not.
+        rows: name -> layer -> names of tensors with the moments of their entries.
+        count: number of rows that are tested together.
+        zero: names of which no layer may be zero unless all are.
     """
     for name, by_layer in rows.items():
         layers = sorted(by_layer)
         parts = [[entries for _, entries in by_layer[n]] for n in layers]
         sizes = [sum(e.count for e in part) for part in parts]
-        both = list(zip(parts, sizes, strict=True))
-        squares = [sum(e.count * e.square for e in part) / size for part, size in both]
+        sized = list(zip(parts, sizes, strict=True))
+        squares = [sum(e.count * e.square for e in part) / size for part, size in sized]
         spreads = [
             math.hypot(*(e.count * (e.spread if e.square else 0.0) for e in part)) / size
-            for part, size in both
+            for part, size in sized
         ]
         if all(max(e.kurtosis for e in part) < CONSTANT for part in parts if part[0].square):
             spreads = [WRITTEN] * len(layers)
@@ -272,143 +257,149 @@ def odd_tensors(
         if name in zero and any(squares):
             odd |= {place for place, square in enumerate(squares) if square == 0}
         for place in sorted(odd):
-            others = [s for n, s in enumerate(squares) if n != place]
+            median = float(np.median([s for n, s in enumerate(squares) if n != place]))
             names = gathered_names([label for label, _ in by_layer[layers[place]]])
-            yield name, _odd(name, layers[place], names, squares[place], float(np.median(others)))
+            yield name, _odd_layer(name, layers[place], names, squares[place], median)
 
 
-def _odd(name: str, layer: int, names: tuple[str, ...], here: float, rest: float) -> Finding:
-    if not here:
+def _odd_layer(
+    name: str, layer: int, names: tuple[str, ...], square: float, others: float
+) -> Finding:
+    if not square:
         words = "every entry is 0, where those of the other layers are not"
-    elif not rest:
-        words = f"entries have a mean square of {here:.3g}, where the other layers' are 0"
+    elif not others:
+        words = f"entries have a mean square of {square:.3g}, where the other layers' are 0"
     else:
         words = (
-            f"entries have {here / rest:.3g} times the mean square of the other layers' "
-            f"({math.sqrt(here):.3g} for {math.sqrt(rest):.3g}, root mean square)"
+            f"entries have {square / others:.3g} times the mean square of the other layers' "
+            f"({math.sqrt(square):.3g} for {math.sqrt(others):.3g}, root mean square)"
         )
-    mend = "initialise every layer by the same code" + f": std {math.sqrt(rest):.3g}" * (rest > 0)
+    mend = "initialise every layer by the same code"
+    mend += f": std {math.sqrt(others):.3g}" if others > 0 else ""
     why = f"{name} of layer {layer}: {words}"
-    return Finding("warning", "odd layer", names, (layer,), here, rest, why, mend)
+    return Finding("warning", "odd layer", names, (layer,), square, others, why, mend)
 
 
-def norm_findings(
-    measured: Iterable[Measured], carried: dict[tuple[int, str], float]
-) -> Iterator[Row]:
-    """Gains and biases of norms; `carried`: factors of LayerNorm Scaling that a gain may hold."""
+def norm_rows(measured: Iterable[Measured], model: Transformer) -> Iterator[Row]:
+    """Checks of gains and biases of norms; a gain may contain the factor of LayerNorm Scaling."""
+    factors = {
+        (layer, f"{stack}{block}.norm.gain"): float(factor)
+        for stack, scales in scales_of(model).items()
+        for layer, row in enumerate(scales.norm_output, start=1)
+        for block, factor in zip(("attention", "ffn"), row, strict=True)
+    }
     for m in measured:
         name = m.role.name
         if not name.endswith(("norm.gain", "norm.bias")):
             continue
-        usual = float(name.endswith("gain"))  # of a head that is not declared, too
+        usual = float(name.endswith("gain"))  # also of a head that is not declared
         expected = usual if m.expected is None else m.expected
         quantity, value = "mean square", m.entries.square
         if name.endswith("gain"):
             quantity, value, expected = "gain", math.sqrt(value), math.sqrt(expected)
-            factor = carried.get((m.role.layer, m.role.full_name.removesuffix(".gain")), 1.0)
+            factor = factors.get((m.role.layer, m.role.full_name), 1.0)
             if abs(value - expected * factor) <= SLACK * expected:
                 expected *= factor
         passed = abs(value - expected) <= SLACK * max(expected, 0.0) + 1e-12
         yield m.row(quantity, expected, value, passed, "")
 
 
-def scale_findings(model: Transformer, roles: ModuleRoles, sums: Sums) -> Iterator[Row]:
-    """Residual multipliers, norm factors, the norm's kind and the form of the sum itself."""
+def scale_rows(model: Transformer, roles: ModuleRoles, sums: Sums) -> Iterator[Row]:
+    """Checks of every block's residual sum: its form, its multipliers and its norm."""
     scales = scales_of(model)
-    paths = {(block.stack, block.layer, block.name): block for block in roles.blocks}
+    blocks = {(block.stack, block.layer, block.name): block for block in roles.blocks}
     for (prefix, layer, name), one in sums.items():
-        stack, block = model_of_stack(model, prefix), paths.get((prefix, layer, name))
+        stack, block = model_of_stack(model, prefix), blocks.get((prefix, layer, name))
         if layer > stack.layers:
             continue
         column = int(name == "ffn")
         skip, branch, _, output = scales[prefix].at(layer, column)
-        path, behind, norm = ("",) * 3
+        path, branch_path, norm = ("",) * 3
         if block is not None:
-            path, behind, norm = block.path, block.branch.path, block.norm or ""
-        own, wanted = f"{prefix}{name}", stack.placements[layer - 1]
-        of = layer, f"{own} sum", path
-        if wanted != one.placement:
-            note = f"the norm sits {one.placement!r}, the plan wants {wanted!r}"
-            yield Row(*of, "norm placement", 1, 0, False, note)
-        if not one.whole:
+            path, branch_path, norm = block.path, block.branch.path, block.norm or ""
+        role, expected = f"{prefix}{name}", stack.placements[layer - 1]
+        where = layer, f"{role} sum", path
+        if expected != one.placement:
+            note = f"the norm sits {one.placement!r}, the plan wants {expected!r}"
+            yield Row(*where, "norm placement", 1, 0, False, note)
+        if not one.proportional:
             note = "not lambda x + beta f: norms or sums are placed otherwise"
-            yield Row(*of, "unexplained share of the sum", 0.0, math.nan, False, note)
+            yield Row(*where, "unexplained share of the sum", 0.0, math.nan, False, note)
             continue
-        yield written(layer, own, path, "skip_scale", one.skip, skip)
-        yield written(layer, own, behind, "branch_scale", one.branch, branch)
-        if one.norm is not None and one.placement == wanted:
+        yield multiplier_row(layer, role, path, "skip_scale", one.skip, skip)
+        yield multiplier_row(layer, role, branch_path, "branch_scale", one.branch, branch)
+        if one.norm is not None and one.placement == expected:
             output *= float(stack.norm_gains[layer - 1, column])
-            yield written(layer, f"{own}.norm", norm, "norm_output_scale", one.norm, output)
+            where = layer, f"{role}.norm", norm
+            yield multiplier_row(*where, "norm_output_scale", one.norm, output)
 
 
-def written(
+def multiplier_row(
     layer: int, role: str, path: str, quantity: str, value: float | None, expected: float
 ) -> Row:
-    """A multiplier against the one that is wanted."""
-    of = layer, role, path, quantity, expected
+    """A check of a multiplier; None: it could not be measured."""
+    where = layer, role, path, quantity, expected
     if value is None:
         note = "what it multiplies is 0 throughout, so that it cannot be measured"
-        return Row(*of, math.nan, None, note, math.nan)
-    return Row(*of, value, abs(value - expected) <= SLACK * abs(expected) + 1e-9)
+        return Row(*where, math.nan, None, note, math.nan)
+    return Row(*where, value, abs(value - expected) <= SLACK * abs(expected) + 1e-9)
 
 
 def unchecked(
-    model: Transformer, roles: ModuleRoles, sums: Sums, findings: Iterable[Row] = ()
+    model: Transformer, roles: ModuleRoles, sums: Sums, rows: Iterable[Row] = ()
 ) -> tuple[str, ...]:
-    """What of a model was not checked, a phrase each."""
-    words = list(_unread(model, sums))
-    for stack, stack_model in stacks_in(model).items():
-        there = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
-        for name in stack_model.matrix_shapes:
-            lacking = [n for n in range(1, stack_model.layers + 1) if (n, name) not in there]
-            if lacking:
-                where = in_layers(lacking, stack_model.layers)
-                words.append(f"{stack}{name}{where} (no parameter has this role)")
-    silent = dict.fromkeys(
-        role.full_name for role in roles.roles if expected_variance(model, role) is None
-    )
-    if silent:
-        words.append(f"{', '.join(silent)} (of which nothing is planned)")
-    if count := len(roles.unidentified):
-        words.append(f"{count} parameter{'s' * (count > 1)} of unknown role")
-    notes = {f.quantity: f.note for f in findings if f.passed is None}
-    words += [f"some {quantity.replace('_', ' ')}s ({note})" for quantity, note in notes.items()]
-    return tuple(words)
-
-
-def _unread(model: Transformer, sums: Sums) -> Iterator[str]:
+    """What of a model was not checked, in phrases."""
+    phrases = []
     for stack, of_stack in stacks_in(model).items():
+        layers = range(1, of_stack.layers + 1)
         names = ("attention", "ffn") if of_stack.encoder is None else ("attention", "cross", "ffn")
         for name in names:
-            layers = [n for n in range(1, of_stack.layers + 1) if (stack, n, name) not in sums]
-            if layers:
-                where = in_layers(layers, of_stack.layers)
-                what = "residual multipliers, norm factors and norm placement"
-                unseen = "their sum with the stream was not recognised"
-                yield f"{what} of {stack}{name} blocks{where} ({unseen})"
+            if unread := [n for n in layers if (stack, n, name) not in sums]:
+                phrases.append(
+                    f"residual multipliers, norm factors and norm placement of {stack}{name} "
+                    f"blocks{in_layers(unread, of_stack.layers)} (their sum with the stream was "
+                    "not recognised)"
+                )
+    for stack, of_stack in stacks_in(model).items():
+        present = {(role.layer, role.name) for role in roles.roles if role.stack == stack}
+        for name in of_stack.matrix_shapes:
+            missing = [n for n in range(1, of_stack.layers + 1) if (n, name) not in present]
+            if missing:
+                where = in_layers(missing, of_stack.layers)
+                phrases.append(f"{stack}{name}{where} (no parameter has this role)")
+    undeclared = dict.fromkeys(
+        role.full_name for role in roles.roles if expected_variance(model, role) is None
+    )
+    if undeclared:
+        phrases.append(f"{', '.join(undeclared)} (of which nothing is planned)")
+    if count := len(roles.unidentified):
+        phrases.append(f"{count} parameter{'s' * (count > 1)} of unknown role")
+    notes = {row.quantity: row.note for row in rows if row.passed is None}
+    phrases += [f"some {quantity.replace('_', ' ')}s ({note})" for quantity, note in notes.items()]
+    return tuple(phrases)
 
 
-def temperature_findings(roles: ModuleRoles, model: Transformer) -> Iterator[Row]:
-    """Every layer's temperature against the model's."""
-    for role, wanted, present in temperatures(roles, model):
-        base = role.layer, role.stack + attention_of(role), role.label, "temperature", wanted
+def temperature_rows(roles: ModuleRoles, model: Transformer) -> Iterator[Row]:
+    """Checks of every layer's temperature."""
+    for role, expected, present in temperatures(roles, model):
+        where = role.layer, role.stack + attention_of(role), role.label, "temperature", expected
         if present is None:
-            yield Row(*base, math.nan, None, "the factor on q k was not recognised", math.nan)
+            yield Row(*where, math.nan, None, "the factor on q k was not recognised", math.nan)
         else:
-            yield Row(*base, present, bool(np.isclose(present, wanted, rtol=SLACK)))
+            yield Row(*where, present, bool(np.isclose(present, expected, rtol=SLACK)))
 
 
 def temperatures(
     roles: ModuleRoles, model: Transformer
 ) -> Iterator[tuple[Role, float, float | None]]:
     """Every query matrix with its temperature in the model and in the module."""
-    seen = {tuple(place): factor for *place, factor in roles.multipliers}
-    for stack, wanted in stacks_in(model).items():
-        width = math.sqrt(model_of_stack(model, stack).d_head or 1)
+    factors = {tuple(place): factor for *place, factor in roles.multipliers}
+    for stack, of_stack in stacks_in(model).items():
+        width = math.sqrt(of_stack.d_head or 1)
         for role in roles.named("query", "cross_query", stack=stack):
-            factor = seen.get((stack, role.layer, attention_of(role)))
+            factor = factors.get((stack, role.layer, attention_of(role)))
             present = None if factor is None else 1 / (width * factor)
-            yield role, float(wanted.temperatures[role.layer - 1]), present
+            yield role, float(of_stack.temperatures[role.layer - 1]), present
 
 
 def attention_of(role: Role) -> str:

@@ -43,7 +43,7 @@ from ..step.search import zipf_batch
 from ..step.walk import Walk, WeightStep
 from .describe import Description, describe
 from .roles import block_of, gathered_names, tensors_of
-from .running import kept
+from .running import restored
 
 TOKENS = 16
 """Of each of two sequences that are read."""
@@ -316,7 +316,7 @@ def _filled(module: nn.Module) -> Iterator[set[str]]:
     would pass, though it does from the second step on."""
     empty = {n: p for n, p in module.named_parameters() if p.ndim > 1 and not p.detach().any()}
     generator = torch.Generator().manual_seed(0)
-    with kept(empty.values()):
+    with restored(empty.values()):
         for p in empty.values():
             with torch.no_grad():
                 p.copy_(torch.randn(p.shape, generator=generator) / min(p.shape[-2:]) ** 0.5)

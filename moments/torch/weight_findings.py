@@ -1,4 +1,4 @@
-"""What is wrong with a module's tensors, multipliers and structure, a finding for each cause."""
+"""Findings on a module's tensors, multipliers and structure, one for each cause; `audit`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .scales import FOLDED
 from .tensors import Checked, Measured, Tensors
 
 BIAS = 0.05
-"""Share of a bias in the variance of its matrix's output from which it is more than a remark."""
+"""Share of a bias in the variance of its matrix's output from which it is a warning."""
 
 NEAR = 0.02
-"""Relative difference below which the factor on q k, which is read without chance, is a slip's."""
+"""Relative tolerance of the factor of q k, which has no sampling error, from a known slip's."""
 
 ATTENTION_FIELDS = (
     *("causal", "window", "rotary", "alibi", "qk_norm", "logit_softcap"),
     *("heads", "kv_heads", "d_head"),
 )
-"""Fields of a declaration that name an attention's matrices."""
+"""Fields of attention, whose findings name the matrices of queries and keys."""
 
 GAINS = "an initialiser that runs over all parameters draws gains and biases of norms too"
 LEAVE_NORMS = "leave norms out: nn.init.ones_(norm.weight), nn.init.zeros_(norm.bias)"
@@ -61,15 +61,15 @@ MISSING = "nothing in the module applies it"
 
 @dataclass
 class WeightFindings:
-    """Findings from rows that failed, and notes.
+    """Findings from failed rows.
 
     Attributes:
-        target: what the module's tensors are compared with.
-        words: what that is, such as "the plan".
-        planned: whether the user said so; else its config, its class or its other tensors do.
-        strict: whether a deviation is a finding without a known cause.
-        promised: what config or class say, if they do.
-        rule: what its matrices seem to be of, where that was asked.
+        target: the model that the module's tensors are compared with; `words` name it ("the plan").
+        planned: whether the user chose it; else the module's config, class or other tensors do.
+        strict: whether a deviation without a known cause is a finding.
+        promised: what the config or class says of the initialisation, if anything.
+        rule: the rule that was recognised in the module's matrices.
+        notes: remarks; `wrong`: roles of wrong variance. Both are filled by `findings`.
     """
 
     read: Tensors
@@ -84,48 +84,47 @@ class WeightFindings:
     wrong: list[str] = field(default_factory=list)
 
     def rows(self, measured: Sequence[Measured]) -> Iterator[Row]:
-        """The variance of every role over its layers, beside the target's."""
+        """The variance of every role over all layers, measured and expected."""
         shown = [m for m in measured if m.role.is_matrix or m.role.name in TABLES]
         for name, group in grouped(shown, lambda m: m.role.full_name).items():
             count = sum(m.entries.count for m in group)
-            seen = sum(m.entries.count * m.entries.square for m in group) / count
-            known = [m.expected for m in group if m.expected is not None]
-            alone = not self.strict and (name not in MATRICES or not seen)  # compared with nothing
-            of = 0, name, ", ".join(gathered([m.role for m in group])), "variance"
-            if alone or len(known) < len(group) or not all(known):
-                yield Row(*of, math.nan, seen)
+            variance = sum(m.entries.count * m.entries.square for m in group) / count
+            compared = self.strict or (name in MATRICES and variance)
+            first = 0, name, ", ".join(gathered([m.role for m in group])), "variance"
+            if not compared or not all(m.expected for m in group):
+                yield Row(*first, math.nan, variance)
                 continue
-            wanted = sum(m.entries.count * (m.expected or 0.0) for m in group) / count
+            expected = sum(m.entries.count * (m.expected or 0.0) for m in group) / count
             spread = math.hypot(*(m.entries.count * m.entries.spread for m in group)) / count
-            low, high = wanted * math.exp(-1.96 * spread), wanted * math.exp(1.96 * spread)
-            near = seen > 0 and abs(math.log(seen / wanted)) < 4.5 * spread + 1e-9
-            yield Row(*of, wanted, seen, near, "", wanted * spread, low=low, high=high)
+            low, high = expected * math.exp(-1.96 * spread), expected * math.exp(1.96 * spread)
+            passed = variance > 0 and abs(math.log(variance / expected)) < 4.5 * spread + 1e-9
+            stderr = expected * spread
+            yield Row(*first, expected, variance, passed, "", stderr, low=low, high=high)
 
     def findings(self, failed: Sequence[Row]) -> Iterator[Finding]:
-        """One for each cause of rows that failed."""
+        """One finding for each cause of failed rows."""
         groups = grouped(failed, lambda row: (row.quantity.partition(" over")[0], row.role))
         yield from self._copied([g for (kind, _), g in groups.items() if "another" in kind])
         variances = {role: g for (kind, role), g in groups.items() if kind == "variance"}
         yield from self._variances(variances)
         gains = [g for (kind, _), g in groups.items() if kind in VECTORS]
         yield from self._gains(gains)
-        drawn = list(self._drawn_gains())
-        yield from drawn
-        rows = [row for row in failed if row.quantity in STRUCTURE[1:]]
-        yield from self._structure(rows)
+        drawn_gains = list(self._drawn_gains())
+        yield from drawn_gains
+        yield from self._structure([row for row in failed if row.quantity in STRUCTURE[1:]])
         yield from self._declared([row for row in failed if row.quantity == "architecture"])
-        gained = ("norm_output_scale",) if drawn or gains else ()
-        scales = (r for r in failed if r.quantity in SCALE_WORDS and r.quantity not in gained)
+        explained = ("norm_output_scale",) if drawn_gains or gains else ()
+        scales = (r for r in failed if r.quantity in SCALE_WORDS and r.quantity not in explained)
         yield from self._scales(scales)
         for (kind, role), group in groups.items():
-            if kind == "mean" and not all(self._written(row.parameter) for row in group):
+            if kind == "mean" and not all(self._has_constant_norms(row.parameter) for row in group):
                 yield self._mean(role, group)
-        slow = [
+        temperatures = [
             (row.role.removesuffix("attention").removesuffix("cross"), row.layer, factor)
             for row in failed
             if row.quantity == "temperature" and (factor := row.expected / row.measured)
         ]
-        yield from self.attention(slow)
+        yield from self.attention(temperatures)
 
     # --- entries ----------------------------------------------------------------------------------
 
@@ -136,7 +135,7 @@ class WeightFindings:
         layers = tuple(sorted({row.layer for group in groups for row in group}))
         tensors = gathered_names([row.parameter for group in groups for row in group])
         yield Finding(
-            # nn.Transformer draws its copies' matrices again, and leaves them their biases.
+            # nn.Transformer draws the matrices of copied layers again, but not their biases.
             "note" if all(name.endswith(".bias") for name in names) else "warning",
             "copied layers",
             *(tensors, layers, 1.0, 0.0),
@@ -164,14 +163,14 @@ class WeightFindings:
                 yield self._together(sentence, rows)
                 rest = {r: g for r, g in rest.items() if r not in names}
 
-        def shared(role: str) -> Any:
-            """Of roles that one cause fits, layers that chance left out part nothing."""
+        def cause(role: str) -> Any:
+            """The causes of a role, with its layers if these are few, as not all need to fail."""
             causes = self.advice.reasons.get(role)
             layers = tuple(sorted({row.layer for row in rest[role]}))
             few = 2 * len(layers) < self.target.layers
             return (causes, layers if few else ()) if causes else role
 
-        for roles in grouped(rest, shared).values():
+        for roles in grouped(rest, cause).values():
             yield self._variance(roles, [row for role in roles for row in rest[role]])
         if biases:
             yield self._biases(biases)
@@ -179,58 +178,55 @@ class WeightFindings:
     def _zero(self, names: frozenset[str]) -> Iterator[Finding]:
         """Matrices that are zero in every layer, by design or not.
 
-        A block that starts at zero learns where one factor of it is not zero: of two factors that
-        both are, neither gets a gradient, nor does what stands before an activation that is flat
-        at 0.
+        A block that starts at zero can learn if one of its two factors is not zero; if both are,
+        neither gets a gradient, nor do parameters before an activation that is flat at 0.
         """
-        short = {name.split(".")[-1].removeprefix("cross_") for name in names}
-        for one, other in (("value", "output"), ("query", "key"), ("ffn_in", "ffn_out")):
-            if {one, other} <= short:
-                yield self._zero_finding(
-                    (one, other), "error", "neither of them gets a gradient: zero one alone"
-                )
-                short -= {one, other}
-        if {"output", "ffn_out"} <= short:
+        zero = {name.split(".")[-1].removeprefix("cross_") for name in names}
+        for first, second in (("value", "output"), ("query", "key"), ("ffn_in", "ffn_out")):
+            if {first, second} <= zero:
+                words = "neither of them gets a gradient: zero one alone"
+                yield self._zero_finding((first, second), "error", words)
+                zero -= {first, second}
+        if {"output", "ffn_out"} <= zero:
             self.notes.append(BY_DESIGN)
-            short -= {"output", "ffn_out"}
+            zero -= {"output", "ffn_out"}
         for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
-            if name in short:
+            if name in zero:
                 self.notes.append(
                     f"{name} is zero in every layer: {block} blocks are the identity at step 0, by "
                     "design"
                 )
-        if "query" in short and "key" not in short:
+        if "query" in zero and "key" not in zero:
             self.notes.append(
                 "query is zero in every layer: attention starts uniform, as muP draws it"
             )
-        for name, words in (
-            ("key", "attention starts uniform over all tokens"),
-            ("value", "attention adds nothing"),
-            ("ffn_in", "feed-forward blocks add nothing"),
-            ("gate", "feed-forward blocks add nothing"),
+        for name, partner, words in (
+            ("key", "query", "attention starts uniform over all tokens"),
+            ("value", "output", "attention adds nothing"),
+            ("ffn_in", "ffn_out", "feed-forward blocks add nothing"),
+            ("gate", "", "feed-forward blocks add nothing"),
         ):
-            other = {"key": "query", "value": "output", "ffn_in": "ffn_out"}.get(name, "")
-            if name in short and not any(role.split(".")[-1] == other for role in names):
+            if name in zero and not any(role.split(".")[-1] == partner for role in names):
                 yield self._zero_finding((name,), "warning", words)
 
     def _zero_finding(self, names: tuple[str, ...], severity: str, words: str) -> Finding:
         roles = [r for r in self.read.zero if r.split(".")[-1] in names]
         layers = tuple(range(1, self.target.layers + 1))
-        of = "zero matrix", self.read.names(*roles), layers, 0.0, math.nan
         are = "are" if len(names) > 1 else "is"
         why = f"{' and '.join(names)} {are} zero in every layer: {words}"
         mend = "draw them, or zero the outward matrices (output, ffn_out) alone"
-        return Finding(severity, *of, why, mend)
+        where = self.read.names(*roles), layers
+        return Finding(severity, "zero matrix", *where, 0.0, math.nan, why, mend)
 
     def _together(self, sentence: str, rows: list[Row]) -> Finding:
-        """One factor that sits on the wrong matrices."""
+        """A factor on the wrong matrices, as one finding for all of them."""
         places = {role: n for n, role in enumerate(in_order(row.role for row in rows))}
         rows = sorted(rows, key=lambda row: places[row.role])
         groups = grouped(rows, lambda row: row.role)
-        wanted = {role: {_std(row.expected) for row in group} for role, group in groups.items()}
+        expected = {role: {_std(row.expected) for row in group} for role, group in groups.items()}
         mend = "multiply the matrices that the plan scales, and no others"
-        if all(len(stds) == 1 for stds in wanted.values()):
-            values = {role: min(stds) for role, stds in wanted.items()}
+        if all(len(stds) == 1 for stds in expected.values()):
+            values = {role: min(stds) for role, stds in expected.items()}
             mend = f"draw {', '.join(_by_std(values, ' with std '))}"
         rule = self.rule
         if rule is not None and rule.meant is not None and not self.strict:
@@ -240,38 +236,34 @@ class WeightFindings:
         return Finding("warning", "wrong variance", *_stated(rows, rows[0]), sentence, mend)
 
     def _variance(self, roles: list[str], group: list[Row]) -> Finding:
-        """Roles that differ in the same layers and for the same reason."""
+        """Roles of wrong variance in the same layers and for the same causes."""
         causes = self.advice.reasons.get(roles[0], ())
         ratios = [row.ratio for row in group if row.measured > 0 and row.expected > 0]
         ratio = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
         layers = tuple(sorted({row.layer for row in group if row.layer}))
-        total = self.target.layers
-        whole = not layers or len(layers) == total or group[0].layer == 0
-        names = {role.split(".")[-1] for role in roles}
+        every = not layers or len(layers) == self.target.layers or group[0].layer == 0
+        hidden = {role.split(".")[-1] for role in roles} <= set(MATRICES)
         slip = self.rule is not None and self.rule.meant is not None
-        plain = whole and (not causes or slip) and names <= set(MATRICES)
-        severity = "note" if plain and not self.strict else "warning"
-        if not self.strict and not names <= set(MATRICES):
-            severity = "note"
+        usual = not hidden or (every and (not causes or slip))
+        severity = "note" if usual and not self.strict else "warning"
         worst = max(group, key=lambda row: row.size)
         said = f": {'; or '.join(causes)}" if causes else ""
-        where = "" if whole else f" in layer{'s' * (len(layers) > 1)} {listed(layers)}"
         if not ratios and all(row.measured == 0 for row in group):
             said = ": every entry is 0, a zero initialisation or storage that was never filled"
         elif not ratios:
             said = f": {worst.note}" if worst.note else said
-        unlike = worst.note and ratios and worst.note not in ("normal", "")
-        unlike = unlike and not causes and "together" not in worst.note
-        kind = f" (entries look {worst.note})" if unlike else ""
+        elif not causes and worst.note not in ("normal", "") and "together" not in worst.note:
+            said += f" (entries look {worst.note})"
+        where = "" if every else f" in layer{'s' * (len(layers) > 1)} {listed(layers)}"
         why = f"{', '.join(in_order(roles))}{where}: {ratio:.3g} times the variance of "
-        why += f"{self.words}{said}{kind}"
-        drawn = f"draw with std {math.sqrt(max(worst.expected, 0.0)):.3g}"
-        mend = drawn if worst.expected > 0 and not worst.parameter.count("...") else "draw it anew"
-        mend = mend if any(row.expected > 0 for row in group) else "set to zero"
+        why += f"{self.words}{said}"
+        mend = "draw it anew" if any(row.expected > 0 for row in group) else "set to zero"
+        if worst.expected > 0 and "..." not in worst.parameter:
+            mend = f"draw with std {_std(worst.expected)}"
         return Finding(severity, "wrong variance", *_stated(group, worst), why, mend)
 
     def _biases(self, groups: dict[str, list[Row]]) -> Finding:
-        """Biases that are not zero, worse the more they add to their matrix's output."""
+        """Biases that are not zero, judged by what they add to the output of their matrix."""
         matrices = {
             role.full_name: (entries.square, role.fan_in)
             for role, entries in self.read.entries
@@ -280,20 +272,19 @@ class WeightFindings:
         shares = {}
         for role, group in groups.items():
             weight, fan_in = matrices.get(role.removesuffix(".bias"), (0.0, 1))
-            made = weight * fan_in  # of a normalised input
             square = max(row.measured for row in group)
-            shares[role] = square / (square + made) if square else 0.0
+            output = weight * fan_in  # for a normalised input
+            shares[role] = square / (square + output) if square else 0.0
         role = max(shares, key=lambda name: shares[name])
         worst = max(groups[role], key=lambda row: row.size)
-        fan = matrices.get(role.removesuffix(".bias"), (0.0, 1))[1]
-        default = "uniform" in worst.note or abs(worst.measured * 3 * fan - 1) < 0.3
-        left = ", nn.Linear's own uniform draw, which was not reset" if default else ""
-        severe = self.strict or shares[role] > BIAS
+        _, fan_in = matrices.get(role.removesuffix(".bias"), (0.0, 1))
+        default = "uniform" in worst.note or abs(worst.measured * 3 * fan_in - 1) < 0.3
+        origin = ", nn.Linear's own uniform draw, which was not reset" if default else ""
         return Finding(
-            "warning" if severe else "note",
+            "warning" if self.strict or shares[role] > BIAS else "note",
             "biases",
             *_stated([row for g in groups.values() for row in g], worst),
-            f"biases have a variance of {worst.measured:.3g}, not {worst.expected:.3g}{left}; at "
+            f"biases have a variance of {worst.measured:.3g}, not {worst.expected:.3g}{origin}; at "
             f"{role} that is {100 * shares[role]:.2g} % of what a normalised input makes",
             "nn.init.zeros_(linear.bias)",
         )
@@ -308,7 +299,7 @@ class WeightFindings:
         yield Finding("warning", "norm gain", *_stated(rows, worst), why, LEAVE_NORMS)
 
     def _drawn_gains(self) -> Iterator[Finding]:
-        """Gains about zero, of a module whose gains are held against nothing."""
+        """Gains of mean zero in a module of which no gains are declared."""
         if self.promised is not None or self.planned:
             return
         drawn = [
@@ -328,12 +319,12 @@ class WeightFindings:
 
     def _mean(self, role: str, group: list[Row]) -> Finding:
         worst = max(group, key=lambda row: abs(row.measured))
-        of = "mean not zero", *_stated(group, worst)
         why = f"entries of {role} have a mean of {worst.measured:.3g}, which no draw about zero has"
-        return Finding("warning", *of, why, "draw entries symmetric about 0 (uniform from -a to a)")
+        mend = "draw entries symmetric about 0 (uniform from -a to a)"
+        return Finding("warning", "mean not zero", *_stated(group, worst), why, mend)
 
-    def _written(self, name: str) -> bool:
-        """Whether a table was written, not drawn: every row has the same norm, as sines have."""
+    def _has_constant_norms(self, name: str) -> bool:
+        """Whether all rows of a table have one norm, as sines have and random rows do not."""
         table = tensors_of(self.read.module).get(name)
         if table is None or table.ndim != 2:
             return False
@@ -344,7 +335,7 @@ class WeightFindings:
     # --- sums, norms, attention -------------------------------------------------------------------
 
     def _structure(self, rows: list[Row]) -> Iterator[Finding]:
-        """How layers are built, one sentence for all that differ alike."""
+        """Norms or sums at the wrong places, one finding for all layers that differ alike."""
 
         def place(item: tuple[tuple[str, str], list[Row]]) -> tuple[str, str]:
             (_, note), group = item
@@ -357,7 +348,7 @@ class WeightFindings:
             yield Finding("warning", "norm placement", *_stated(group, group[0]), why, PRE_OR_POST)
 
     def _declared(self, rows: list[Row]) -> Iterator[Finding]:
-        """Fields in which the module does not compute what its plan, scheme or config says."""
+        """Fields of the plan, scheme or config that differ from the module's computation."""
         for row in rows:
             name = row.role.rpartition(".")[2]
             kind = "attention mask" if name in ("causal", "window") else "not as declared"
@@ -367,41 +358,44 @@ class WeightFindings:
             yield Finding("error", kind, names, (), row.measured, row.expected, why, AS_DECLARED)
 
     def _scales(self, rows: Iterable[Row]) -> Iterator[Finding]:
-        """Multipliers of sums, norms and logits, those that are wrong alike together."""
-        said: dict[str, list[Row]] = {}
+        """Wrong multipliers of sums, norms and logits, one finding for all that have one fault."""
+        faults: dict[tuple[str, str], list[Row]] = {}
         for kind, of_kind in grouped(rows, lambda row: row.quantity).items():
-            meant = kind != "skip_scale" or self.planned
-            for stack, group in grouped(of_kind, lambda r: r.role.startswith(ENCODER)).items():
-                layers = model_of_stack(self.target, ENCODER * stack).layers
-                if not meant:
+            for encoder, group in grouped(of_kind, lambda r: r.role.startswith(ENCODER)).items():
+                layers = model_of_stack(self.target, ENCODER * encoder).layers
+                if kind == "skip_scale" and not self.planned:
                     for role, own in grouped(group, lambda row: row.role).items():
-                        said.setdefault(_rescaled(role, own), []).extend(own)
+                        faults.setdefault(("", _rescaled(role, own)), []).extend(own)
                     continue
                 inside = sorted({row.layer for row in group if row.layer <= layers})
                 fault = f"{in_layers(inside or [0], layers)} {_scale_fault(group, layers)}"
-                said.setdefault(f"{kind}|{fault}", []).extend(group)
-        for words, group in said.items():
-            kind, bar, fault = words.partition("|")
+                faults.setdefault((SCALE_WORDS[kind], fault), []).extend(group)
+        for (multiplier, fault), group in faults.items():
             blocks = sorted({row.role.removesuffix(".norm") for row in group})
-            why = f"{SCALE_WORDS[kind]} of {' and '.join(blocks)}{fault}" if bar else words
-            mend = "let the code multiply by the scheme's factor once" if bar else PRE_OR_POST
+            why, mend = fault, PRE_OR_POST
+            if multiplier:
+                why = f"{multiplier} of {' and '.join(blocks)}{fault}"
+                mend = "let the code multiply by the scheme's factor once"
             if MISSING in why:
                 mend = (
                     "multiply in the code, or call moments.torch.attach(module, plan) once weights "
                     "are loaded: hooks of moments.torch.initialize are in no state_dict"
                 )
             worst = max(group, key=lambda row: row.size)
-            layers_of = sorted({r.layer for r in group if 1 <= r.layer <= self.target.layers})
-            of = gathered_names([row.parameter for row in group]), tuple(layers_of)
-            numbers = worst.measured, worst.expected
+            inside = sorted({r.layer for r in group if 1 <= r.layer <= self.target.layers})
+            where = gathered_names([row.parameter for row in group]), tuple(inside)
             name = worst.quantity.replace("_", " ")
-            yield Finding("warning", name, *of, *numbers, why, mend)
+            yield Finding("warning", name, *where, worst.measured, worst.expected, why, mend)
 
     def attention(
         self, rows: Sequence[tuple[str, int, float]], known: bool = True
     ) -> Iterator[Finding]:
-        """Stacks and layers in which q k is multiplied by a factor too much; where what it should
-        be is not `known`, known slips alone."""
+        """Findings on the factor of q k.
+
+        Args:
+            rows: stack, layer and excess factor.
+            known: whether the right factor is known; else only published slips are findings.
+        """
         groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
         for stack, layer, factor in rows:
             words = next((w for by, w in self._slips() if abs(factor / by - 1) < NEAR), "")
@@ -409,11 +403,11 @@ class WeightFindings:
                 groups.setdefault((stack, words), []).append((layer, factor))
         for (stack, words), result in groups.items():
             layers, factor = tuple(layer for layer, _ in result), result[0][1]
-            # muP's own, whose matrices are drawn by their fans
-            slip = words.startswith(MUP.partition("{")[0])
-            meant = slip and not known and self.rule is not None and self.rule.by_fans
+            # muP, whose matrices are drawn by their fans, has this factor
+            is_mup = words.startswith(MUP.partition("{")[0])
+            intended = is_mup and not known and self.rule is not None and self.rule.by_fans
             yield Finding(
-                "note" if meant else "warning",
+                "note" if intended else "warning",
                 "attention scale",
                 self.read.names(f"{stack}query", f"{stack}key", layers=layers),
                 layers,
@@ -426,7 +420,7 @@ class WeightFindings:
             )
 
     def _slips(self) -> Iterator[tuple[float, str]]:
-        """What a known slip multiplies q k by, beside 1/sqrt(d_head)."""
+        """Excess factors of q k by known slips, and their words."""
         place = Place(1, "query", 0, 0, self.target)
         is_root = float(self.target.d_head or 1) ** 2 == self.target.d_model
         same = ", which is sqrt(d_model)," if is_root else ","
@@ -437,8 +431,8 @@ class WeightFindings:
 
 
 def _scale_fault(rows: list[Row], layers: int) -> str:
-    """What is wrong with multipliers of one kind in a stack of so many layers."""
-    values = [f.measured for f in rows]
+    """The fault of multipliers of one kind, in words; `layers`: number in the stack."""
+    values = [row.measured for row in rows]
     if all(math.isnan(v) for v in values):
         return "could not be measured"
     if all(abs(v - 1) < 1e-2 for v in values):
@@ -448,47 +442,46 @@ def _scale_fault(rows: list[Row], layers: int) -> str:
             "is 0: a scale that was erased, for example a buffer lost when the module was "
             "materialised or loaded"
         )
-    ratios = ", ".join(f"{f.ratio:.3g}" for f in rows[:3])
+    ratios = ", ".join(f"{row.ratio:.3g}" for row in rows[:3])
     hint = ""
-    if all(abs(f.measured - f.expected**2) < 0.01 * f.expected**2 for f in rows):
+    if all(abs(row.measured - row.expected**2) < 0.01 * row.expected**2 for row in rows):
         hint = ": it was squared, or applied twice"
-    elif all(abs(f.measured**2 - f.expected) < 0.01 * f.expected for f in rows):
+    elif all(abs(row.measured**2 - row.expected) < 0.01 * row.expected for row in rows):
         hint = ": its square root was applied"
-    elif len({f.layer for f in rows}) > 1:
-        for power, one, other in ((0.5, BY_LAYER, BY_DEPTH), (-0.5, BY_DEPTH, BY_LAYER)):
-            if all(abs(f.ratio / (layers / f.layer) ** power - 1) < 0.01 for f in rows):
-                hint = f": {one} was applied for {other} (N = {layers})"
+    elif len({row.layer for row in rows}) > 1:
+        for power, applied, right in ((0.5, BY_LAYER, BY_DEPTH), (-0.5, BY_DEPTH, BY_LAYER)):
+            if all(abs(row.ratio / (layers / row.layer) ** power - 1) < 0.01 for row in rows):
+                hint = f": {applied} was applied for {right} (N = {layers})"
     return f"is {ratios} times the plan's{hint}"
 
 
 def _rescaled(role: str, rows: Sequence[Row]) -> str:
-    """A stream that comes into its sum as another one, where no plan says that it should."""
+    """The fault of a skip multiplier that no plan asks for, in words."""
     worst = max(rows, key=lambda row: row.size)
     if abs(worst.measured) < 0.01:
         return f"{role} drops the residual connection: lambda is {worst.measured:.2g}"
-    moved = abs(worst.measured - worst.expected) > 0.5
+    far = abs(worst.measured - worst.expected) > 0.5
     words = f"lambda of x in {role}'s sum is {worst.measured:.4g} instead of {worst.expected:.4g}"
-    return words + ": the stream itself is rescaled or normalised before the sum" * moved
+    return words + ": the stream itself is rescaled or normalised before the sum" * far
 
 
 def _stated(
     group: Sequence[Row], worst: Row
 ) -> tuple[tuple[str, ...], tuple[int, ...], float, float]:
-    """Of rows, as a Finding states them: parameters, layers, and the worst one's numbers."""
+    """Parameters, layers, measured and expected number of a finding on some rows."""
     layers = sorted({row.layer for row in group if row.layer})
     names = gathered_names([row.parameter for row in group])
     return names, tuple(layers), worst.measured, worst.expected
 
 
 def in_order(roles: Iterable[str]) -> tuple[str, ...]:
-    """Roles once each: matrices in the order of the network, then the others, biases last."""
+    """Distinct roles: matrices in the order of the network, then the others, biases last."""
     order = {name: place for place, name in enumerate(MATRICES)}
-    known = dict.fromkeys(roles)
 
     def place(role: str) -> tuple[bool, int]:
         return role.endswith(".bias"), order.get(role.split(".")[-1], len(order))
 
-    return tuple(sorted(known, key=place))
+    return tuple(sorted(dict.fromkeys(roles), key=place))
 
 
 def _std(variance: float) -> str:
@@ -496,12 +489,12 @@ def _std(variance: float) -> str:
 
 
 def _by_std(values: Mapping[str, str], between: str) -> list[str]:
-    """Roles and their standard deviations, those that share one together."""
+    """Roles with their standard deviations, one phrase for roles that share one."""
     groups = grouped(values.items(), lambda item: item[1])
     return [f"{joined([role for role, _ in rows])}{between}{std}" for std, rows in groups.items()]
 
 
-# --- the door -------------------------------------------------------------------------------------
+# --- audit ----------------------------------------------------------------------------------------
 
 
 _FOLDED = "the module was folded: its weights carry the plan's scales; audit it before folding"
@@ -516,19 +509,18 @@ def audit(
 ) -> Report:
     """Compare a freshly initialised module with a plan.
 
-    Compared are mean squares, by matrix and by role over all layers, with their sampling errors,
-    means, norms' gains and biases; no layer may have another one's entries. The multipliers of its
-    residual sums and norms are those of one recorded pass. A right module fails with probability
-    1e-5, all checks together.
+    It compares mean squares, by matrix and by role over all layers, with their sampling errors,
+    means, gains and biases of norms, and the multipliers of residual sums and norms in one recorded
+    pass; no layer may repeat the entries of another. A correct module fails with probability 1e-5
+    over all checks together.
 
     Args:
-        module: any that can be read. It is left as it was. Compiled and
-            data-parallel modules are audited as what they hold.
+        module: any that can be read; it is not changed. Of compiled and data-parallel modules the
+            module inside is audited.
         plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
             the module's own architecture; None: what the module's config or class promises.
-        batch: what to run the module on, as in `moments.torch.measure`; None: random input, where
-            the module says what it takes.
-        options: of the scheme, where the plan is a scheme's name.
+        batch: input of the module, as in `moments.torch.measure`; None: random input.
+        options: of the scheme, if the plan is a scheme's name.
 
     Returns:
         A report: `passed`, `unchecked`, `str(report)`, `to_frame()`.
@@ -538,8 +530,7 @@ def audit(
             does not say how it is meant to be drawn.
         MomentsError: the module cannot be read.
     """
-    of = fitted(module, plan, options, batch, strict=False)
-    module, reading, model, described = of.module, of.reading, of.model, of.described
+    module, reading, model, described, _ = fitted(module, plan, options, batch, strict=False)
     read = Tensors.of(module, reading)
     checked = Checked.of(read, model)
     words = "the plan"
@@ -571,17 +562,17 @@ def audit(
     )
 
 
-# --- likely causes: rows whose variance is every layer's, within its sampling error ---------------
+# --- likely causes: rules whose variance fits every layer within its sampling error ---------------
 
 
 CHANCE = 1e-4
-"""Probability under the plan from which a layer is not counted among the wrong ones."""
+"""Probability under the plan from which a layer does not count as wrong."""
 
 FIT = 1e-3
-"""A cause is named where its worst layer is at least this probable (Bonferroni over the layers)."""
+"""A cause is named if its worst layer is at least this probable (Bonferroni over the layers)."""
 
 SHOWN = 2
-"""Causes named beside one another."""
+"""Causes named in one finding."""
 
 PAIRS = (
     (("ffn_in",), ("ffn_out",)),
@@ -591,29 +582,29 @@ PAIRS = (
     (("query",), ("key",)),
     (("query", "key"), ("value",)),
 )
-"""Matrices among which one factor is easily put on the wrong side."""
+"""Pairs of matrices between which a factor is easily misplaced."""
 
 
-def _of(place: Place, name: str) -> float | None:
+def _variance_of(place: Place, name: str) -> float | None:
     return place.of(place.plan, name)
 
 
 def _others(
-    role: str, stack: str, places: Sequence[Place], there: Collection[str]
+    role: str, stack: str, places: Sequence[Place], present: Collection[str]
 ) -> Iterator[Rule]:
-    """What a plan gives other matrices of the same layers, those that share it together."""
-    names = (n for n in MATRICES if n != role and stack + n in there)
+    """The variances that a plan gives to other matrices of the same layers, as causes."""
+    names = (n for n in MATRICES if n != role and stack + n in present)
     for alike in grouped(names, lambda n: tuple(p.of(p.plan, n) for p in places)).values():
         words = f"it is what the plan gives {' and '.join(alike)}: {role} was skipped, or took "
-        yield Rule(f"{words}another's scale", functools.partial(_of, name=alike[0]))
+        yield Rule(f"{words}another's scale", functools.partial(_variance_of, name=alike[0]))
 
 
 class Advice(NamedTuple):
-    """Likely causes of what failed.
+    """Likely causes of failed rows.
 
     Attributes:
-        crossed: sets of roles among which a factor sits on the wrong matrix, and what is said.
-        reasons: of a role's variance, the likeliest first.
+        crossed: sets of roles with a factor on the wrong matrix, each with its sentence.
+        reasons: role -> causes of its variance, the likeliest first.
     """
 
     crossed: tuple[tuple[tuple[str, ...], str], ...]
@@ -621,7 +612,7 @@ class Advice(NamedTuple):
 
 
 def advise(checked: Checked, model: Transformer, described: Transformer | None) -> Advice:
-    """Why roles failed; `described` is the module as its framework draws it."""
+    """The likely causes of failed rows; `described`: the module as its framework draws it."""
     known = [m for m in checked.measured if m.expected is not None]
     drawn = [m for m in known if m.role.is_matrix or m.role.name in TABLES]
     groups = grouped(drawn, lambda m: m.role.full_name)
@@ -629,7 +620,7 @@ def advise(checked: Checked, model: Transformer, described: Transformer | None) 
     off = {row.role for row in failed if row.quantity.partition(" over")[0] == "variance"}
     roles = [name for name in groups if name in off]
     reasons = {n: _causes(groups[n], groups, model, described) for n in roles}
-    # What fits every matrix is likelier than another cause for each.
+    # A cause that fits every matrix is likelier than a different one for each.
     several = [set(r) for n, r in reasons.items() if r and n.split(".")[-1] in MATRICES]
     if len(several) >= 3 and (common := set.intersection(*several)):
         reasons = {n: tuple(c for c in r if c in common) or r for n, r in reasons.items()}
@@ -645,7 +636,7 @@ def _causes(
     model: Transformer,
     described: Transformer | None,
 ) -> tuple[str, ...]:
-    """What fits the layers of a role that are off, the likeliest first."""
+    """The causes that fit the wrong layers of a role, the likeliest first."""
     if any(m.expected and m.entries.square == 0 for m in group):
         return ()
     stack = group[0].role.stack
@@ -655,8 +646,8 @@ def _causes(
     uniform = all(m.entries.distribution == "uniform" for m in bad)
 
     def place(m: Measured) -> Place:
-        of = m.role.layer, m.role.name, m.role.fan_in, m.role.fan_out
-        return Place(*of, plan, float(m.expected or 0.0), drawn, uniform)
+        numbers = m.role.layer, m.role.name, m.role.fan_in, m.role.fan_out
+        return Place(*numbers, plan, float(m.expected or 0.0), drawn, uniform)
 
     others = _others(group[0].role.name, stack, [place(m) for m in bad], groups)
     rules = list(causes("role"))
@@ -664,10 +655,11 @@ def _causes(
     fitting = []
     for rule in (*rules[:at], *others, *rules[at:]):
         members = group if rule.everywhere else bad
-        wanted = [(m, rule.variance(p), p.expected) for m in members for p in [place(m)]]
-        if any(v is None for _, v, _ in wanted) or all(v == e for _, v, e in wanted):
+        variances = [rule.variance(place(m)) for m in members]
+        unchanged = all(v == (m.expected or 0.0) for m, v in zip(members, variances, strict=True))
+        if None in variances or unchanged:
             continue
-        score = min(_chance(m, v) for m, v, _ in wanted if v is not None)
+        score = min(_chance(m, v or 0.0) for m, v in zip(members, variances, strict=True))
         if score > FIT / len(members):
             fitting.append((score, rule.words.format(n=plan.layers)))
     ranked = sorted(fitting, key=lambda pair: -min(pair[0], 0.05))
@@ -675,7 +667,7 @@ def _causes(
 
 
 def _chance(m: Measured, variance: float) -> float:
-    """Probability of a mean square as far from a variance as the measured one."""
+    """Probability of a mean square at least as far from a variance as the measured one."""
     if not 0 < variance < math.inf:
         return 0.0
     return tail_probability(m.entries.square / variance, m.entries.spread)
@@ -690,15 +682,15 @@ def _ratio(group: list[Measured]) -> float:
 def _crossed(
     groups: dict[str, list[Measured]], roles: list[str]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """One factor on one side of a block, its inverse on the other: which matrices, and in words."""
+    """Sets of matrices of which some have a factor and the others its inverse, with a sentence."""
     result: list[tuple[str, ...]] = []
-    for stack, both in itertools.product(("", ENCODER), PAIRS):
-        for wrong, right in (both, both[::-1]):
-            one, other = (tuple(stack + name for name in side) for side in (wrong, right))
-            covered = any(set(one + other) <= set(names) for names in result)
-            if not covered and (sentence := _crossing(groups, roles, one, other)):
-                result.append(one + other)
-                yield one + other, sentence
+    for stack, pair in itertools.product(("", ENCODER), PAIRS):
+        sides = [tuple(stack + name for name in side) for side in pair]
+        for wrong, right in (sides, sides[::-1]):
+            covered = any(set(wrong + right) <= set(names) for names in result)
+            if not covered and (sentence := _crossing(groups, roles, wrong, right)):
+                result.append(wrong + right)
+                yield wrong + right, sentence
 
 
 def _crossing(
@@ -707,7 +699,7 @@ def _crossing(
     wrong: tuple[str, ...],
     right: tuple[str, ...],
 ) -> str:
-    """The sentence; empty where it does not hold."""
+    """The sentence on a factor that `wrong` have instead of `right`; "" if they have not."""
     if not set(wrong + right) <= set(roles):
         return ""
     if not all(m.entries.square > 0 and m.expected for n in wrong + right for m in groups[n]):

@@ -40,8 +40,8 @@ _SILENT = {
     "name_or_path tokenizer_class transformers_version",
     "outputs, cache, precision, speed": "_attn_implementation _attn_implementation_internal "
     "_output_attentions attn_implementation cache_implementation dtype gradient_checkpointing "
-    "output_attentions output_hidden_states output_past pretraining_tp return_dict slow_but_exact "
-    "torch_dtype torchscript use_bfloat16 use_cache",
+    "loss_type output_attentions output_hidden_states output_past pretraining_tp return_dict "
+    "slow_but_exact torch_dtype torchscript use_bfloat16 use_cache",
     "special tokens": "bos_token bos_token_id cls_token_id decoder_start_token_id eos_token "
     "eos_token_id mask_token mask_token_id pad_token pad_token_id sep_token_id",
     "generation": "bad_words_ids begin_suppress_tokens diversity_penalty do_sample "

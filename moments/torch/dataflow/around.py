@@ -1,33 +1,40 @@
-"""What stands before the first layer and behind the last: tables, patches, head and loss."""
+"""What precedes the first layer and what follows the last: tables, patches, head and loss."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .graph import VIEWS, Node
 from .stream import StreamReader, SumChain
-from .units import LinearUnit, Norm, multiple, multiple_or_cap
+from .units import LinearUnit, Norm, proportionality, slope_and_cap
 
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
+_SCALING = ("mul", "layer_norm", "native_layer_norm", "rms_norm")
+"""Operations that take a parameter as a factor."""
+
 SINUSOIDAL = 0.5
 """Mean square of a sine and a cosine of one angle."""
 
 
 @dataclass
-class Before:
-    """What enters layer 1.
+class EmbeddingUnit:
+    """The input of layer 1.
 
     Attributes:
         tables: role -> parameter ("token", "position", "segment", "class").
-        patch: the map of image patches.
-        factor: the matrix that widens narrower tables: their normalised sum, or token rows.
-        scale: multiplies the token's row; `factors` what else is added.
+        patch: the linear map of image patches, of `patch_size` pixels a side.
+        factor: the matrix that widens narrower tables: their normalised sum, or the token rows.
+        scale: multiplies the token's row; `factors` the rows of other tables.
+        sinusoidal: whether sinusoidal positions are added.
         total: the sum, before its norm and dropout.
+        offset: row of the position table that the first token has.
         shape: of the picture; () for text.
+        is_input: whether the module's own input enters layer 1.
     """
 
     tables: dict[str, str] = field(default_factory=dict)
@@ -42,14 +49,22 @@ class Before:
     total: int = 0
     offset: int = 0
     shape: tuple[int, ...] = ()
-    given: bool = False
+    is_input: bool = False
     doubts: list[str] = field(default_factory=list)
 
 
 @dataclass
-class After:
-    """What follows the last layer; `factor` narrows what the matrix to the logits reads, `scaled`:
-    whether what multiplies the logits was read."""
+class HeadUnit:
+    """What follows the last layer.
+
+    Attributes:
+        transform: hidden linear map, with an `activation` and a `norm` behind it.
+        factor: linear map that narrows the input of `matrix`, which gives the logits.
+        scale: multiplies the logits; `scaled`: whether it could be read.
+        softcap: c of logits c tanh(z / c).
+        pool: "first" or "mean" token of a sequence, "other", or None for every token.
+        labels: number of logits.
+    """
 
     transform: LinearUnit | None = None
     factor: LinearUnit | None = None
@@ -65,118 +80,121 @@ class After:
     doubts: list[str] = field(default_factory=list)
 
 
-def before(stream: StreamReader, chain: SumChain) -> Before:
-    """Reads what makes the tensor that enters layer 1."""
-    graph, read = stream.graph, stream.read
+class _Lookup(NamedTuple):
+    """A table's parameter, and the values of the indices and of the rows."""
+
+    parameter: str
+    indices: int
+    rows: int
+
+
+# --- before the first layer -----------------------------------------------------------------------
+
+
+def read_embedding(stream: StreamReader, chain: SumChain) -> EmbeddingUnit:
+    """Read what makes the input of layer 1."""
+    graph, reader = stream.graph, stream.reader
     start = chain.start
-    result = Before(total=start)
-    value = graph.values[read.up(start)]
-    if value.producer is None:
-        result.given = True
+    result = EmbeddingUnit(total=start)
+    if graph.values[reader.source(start)].producer is None:
+        result.is_input = True
         return result
-    nodes = graph.makers(start)
-    looked = [row for node in nodes if (row := _lookup(stream, node)) is not None]
-    linears = [read.linears[node.index] for node in nodes if node.index in read.linears]
-    if looked and len(linears) == 1 and _size(stream, linears[0].read) < _size(stream, start):
+    nodes = graph.ancestor_nodes(start)
+    lookups = [row for node in nodes if (row := _lookup(stream, node)) is not None]
+    linears = [reader.linears[node.index] for node in nodes if node.index in reader.linears]
+    if lookups and len(linears) == 1 and _width(stream, linears[0].input) < _width(stream, start):
         (linear,) = linears
-        if read.up(linear.made) == read.up(start):
-            result.factor, start = linear, linear.read
+        if reader.source(linear.output) == reader.source(start):
+            result.factor, start = linear, linear.input
             while (view := graph.producer(start)) is not None and view.name in VIEWS:
                 start = view.inputs[0]
-            result.total, linears, nodes = start, [], graph.makers(start)
-        elif read.up(linear.read) in [made for *_, made in looked] and not linear.biases:
+            result.total, linears, nodes = start, [], graph.ancestor_nodes(start)
+        elif reader.source(linear.input) in [row.rows for row in lookups] and not linear.biases:
             result.factor = linear
-    width = _size(stream, start)
-    looked = [row for row in looked if graph.tensor(row[2]).shape[-1] == width or read.live(row[2])]
-    _norm(stream, result, start, nodes)
+    width = _width(stream, start)
+    lookups = [row for row in lookups if _width(stream, row.rows) == width or reader.live(row.rows)]
+    _read_norm(stream, result, start, nodes)
     if result.factor is not None and (start == chain.start) == (result.norm is not None):
         result.doubts.append(
-            f"{_list(result.factor.params)}: neither behind the norm of all tables, "
+            f"{_names(result.factor.params)}: neither behind the norm of all tables, "
             "nor of token rows without one"
         )
-    zeros: dict[int, Tensor] = {}
-    for name, index, made in looked:
-        role = _role_of_lookup(stream, index)
+    summands = [
+        *_read_tables(stream, result, lookups),
+        *_read_patches(stream, result, linears),
+        *_read_vectors(stream, result, nodes, lookups, linears, width),
+    ]
+    _read_constant(stream, result, summands)
+    if result.factor is not None and (
+        result.sinusoidal if result.norm else "segment" in result.tables
+    ):
+        result.doubts.append(
+            f"{_names(result.factor.params)}: widens tables, with sines or segments added"
+        )
+    return result
+
+
+def _width(stream: StreamReader, value: int) -> int:
+    """The number of features of a value."""
+    return int(stream.graph.tensor(value).shape[-1])
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _lookup(stream: StreamReader, node: Node) -> _Lookup | None:
+    if node.name not in _LOOKUPS:
+        return None
+    table = stream.graph.values[node.inputs[0]]
+    if table.live or len(table.params) != 1 or len(node.inputs) < 2:
+        return None
+    return _Lookup(next(iter(table.params)), node.inputs[-1], node.outputs[0])
+
+
+def _read_norm(stream: StreamReader, result: EmbeddingUnit, start: int, nodes: list[Node]) -> None:
+    """Read the norm of the sum of tables and the dropout behind it."""
+    graph, reader = stream.graph, stream.reader
+    shape = graph.tensor(start).shape
+    sums = (n for n in reversed(nodes) if n.name.rstrip("_") in ("add", "mul", "cat", *_LOOKUPS))
+    for value in (node.outputs[0] for node in sums):
+        tensor = graph.tensor(value)
+        if value == start or not reader.live(value) or tensor.shape != shape:
+            continue
+        link = stream.norm(value, start) if tensor.is_floating_point() else None
+        if isinstance(link, tuple):
+            result.norm, result.total = link[0], value
+            break
+    drops = [(node, p) for node in nodes if (p := reader.dropout_of(node)) is not None]
+    if drops:
+        node, result.dropout = drops[-1]
+        if result.norm is None:
+            result.total = next(v for v in node.inputs if reader.live(v))
+
+
+def _read_tables(stream: StreamReader, result: EmbeddingUnit, lookups: list[_Lookup]) -> list[int]:
+    """Read the role and the factor of every table; return the values of their rows."""
+    summands = []
+    for name, indices, rows in lookups:
+        role = _role_of_indices(stream, indices)
         if role is None or role in result.tables:
             result.doubts.append(f"{name}: looked up before layer 1, as nothing known")
             continue
         result.tables[role] = name
         if role == "position":
-            result.offset = int(graph.tensor(index).min())
-        zeros[made] = torch.zeros_like(graph.tensor(made))
-        factor = _factor(stream, made, result.total) or 1.0
+            result.offset = int(stream.graph.tensor(indices).min())
+        summands.append(rows)
+        factor = _factor(stream, rows, result.total) or 1.0
         if role == "token":
             result.scale = factor
         elif abs(factor - 1) > 1e-4:
             result.factors[role] = factor
-    used = {name for name, _, _ in looked}
-    for linear in linears:
-        node = graph.nodes[linear.node]
-        whole = graph.values[read.up(linear.read)]
-        kernel = graph.tensor(linear.matrix).shape
-        if result.patch is None and "convolution" in node.name and whole.name and len(kernel) == 4:
-            result.patch, result.patch_size = linear, kernel[-1]
-            result.shape = tuple(whole.tensor.shape)
-        elif linear is not result.factor:
-            result.doubts.append(f"{_list(linear.params)}: a matrix before layer 1")
-        zeros[linear.made] = torch.zeros_like(graph.tensor(linear.made))
-        used |= linear.params
-        for bias in linear.biases:
-            used |= graph.values[bias].params
-    if result.norm is not None:
-        used |= {*result.norm.gains, *result.norm.biases}
-    for leaf in read.leaves(nodes):
-        name = str(graph.values[leaf].name)
-        if name in used:
-            continue
-        tensor = graph.tensor(leaf)
-        if not tensor.numel():  # no registers, say
-            continue
-        tokens = tensor.numel() // width
-        role = "class" if tokens == 1 else "position" if tensor.shape[-1] == width else None
-        if all(graph.nodes[n].name.rstrip("_") in _SCALING for n in graph.values[leaf].consumers):
-            role = None  # a norm's gain
-        if role is None or role in result.tables:
-            result.doubts.append(f"{name}: before layer 1, as nothing known")
-        else:
-            result.tables[role] = name
-        zeros[leaf] = torch.zeros_like(tensor)
-    _constant(stream, result, zeros)
-    if result.factor is not None and (
-        result.sinusoidal if result.norm else "segment" in result.tables
-    ):
-        result.doubts.append(
-            f"{_list(result.factor.params)}: widens tables, with sines or segments added"
-        )
-    return result
+    return summands
 
 
-_SCALING = ("mul", "layer_norm", "native_layer_norm", "rms_norm")
-"""Operations that take a parameter as a factor."""
-
-
-def _size(stream: StreamReader, value: int) -> int:
-    """Features of a value."""
-    return int(stream.graph.tensor(value).shape[-1])
-
-
-def _list(names: Any) -> str:
-    return ", ".join(sorted(names))
-
-
-def _lookup(stream: StreamReader, node: Node) -> tuple[str, int, int] | None:
-    """A table's parameter, the indices, the rows."""
-    graph = stream.graph
-    if node.name not in _LOOKUPS:
-        return None
-    table = graph.values[node.inputs[0]]
-    if table.live or len(table.params) != 1 or len(node.inputs) < 2:
-        return None
-    return next(iter(table.params)), node.inputs[-1], node.outputs[0]
-
-
-def _role_of_lookup(stream: StreamReader, index: int) -> str | None:
-    ids, live = stream.graph.tensor(index), stream.read.live(index)
+def _role_of_indices(stream: StreamReader, indices: int) -> str | None:
+    """ "segment" for equal indices along a sequence, "position" for a count, "token" for others."""
+    ids, live = stream.graph.tensor(indices), stream.reader.live(indices)
     if ids.ndim >= 1 and ids.shape[-1] > 1:
         steps = ids.reshape(-1, ids.shape[-1]).diff(dim=-1)
         if not bool(steps.any()):
@@ -188,107 +206,156 @@ def _role_of_lookup(stream: StreamReader, index: int) -> str | None:
 
 
 def _factor(stream: StreamReader, start: int, end: int) -> float | None:
-    """What a value is multiplied by on its way to another one; None: it is not multiplied."""
-    graph = stream.graph
-    row, x = stream.read.row(start)
-    made, base = (graph.run({start: t}, end)[0] for t in (x, 0 * x))
-    if made.shape[-1] != len(row):
+    """The factor from one value to another; None if they are not proportional."""
+    row, x = stream.reader.random_row(start)
+    y, base = (stream.graph.run({start: t}, end)[0] for t in (x, 0 * x))
+    if y.shape[-1] != len(row):
         return None
-    moved = (made - base).double().reshape(-1, len(row))
-    return multiple(row.expand_as(moved), moved)
+    change = (y - base).double().reshape(-1, len(row))
+    return proportionality(row.expand_as(change), change)
 
 
-def _norm(stream: StreamReader, result: Before, start: int, nodes: list[Node]) -> None:
-    """The norm of the sum, if there is one, and the dropout behind it."""
-    graph, read = stream.graph, stream.read
-    size = graph.tensor(start).shape
-    sums = (n for n in reversed(nodes) if n.name.rstrip("_") in ("add", "mul", "cat", *_LOOKUPS))
-    for value in (node.outputs[0] for node in sums):
-        tensor = graph.tensor(value)
-        if value == start or not read.live(value) or tensor.shape != size:
+def _read_patches(
+    stream: StreamReader, result: EmbeddingUnit, linears: list[LinearUnit]
+) -> list[int]:
+    """Read the convolution of a picture's patches; return what the linear maps give."""
+    graph = stream.graph
+    for linear in linears:
+        source = graph.values[stream.reader.source(linear.input)]
+        kernel = graph.tensor(linear.matrix).shape
+        convolves = "convolution" in graph.nodes[linear.node].name and len(kernel) == 4
+        if result.patch is None and convolves and source.name:
+            result.patch, result.patch_size = linear, kernel[-1]
+            result.shape = tuple(source.tensor.shape)
+        elif linear is not result.factor:
+            result.doubts.append(f"{_names(linear.params)}: a matrix before layer 1")
+    return [linear.output for linear in linears]
+
+
+def _read_vectors(
+    stream: StreamReader,
+    result: EmbeddingUnit,
+    nodes: list[Node],
+    lookups: list[_Lookup],
+    linears: list[LinearUnit],
+    width: int,
+) -> list[int]:
+    """Read the remaining parameters, which are added as they are: positions or a class token."""
+    graph = stream.graph
+    known = {row.parameter for row in lookups}
+    for linear in linears:
+        known |= linear.params.union(*(graph.values[bias].params for bias in linear.biases))
+    if result.norm is not None:
+        known |= {*result.norm.gains, *result.norm.biases}
+    summands = []
+    for leaf in stream.reader.parameters_of(nodes):
+        name, tensor = str(graph.values[leaf].name), graph.tensor(leaf)
+        if name in known or not tensor.numel():  # empty: no registers, say
             continue
-        link = stream.norm(value, start) if tensor.is_floating_point() else None
-        if isinstance(link, tuple):
-            result.norm, result.total = link[0], value
-            break
-    drops = [(node, p) for node in nodes if (p := read.dropout_of(node)) is not None]
-    if drops:
-        node, result.dropout = drops[-1]
-        if result.norm is None:
-            result.total = next(v for v in node.inputs if read.live(v))
+        tokens = tensor.numel() // width
+        role = "class" if tokens == 1 else "position" if tensor.shape[-1] == width else None
+        if all(graph.nodes[n].name.rstrip("_") in _SCALING for n in graph.values[leaf].consumers):
+            role = None  # a norm's gain
+        if role is None or role in result.tables:
+            result.doubts.append(f"{name}: before layer 1, as nothing known")
+        else:
+            result.tables[role] = name
+        summands.append(leaf)
+    return summands
 
 
-def _constant(stream: StreamReader, read: Before, zeros: dict[int, Tensor]) -> None:
-    """What is added that is no parameter."""
-    if not zeros:
+def _read_constant(stream: StreamReader, result: EmbeddingUnit, summands: list[int]) -> None:
+    """Read what remains of the sum without its parameters: sinusoidal positions or nothing."""
+    if not summands:
         return
-    (left,) = stream.graph.run(zeros, read.total)
-    square = float(left.double().square().mean())
+    zeros = {value: torch.zeros_like(stream.graph.tensor(value)) for value in summands}
+    (rest,) = stream.graph.run(zeros, result.total)
+    square = float(rest.double().square().mean())
     if square > 1e-12:
-        read.sinusoidal = abs(square / SINUSOIDAL - 1) < 0.01 and "position" not in read.tables
-        if not read.sinusoidal:
-            read.doubts.append(
+        sines = abs(square / SINUSOIDAL - 1) < 0.01 and "position" not in result.tables
+        result.sinusoidal = sines
+        if not sines:
+            result.doubts.append(
                 f"what is added to the tables before layer 1 (mean square {square:.3g}) is no "
                 "parameter and no sinusoidal positions"
             )
 
 
-def after(stream: StreamReader, chain: SumChain, others: list[SumChain]) -> After:
-    """Reads what is made of the last layer's output."""
-    graph, read = stream.graph, stream.read
-    end, last = chain.end, chain.sums[-1].value
-    result = After()
-    sums = [one for other in others for one in other.sums]
-    inside = {n.index for one in sums for tip in one.tips for n in graph.path([one.stream], tip)}
-    attentions = [b.attention for other in others for b in other.blocks if b.attention is not None]
-    inside |= {m.node for a in attentions for rows in a.projections.values() for m, _ in rows}
-    ends = (other.sums[-1].value for other in others if other is not chain)
-    later = [value for value in ends if graph.rests_on(value, last)]
-    behind = [
-        linear
-        for linear in read.linears.values()
-        if linear.node not in inside
-        and graph.rests_on(linear.read, last)
-        and not any(graph.rests_on(linear.read, value) for value in later)
-    ]
-    for one in behind[:-2]:
-        result.doubts.append(f"{_list(one.params)}: a matrix behind the last layer")
-    behind = behind[-2:]
+# --- behind the last layer ------------------------------------------------------------------------
+
+
+def read_head(stream: StreamReader, chain: SumChain, chains: list[SumChain]) -> HeadUnit:
+    """Read what follows the last layer of one of the chains."""
+    graph, reader = stream.graph, stream.reader
+    end = chain.end
+    result = HeadUnit()
+    behind = _linears_behind(stream, chain, chains)
+    for linear in behind[:-2]:
+        result.doubts.append(f"{_names(linear.params)}: a matrix behind the last layer")
     if not behind:
-        crossing = [
-            linear.read
-            for linear in read.linears.values()
-            if graph.rests_on(linear.read, end) and not read.between(end, linear.read)
+        inputs = [
+            linear.input
+            for linear in reader.linears.values()
+            if graph.depends_on(linear.input, end) and not reader.linears_between(end, linear.input)
         ]
-        drops = read.dropouts(end, crossing[0]) if crossing else []
+        drops = reader.dropouts(end, inputs[0]) if inputs else []
         result.dropout = drops[0][1] if drops else 0.0
         return result
-    matrix = result.matrix = behind[-1]
-    if len(behind) == 2 and graph.rests_on(matrix.read, behind[0].made):
-        _transform(stream, result, behind[0], matrix)
-    elif len(behind) == 2:
-        result.doubts.append(f"{_list(behind[0].params)}: a second matrix behind the last layer")
+    *hidden, matrix = behind[-2:]
+    result.matrix = matrix
+    for linear in hidden:
+        if graph.depends_on(matrix.input, linear.output):
+            _read_transform(stream, result, linear, matrix)
+        else:
+            result.doubts.append(f"{_names(linear.params)}: a second matrix behind the last layer")
     first = result.transform or result.factor or matrix
-    result.scale = _factor(stream, end, first.read) or 1.0
-    result.pool = _pool(stream, end, first.read)
-    drops = read.dropouts(end, first.read)
+    result.scale = _factor(stream, end, first.input) or 1.0
+    result.pool = _pool(stream, end, first.input)
+    drops = reader.dropouts(end, first.input)
     result.dropout = drops[0][1] if drops else 0.0
-    _logits(stream, result)
+    _read_logits(stream, result, matrix)
     return result
 
 
-def _transform(stream: StreamReader, result: After, linear: LinearUnit, matrix: LinearUnit) -> None:
-    """A hidden layer: its activation, and the norm behind it."""
-    graph, read = stream.graph, stream.read
-    whole = graph.tensor(matrix.read).numel()
-    for node in graph.path([linear.made], matrix.read):
+def _linears_behind(
+    stream: StreamReader, chain: SumChain, chains: list[SumChain]
+) -> list[LinearUnit]:
+    """The linear maps behind a chain that belong to no block and follow no other chain."""
+    graph, last = stream.graph, chain.sums[-1].output
+    blocks = {
+        node.index
+        for other in chains
+        for one in other.sums
+        for branch in one.branches
+        for node in graph.path([one.stream], branch)
+    }
+    attentions = [b.attention for other in chains for b in other.blocks if b.attention is not None]
+    blocks |= {m.node for a in attentions for rows in a.projections.values() for m, _ in rows}
+    ends = (other.sums[-1].output for other in chains if other is not chain)
+    later = [value for value in ends if graph.depends_on(value, last)]
+    return [
+        linear
+        for linear in stream.reader.linears.values()
+        if linear.node not in blocks
+        and graph.depends_on(linear.input, last)
+        and not any(graph.depends_on(linear.input, value) for value in later)
+    ]
+
+
+def _read_transform(
+    stream: StreamReader, result: HeadUnit, linear: LinearUnit, matrix: LinearUnit
+) -> None:
+    """Read a hidden layer, its activation and the norm behind it; or a narrowing linear map."""
+    graph, reader = stream.graph, stream.reader
+    size = graph.tensor(matrix.input).numel()
+    for node in graph.path([linear.output], matrix.input):
         value = node.outputs[0]
-        if graph.tensor(value).numel() != whole:
+        if graph.tensor(value).numel() != size:
             continue
-        name = read.activation(linear.made, value)
+        name = reader.activation(linear.output, value)
         if name is None:
             continue
-        link = stream.norm(value, matrix.read)
+        link = stream.norm(value, matrix.input)
         if isinstance(link, tuple):
             result.norm = link[0]
         if link is not None:
@@ -297,51 +364,49 @@ def _transform(stream: StreamReader, result: After, linear: LinearUnit, matrix: 
                 return
     plain = result.activation == "identity" and result.norm is None and not linear.biases
     if result.transform is None:
-        result.doubts.append(f"{_list(linear.params)}: a matrix behind the last layer")
-    elif plain and _size(stream, matrix.read) < _size(stream, linear.read):
+        result.doubts.append(f"{_names(linear.params)}: a matrix behind the last layer")
+    elif plain and _width(stream, matrix.input) < _width(stream, linear.input):
         result.factor, result.transform = linear, None
 
 
-def _pool(stream: StreamReader, end: int, read: int) -> str | None:
-    """ "first" or "mean" of a sequence's tokens; None: every token, or another choice."""
-    graph = stream.graph
-    tensor = graph.tensor(end)
-    if tensor.ndim != 3 or graph.tensor(read).numel() == tensor.numel():
+def _pool(stream: StreamReader, start: int, end: int) -> str | None:
+    """Which tokens of `start` reach `end`: "first", the "mean", "other"; None for every one."""
+    tensor = stream.graph.tensor(start)
+    if tensor.ndim != 3 or stream.graph.tensor(end).numel() == tensor.numel():
         return None
     x = torch.zeros_like(tensor)
     x[:, 0] = 1.0
-    one, base = (graph.run({end: t}, read)[0] for t in (x, 0 * x))
-    share = float((one - base).mean())
+    y, base = (stream.graph.run({start: t}, end)[0] for t in (x, 0 * x))
+    share = float((y - base).mean())
     if abs(share - 1) < 1e-4:
         return "first"
     return "mean" if abs(share * tensor.shape[1] - 1) < 0.2 else "other"
 
 
-def _logits(stream: StreamReader, result: After) -> None:
-    """From the matrix to the logits."""
-    graph, read = stream.graph, stream.read
-    assert result.matrix is not None
-    made = result.matrix.made
-    result.labels = graph.tensor(made).shape[-1]
-    end, waiting = made, [made]
+def _read_logits(stream: StreamReader, result: HeadUnit, matrix: LinearUnit) -> None:
+    """Read the factor or the cap between the last matrix and the logits."""
+    graph, start = stream.graph, matrix.output
+    result.labels = _width(stream, start)
+    end, waiting = start, [start]
     while waiting:
-        value = waiting.pop(0)
-        for index in graph.values[value].consumers:
+        for index in graph.values[waiting.pop(0)].consumers:
             node = graph.nodes[index]
-            name, output = node.name.rstrip("_"), next(iter(node.outputs), made)
-            if name in ("mul", "div", "tanh", "_to_copy") and read.live(output):
-                if graph.tensor(output).numel() == graph.tensor(made).numel():
+            name, output = node.name.rstrip("_"), next(iter(node.outputs), start)
+            if name in ("mul", "div", "tanh", "_to_copy") and stream.reader.live(output):
+                if graph.tensor(output).numel() == graph.tensor(start).numel():
                     end = output
                     waiting.append(end)
             elif name in ("view", "_unsafe_view", "clone", "alias"):
                 waiting.append(output)
     result.scaled = True
-    if end == made:
+    if end == start:
         return
-    x = 30 * read.draw(made)
-    slope, result.softcap = multiple_or_cap(
-        x.double(), lambda size: graph.run({made: size * x}, end)[0].reshape(x.shape)
-    )
+    x = 30 * stream.reader.random_like(start)
+
+    def logits(size: float) -> Tensor:
+        return graph.run({start: size * x}, end)[0].reshape(x.shape)
+
+    slope, result.softcap = slope_and_cap(x.double(), logits)
     if slope is None:
         result.scaled = False
         result.doubts.append("what is made of the logits is neither a factor nor a cap")

@@ -1,8 +1,8 @@
 """A module's forward pass as a graph of operations that can be run again on other values.
 
 A dispatch mode records every operation that reaches the library, so that a linear layer, a method
-and an einsum look alike, and a fused kernel is asked for its plain form. What a stretch of the
-graph computes is then found out by running it on values of one's choice, however it is spelled.
+and an einsum look alike; fused attention kernels are replaced by their plain form. What a part of
+the graph computes is then determined by running it on chosen values, whatever its source code.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _VIEWS = (
     "lift_fresh"
 )
 VIEWS = frozenset(_VIEWS.split())
-"""Operations that pass entries on as they are."""
+"""Operations that rearrange or copy entries without changing them."""
 
 PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "mv", "addmv"))
 SOFTMAX = ("_softmax", "_safe_softmax", "softmax")
 
+SELECTIONS = frozenset(
+    ("nonzero", "masked_select", "topk", "sort", "argsort", "_local_scalar_dense")
+)
+"""Operations whose result is indices, a Python number, or of a size that depends on the data."""
 
-CHOICES = frozenset(("nonzero", "masked_select", "topk", "sort", "argsort", "_local_scalar_dense"))
-"""Operations whose outcome is places, or as long as numbers have it."""
-
-
-_DRAWS = (
+_RANDOM = (
     "bernoulli exponential geometric log_normal multinomial normal poisson rand rand_like randint "
     "randn randn_like randperm uniform"
 )
-DRAWS = frozenset(_DRAWS.split())
+RANDOM = frozenset(_RANDOM.split())
 """Operations that draw random numbers."""
 
 
 class Ref(NamedTuple):
-    """A value in place of a tensor among the arguments of an operation."""
+    """The number of a value, in place of the tensor among the arguments of an operation."""
 
     value: int
 
 
 @dataclass
 class Node:
-    """One operation; `drop_prob` where it makes or applies a dropout's mask."""
+    """One operation; `inputs`, `outputs` and `writes` (values changed in place) number values."""
 
     index: int
     name: str
@@ -65,17 +65,17 @@ class Node:
     outputs: tuple[int, ...]
     writes: tuple[int, ...] = ()
 
-    def redone(self, value: Callable[[int], Any]) -> list[Tensor]:
-        """What it gives where its inputs are other tensors, whose strides may be others too."""
+    def rerun(self, tensor_of: Callable[[int], Any]) -> list[Tensor]:
+        """The output tensors for other inputs, which may have other strides than the recorded."""
 
-        def given(number: int) -> Any:
-            return value(number).clone() if number in self.writes else value(number)
+        def argument(value: int) -> Any:
+            return tensor_of(value).clone() if value in self.writes else tensor_of(value)
 
-        args, kwargs = filled(self.args, given), filled(self.kwargs, given)
+        args, kwargs = _substituted(self.args, argument), _substituted(self.kwargs, argument)
         if self.name in ("view", "_unsafe_view") and not kwargs and len(args) == 2:
             return [args[0].reshape(args[1])]
-        made = self.func(*args, **kwargs)
-        return [t for t in tree_flatten(made)[0] if isinstance(t, Tensor)]
+        result = self.func(*args, **kwargs)
+        return [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
 
 
 @dataclass
@@ -83,12 +83,13 @@ class Value:
     """One tensor.
 
     Attributes:
-        tensor: what it was in the recorded pass.
-        producer: index of its operation; None for what the module was given or holds.
+        tensor: its entries in the recorded pass.
+        producer: index of its operation; None for inputs, parameters and buffers.
         live: whether it depends on the batch.
-        name: of the parameter or buffer that it is.
-        params: parameters that it depends on; of values that are not live.
-        drop_prob: of the dropout whose mask it is.
+        name: of the parameter, buffer or input.
+        params: parameters that it depends on; empty for live values.
+        drop_prob: dropout probability, if it is a dropout mask.
+        consumers: indices of the operations that read it.
     """
 
     tensor: Tensor
@@ -101,8 +102,7 @@ class Value:
 
 
 class Boundary(NamedTuple):
-    """A value that went into, or came out of, a submodule as its first tensor, before operation
-    number `at`."""
+    """The first tensor that enters or leaves a submodule, before operation number `at`."""
 
     path: str
     side: Side
@@ -131,173 +131,173 @@ class Graph:
         return self.values[value].tensor
 
     def leaf(self, name: str) -> Tensor:
-        """The parameter or buffer of a name."""
+        """The parameter, buffer or input of that name."""
         return self.values[self._named[name]].tensor
 
-    def multiples(self) -> dict[str, float]:
-        """By what parameters are multiplied as a whole before anything is done with them."""
-        known: dict[str, float] = {}
+    def parameter_factors(self) -> dict[str, float]:
+        """The factor by which each parameter is multiplied as a whole before it is used."""
+        result: dict[str, float] = {}
         for node in self.nodes:
             if node.name not in ("mul", "div") or len(node.inputs) != 1:
                 continue
-            before, behind = self.values[node.inputs[0]], self.values[node.outputs[0]]
-            if behind.live or len(behind.params) != 1 or not before.tensor.is_floating_point():
+            source, product = self.values[node.inputs[0]], self.values[node.outputs[0]]
+            if product.live or len(product.params) != 1 or not source.tensor.is_floating_point():
                 continue
-            size = float(before.tensor.detach().norm())
+            size = float(source.tensor.detach().norm())
             if size > 0:
-                (name,) = behind.params
-                known[name] = known.get(name, 1.0) * float(behind.tensor.detach().norm()) / size
-        return known
+                (name,) = product.params
+                result[name] = result.get(name, 1.0) * float(product.tensor.detach().norm()) / size
+        return result
 
     def producer(self, value: int) -> Node | None:
         index = self.values[value].producer
         return None if index is None else self.nodes[index]
 
-    def finish(self) -> None:
-        """Who reads what, and what every operation rests on, as sets of bits."""
-        ancestors = self._ancestors
-        for read in self.values:
-            read.consumers.clear()
+    def link(self) -> None:
+        """Compute the consumers of every value and the ancestors of every operation."""
+        for value in self.values:
+            value.consumers.clear()
         for node in self.nodes:
             bits = 1 << node.index
-            for value in node.inputs:
-                if node.name != "empty_like":  # which reads a shape alone
-                    self.values[value].consumers.append(node.index)
-                made = self.values[value].producer
-                if made is not None:
-                    bits |= ancestors[made]
-            ancestors[node.index] = bits
+            for number in node.inputs:
+                if node.name != "empty_like":  # it reads the shape only
+                    self.values[number].consumers.append(node.index)
+                bits |= self.ancestors(number)
+            self._ancestors[node.index] = bits
 
-    def before(self, value: int) -> int:
-        """The operations that a value rests on, as bits."""
+    def ancestors(self, value: int) -> int:
+        """The operations that a value depends on: bit i stands for operation i."""
         index = self.values[value].producer
         return 0 if index is None else self._ancestors[index]
 
-    def makers(self, value: int) -> list[Node]:
-        """The operations that a value rests on, in order."""
-        bits, result = self.before(value), []
+    def ancestor_nodes(self, value: int) -> list[Node]:
+        """The operations that a value depends on, in order."""
+        bits, result = self.ancestors(value), []
         while bits:
             result.append(self.nodes[(bits & -bits).bit_length() - 1])
             bits &= bits - 1
         return result
 
     def leaves(self, value: int) -> list[int]:
-        """What a value rests on that no operation made; the value itself where none made it."""
-        made = self.makers(value)
-        read = dict.fromkeys(v for node in made for v in node.inputs)
-        return [v for v in read if self.values[v].producer is None] if made else [value]
+        """The inputs, parameters and constants that a value depends on; itself if it is one."""
+        nodes = self.ancestor_nodes(value)
+        inputs = dict.fromkeys(v for node in nodes for v in node.inputs)
+        return [v for v in inputs if self.values[v].producer is None] if nodes else [value]
 
-    def rests_on(self, value: int, other: int) -> bool:
-        """Whether `other` is an ancestor of a value, or the value itself."""
-        made = self.values[other].producer
-        if made is not None and len(self.nodes[made].outputs) == 1:
-            return bool(self.before(value) >> made & 1)
+    def depends_on(self, value: int, other: int) -> bool:
+        """Whether `other` is an ancestor of `value` or `value` itself."""
+        index = self.values[other].producer
+        if index is not None and len(self.nodes[index].outputs) == 1:
+            return bool(self.ancestors(value) >> index & 1)
         return value == other or bool(self.path([other], value))
 
     def path(self, starts: Collection[int], end: int) -> list[Node]:
-        """The operations between some values and another one, in order."""
-        stop = self.values[end].producer
-        if stop is None or end in starts:
+        """The operations between any of `starts` and `end`, in order."""
+        last = self.values[end].producer
+        if last is None or end in starts:
             return []
-        result, reached = self._onward(starts, self.before(end), stop)
+        result, reached = self._descendants(starts, self.ancestors(end), last)
         return result if end in reached else []
 
-    def _onward(self, starts: Iterable[int], bits: int, stop: int) -> tuple[list[Node], set[int]]:
-        """Of the operations `bits` up to number `stop` those that read what comes of some values,
-        in order, and all that comes of these."""
+    def _descendants(
+        self, starts: Iterable[int], bits: int, last: int
+    ) -> tuple[list[Node], set[int]]:
+        """Operations among `bits`, up to number `last`, that depend on `starts`; their values."""
         reached, nodes = set(starts), []
         firsts = [index for v in reached for index in self.values[v].consumers[:1]]
-        for index in range(min(firsts, default=stop + 1), stop + 1):
+        for index in range(min(firsts, default=last + 1), last + 1):
             node = self.nodes[index]
             if bits >> index & 1 and not reached.isdisjoint(node.inputs):
                 nodes.append(node)
                 reached.update(node.outputs)
         return nodes, reached
 
-    def routed(self) -> str:
-        """The innermost submodule in which the numbers of a batch choose entries; "" where none
-        does."""
-        return next(self._inside(lambda n: n.name in CHOICES and self._alive(n)), "")
+    def selecting_submodule(self) -> str:
+        """Path of the innermost submodule that selects entries by the batch's numbers, or ""."""
+        return next(self._innermost(lambda n: n.name in SELECTIONS and self._has_live_input(n)), "")
 
-    def drawn(self) -> str | None:
-        """The innermost submodule that draws random numbers on which the output rests; None where
-        none does."""
-        ends = (v for v in tree_flatten(self.outputs)[0] if isinstance(v, int))
-        bits = functools.reduce(operator.or_, map(self.before, ends), 0)
-        return next(self._inside(lambda n: bool(bits >> n.index & 1) and self._random(n)), None)
+    def random_submodule(self) -> str | None:
+        """Path of the innermost submodule that draws random numbers which affect the output."""
+        outputs = (v for v in tree_flatten(self.outputs)[0] if isinstance(v, int))
+        bits = functools.reduce(operator.or_, map(self.ancestors, outputs), 0)
+        return next(self._innermost(lambda n: bits >> n.index & 1 and self._is_random(n)), None)
 
-    def cut(self) -> tuple[str, ...]:
-        """Submodules that detach what depends on the batch and has entries of its own, so that no
-        gradient flows back there."""
+    def detaching_submodules(self) -> tuple[str, ...]:
+        """Paths of submodules that detach a real tensor of the batch, which blocks its gradient."""
 
-        def cuts(node: Node) -> bool:
-            if node.name != "detach" or not self._alive(node):
-                return False
-            return bool(self.tensor(node.inputs[0]).is_floating_point())
+        def detaches(node: Node) -> bool:
+            live = node.name == "detach" and self._has_live_input(node)
+            return live and self.tensor(node.inputs[0]).is_floating_point()
 
-        return tuple(self._inside(cuts))
+        return tuple(self._innermost(detaches))
 
-    def _random(self, node: Node) -> bool:
+    def _is_random(self, node: Node) -> bool:
         if node.name == "native_dropout":
             return bool(node.args[1])
         drops = any(self.values[v].drop_prob for v in node.outputs)
-        return drops or node.name.removesuffix("_") in DRAWS
+        return drops or node.name.removesuffix("_") in RANDOM
 
-    def _inside(self, chosen: Callable[[Node], bool]) -> Iterator[str]:
-        """The innermost submodules in which such operations stand, as they end."""
-        inside: dict[str, int] = {}
+    def _innermost(self, chosen: Callable[[Node], object]) -> Iterator[str]:
+        """Paths of the innermost submodules that contain a chosen operation, as they end."""
+        begins: dict[str, int] = {}
         known: set[int] = set()
         for path, side, _, at in self.boundaries:
             if side == "input":
-                inside[path] = at
+                begins[path] = at
                 continue
-            nodes = self.nodes[inside.pop(path, at) : at]
+            nodes = self.nodes[begins.pop(path, at) : at]
             if new := {n.index for n in nodes if chosen(n)} - known:
                 known |= new
                 yield path
 
-    def _alive(self, node: Node) -> bool:
+    def _has_live_input(self, node: Node) -> bool:
         return any(self.values[v].live for v in node.inputs)
 
-    def run(self, given: Mapping[int, Tensor], *wanted: int) -> list[Tensor]:
-        """Values as they would be if others were what is `given`."""
-        bits, stop = 0, -1
-        for value in wanted:
-            bits |= self.before(value)
-            made = self.values[value].producer
-            stop = max(stop, -1 if made is None else made)
-        forward, _ = self._onward(given, bits, stop)
-        needed, plan = set(wanted) - set(given), []
-        for node in reversed(forward):
+    def run(self, inputs: Mapping[int, Tensor], *outputs: int) -> list[Tensor]:
+        """The tensors of `outputs` if the values in `inputs` had other tensors."""
+        bits = functools.reduce(operator.or_, map(self.ancestors, outputs), 0)
+        last = max((i for v in outputs if (i := self.values[v].producer) is not None), default=-1)
+        affected, _ = self._descendants(inputs, bits, last)
+        needed, plan = set(outputs) - set(inputs), []
+        for node in reversed(affected):
             if not needed.isdisjoint(node.outputs):
                 plan.append(node)
-                needed.update(v for v in node.inputs if v not in given)
-        values = dict(given)
+                needed.update(v for v in node.inputs if v not in inputs)
+        tensors = dict(inputs)
 
-        def now(number: int) -> Tensor:
-            return values[number] if number in values else self.tensor(number)
+        def tensor_of(value: int) -> Tensor:
+            return tensors[value] if value in tensors else self.tensor(value)
 
         with torch.no_grad():
             for node in reversed(plan):
-                pairs = zip(node.outputs, node.redone(now), strict=True)
-                values.update((output, t) for output, t in pairs if output not in given)
-        return [now(v) for v in wanted]
+                pairs = zip(node.outputs, node.rerun(tensor_of), strict=True)
+                tensors.update((output, t) for output, t in pairs if output not in inputs)
+        return [tensor_of(v) for v in outputs]
 
 
-def filled(entry: Any, value: Callable[[int], Any]) -> Any:
+def _substituted(entry: Any, tensor_of: Callable[[int], Any]) -> Any:
     """Arguments with a tensor in place of every `Ref`."""
     kind = type(entry)
     if kind is Ref:
-        return value(entry.value)
+        return tensor_of(entry.value)
     if kind is tuple or kind is list:
-        return kind(filled(e, value) for e in entry)
+        return kind(_substituted(e, tensor_of) for e in entry)
     if kind is dict:
-        return {name: filled(e, value) for name, e in entry.items()}
+        return {name: _substituted(e, tensor_of) for name, e in entry.items()}
     return entry
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes a graph while a module runs; dropout keeps everything."""
+    """Writes a graph while a module runs; dropouts keep every entry.
+
+    Attributes:
+        known: id of a tensor -> its value; `kept` holds the tensors so that ids stay unique.
+        sharing: storage -> the tensors that view it.
+        stale: id of a tensor -> the values that have overwritten its memory, each with the function
+            of its old and of their entries that gives its new ones.
+        uniform: values that are a number plus a uniform draw -> the number.
+        owners: storage of a parameter -> its value.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class _Recorder(TorchDispatchMode):
         self.kept: list[Tensor] = []
         self.sharing: dict[int, list[Tensor]] = {}
         self.stale: dict[int, list[tuple[int, Callable[[Tensor, Tensor], Tensor]]]] = {}
-        self.uniform: dict[int, float] = {}  # values that are a number and a uniform draw
+        self.uniform: dict[int, float] = {}
         for name, parameter in module.named_parameters():
             self.leaf(parameter, name=name, params=frozenset((name,)))
         for name, buffer in module.named_buffers():
@@ -318,7 +318,7 @@ class _Recorder(TorchDispatchMode):
         }
 
     def leaf(self, tensor: Tensor, **fields: Any) -> int:
-        """The value of what the module has or is given."""
+        """The value of an input, parameter, buffer or constant."""
         if id(tensor) in self.known:
             return self.known[id(tensor)]
         return self._bind(tensor, self.graph.add(tensor, **fields))
@@ -331,31 +331,26 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def value_of(self, tensor: Tensor) -> int:
-        """The value that a tensor is now; a new leaf where nothing is known of it."""
+        """The current value of a tensor; an unknown one becomes a leaf or a view of a parameter."""
         result = self.known.get(id(tensor))
         if result is not None:
-            return self._refreshed(tensor, result)
+            for new, func in self.stale.pop(id(tensor), ()):
+                result = self._add_node("overlay", func, (result, new), tensor)
+            return result
         owner = self.owners.get(_storage(tensor))
         if owner is None or tensor is self.graph.tensor(owner):
             return self.leaf(tensor)
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
-        def seen(whole: Tensor) -> Tensor:
+        def view(whole: Tensor) -> Tensor:
             return whole.as_strided(size, stride, offset)
 
-        return self._bind(tensor, self._derived(tensor, "view", seen, (owner,)))
+        return self._add_node("view", view, (owner,), tensor)
 
-    def _derived(
-        self, tensor: Tensor, name: str, func: Callable[..., Tensor], inputs: tuple[int, ...]
-    ) -> int:
-        """A tensor as the value that an operation of the recorder's own makes of others."""
-        parts = [self.graph.values[v] for v in inputs]
-        live, index = any(v.live for v in parts), len(self.graph.nodes)
-        params = frozenset() if live else frozenset().union(*(v.params for v in parts))
-        made = self.graph.add(tensor, producer=index, live=live, params=params)
-        refs = tuple(map(Ref, inputs))
-        self.graph.nodes.append(Node(index, name, func, refs, {}, inputs, (made,)))
-        return made
+    def _add_node(self, name: str, func: Any, inputs: tuple[int, ...], tensor: Tensor) -> int:
+        """Record an operation of the recorder's own that gives a tensor; return its value."""
+        self._record(name, func, (tuple(map(Ref, inputs)), {}), inputs, [], tensor, None)
+        return self.known[id(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -366,35 +361,35 @@ class _Recorder(TorchDispatchMode):
             lambda a: Ref(self.known[id(a)]) if isinstance(a, Tensor) else a, (args, kwargs)
         )
         written = _written(func, args, kwargs)
-        for tensor in written:
+        for tensor in written:  # the values that share this memory keep their old entries
             for other in self.sharing.get(_storage(tensor), ()):
-                before = self.graph.values[self.known[id(other)]]
-                if before.tensor is other:
-                    before.tensor = other.clone()
+                value = self.graph.values[self.known[id(other)]]
+                if value.tensor is other:
+                    value.tensor = other.clone()
         drop_prob, keep, plain = None, None, name.removesuffix("_")
-        if plain == "floor":  # of a number and a uniform draw
+        if plain == "floor":  # floor(keep + uniform draw)
             keep = self.uniform.get(inputs[0])
         elif plain == "bernoulli" and func._overloadname in ("float", "p"):
             # torch leaves out an argument that is its default, 0.5
             keep = float(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
         if keep is not None:
             drop_prob = round(1 - keep, 6)
-            made = args[0].fill_(keep) if written else torch.full_like(args[0], keep)
-            func, refs, inputs = _kept(made), ((), {}), ()
+            result = args[0].fill_(keep) if written else torch.full_like(args[0], keep)
+            func, refs, inputs = _constant_like(result), ((), {}), ()
         elif name == "native_dropout":
-            func = _undropped
+            func = _dropout_of_nothing
         elif name == "native_batch_norm":
-            func = _unmoved
+            func = _batch_norm_without_update
         if keep is None:
-            made = func(*args, **kwargs)
-        self._record(name, func, refs, inputs, written, made, drop_prob)
+            result = func(*args, **kwargs)
+        self._record(name, func, refs, inputs, written, result, drop_prob)
         shift = self.uniform.get(inputs[0]) if len(inputs) == 1 else None
         if plain == "rand":
-            self.uniform[self.known[id(made)]] = 0.0
-        elif shift is not None and plain in ("add", *VIEWS) and isinstance(made, Tensor):
+            self.uniform[self.known[id(result)]] = 0.0
+        elif shift is not None and plain in ("add", *VIEWS) and isinstance(result, Tensor):
             number = next((float(a) for a in args if type(a) is float), 0.0)
-            self.uniform[self.known[id(made)]] = shift + number
-        return made
+            self.uniform[self.known[id(result)]] = shift + number
+        return result
 
     def _record(
         self,
@@ -403,63 +398,58 @@ class _Recorder(TorchDispatchMode):
         refs: Any,
         inputs: tuple[int, ...],
         written: list[Tensor],
-        made: Any,
+        result: Any,
         drop_prob: float | None,
     ) -> None:
         graph, index = self.graph, len(self.graph.nodes)
-        old = [self.known[id(t)] for t in written]
-        ingredients = [graph.values[v] for v in inputs]
-        masks = [v.drop_prob for v in ingredients if v.drop_prob is not None]
-        live = any(v.live for v in ingredients)
+        writes = tuple(self.known[id(t)] for t in written)
+        sources = [graph.values[v] for v in inputs]
+        masks = [v.drop_prob for v in sources if v.drop_prob is not None]
+        live = any(v.live for v in sources)
         if drop_prob is None and masks and not live and name.rstrip("_") in ("div", "mul", *VIEWS):
             drop_prob = masks[0]
-        if drop_prob is not None:
-            live = False
+        live = live and drop_prob is None
+        params = frozenset() if live else frozenset().union(*(v.params for v in sources))
         outputs = []
-        for tensor in tree_flatten(made)[0]:
-            if not isinstance(tensor, Tensor):
-                continue
-            params = frozenset() if live else frozenset().union(*(v.params for v in ingredients))
-            fields = {"live": live, "params": params, "drop_prob": drop_prob}
-            value = graph.add(tensor, producer=index, **fields)
-            outputs.append(value)
-            self._bind(tensor, value)
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, Tensor):
+                fields = {"live": live, "params": params, "drop_prob": drop_prob}
+                outputs.append(graph.add(tensor, producer=index, **fields))
+                self._bind(tensor, outputs[-1])
         graph.nodes.append(
-            Node(index, name, func, refs[0], refs[1], inputs, tuple(outputs), tuple(old))
+            Node(index, name, func, refs[0], refs[1], inputs, tuple(outputs), writes)
         )
         for tensor in written:
             self._overwrite(tensor)
 
     def _overwrite(self, written: Tensor) -> None:
-        """Whatever shares memory with a tensor that was written is another value when next used."""
+        """Mark the tensors that share memory with one that was written as stale."""
         new = self.known[id(written)]
         for other in self.sharing.get(_storage(written), ()):
             if other is not written and self.graph.values[self.known[id(other)]].name is None:
                 pending = self.stale.setdefault(id(other), [])
                 pending.append((new, _overlaid(other, written)))
 
-    def _refreshed(self, tensor: Tensor, value: int) -> int:
-        """The value of a tensor whose memory was written through another one."""
-        for new, func in self.stale.pop(id(tensor), ()):
-            value = self.known[id(tensor)] = self._derived(tensor, "overlay", func, (value, new))
-        return value
-
 
 def _overlaid(old: Tensor, new: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """One view of a memory after another view of it was written."""
-    places = torch.arange(old.untyped_storage().nbytes() // old.element_size())
-    at, over = (
-        places.as_strided(t.size(), t.stride(), t.storage_offset()).flatten() for t in (old, new)
-    )
-    shape, size = old.shape, len(places)
+    """The entries of a view after another view of the same memory was written, as a function."""
+    layouts = [(t.size(), t.stride(), t.storage_offset()) for t in (old, new)]
+    shape, size = old.shape, old.untyped_storage().nbytes() // old.element_size()
 
-    def lay(first: Tensor, second: Tensor) -> Tensor:
+    @functools.cache
+    def places() -> list[Tensor]:
+        """Where each view lies in the memory, computed only if the view is used again."""
+        every = torch.arange(size)
+        return [every.as_strided(*layout).flatten() for layout in layouts]
+
+    def overlay(first: Tensor, second: Tensor) -> Tensor:
+        at, over = places()
         memory = torch.zeros(size, dtype=first.dtype)
         memory[at] = first.reshape(-1)
         memory[over] = second.reshape(-1).to(first.dtype)
         return memory[at].reshape(shape)
 
-    return lay
+    return overlay
 
 
 def _storage(tensor: Tensor) -> int:
@@ -469,20 +459,20 @@ def _storage(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-def _kept(mask: Tensor) -> Callable[[], Tensor]:
-    """A dropout's mask that keeps every entry, whatever has the memory of this one later."""
+def _constant_like(mask: Tensor) -> Callable[[], Tensor]:
+    """A function that makes a dropout mask which keeps every entry, of its own memory."""
     keep, shape, dtype = float(mask.flatten()[0]), mask.shape, mask.dtype
     return lambda: torch.full(shape, keep, dtype=dtype)
 
 
-def _undropped(x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+def _dropout_of_nothing(x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
     return x.clone(), torch.ones_like(x, dtype=torch.bool)
 
 
-def _unmoved(*args: Any) -> Any:
-    """Batch norm that leaves what it has seen so far as it was, which its schema hides."""
-    seen = (None, None) if args[5] else args[3:5]
-    return torch.native_batch_norm(*args[:3], *seen, *args[5:])
+def _batch_norm_without_update(*args: Any) -> Any:
+    """Batch norm that leaves its running statistics, a side effect that its schema hides."""
+    statistics = (None, None) if args[5] else args[3:5]
+    return torch.native_batch_norm(*args[:3], *statistics, *args[5:])
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -496,79 +486,83 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tensor]) -> Graph:
-    """The graph of one call in training mode, whose dropouts drop nothing.
+    """The graph of one call, in which dropouts keep every entry.
 
     Args:
         call: runs the module.
-        batch: the tensors that it is run on.
+        batch: the tensors that it is run on, by name.
     """
     recorder = _Recorder(module)
     for name, tensor in batch.items():
         recorder.leaf(tensor, live=True, name=name)
     boundaries = recorder.graph.boundaries
 
-    def keep(path: str, side: Side, value: Any) -> None:
+    def add_boundary(path: str, side: Side, value: Any) -> None:
         tensors = (t for t in tree_flatten(_plain(value))[0] if isinstance(t, Tensor))
         tensor = next(tensors, None)
         if tensor is not None and id(tensor) in recorder.known:
-            value, at = recorder.known[id(tensor)], len(recorder.graph.nodes)
-            boundaries.append(Boundary(path, side, value, at))
+            number, at = recorder.known[id(tensor)], len(recorder.graph.nodes)
+            boundaries.append(Boundary(path, side, number, at))
 
     with ExitStack() as stack:
         for path, part in module.named_modules():
 
-            def before(_: Any, given: Any, named: Any, path: str = path) -> None:
-                keep(path, "input", [*given, *named.values()])
+            def before(_: Any, args: Any, kwargs: Any, path: str = path) -> None:
+                add_boundary(path, "input", [*args, *kwargs.values()])
 
-            def after(_: Any, __: Any, made: Any, path: str = path) -> None:
-                keep(path, "output", made)
+            def after(_: Any, __: Any, output: Any, path: str = path) -> None:
+                add_boundary(path, "output", output)
 
-            # Ahead of hooks that change it: what a part takes and gives by its own code.
+            # Ahead of the module's own hooks, which may change its inputs and outputs.
             entering = part.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             stack.callback(entering.remove)
             stack.callback(part.register_forward_hook(after, prepend=True).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         with recorder:
-            made = call()
+            result = call()
     graph = recorder.graph
     graph.outputs = tree_map(
-        lambda t: recorder.known.get(id(t)) if isinstance(t, Tensor) else t, _plain(made)
+        lambda t: recorder.known.get(id(t)) if isinstance(t, Tensor) else t, _plain(result)
     )
-    graph.finish()
+    graph.link()
     return graph
 
 
-class _Watcher(TorchDispatchMode):
-    """Keeps how far back every softmax over keys reaches."""
+class _SpanRecorder(TorchDispatchMode):
+    """Collects the attention span of every softmax over keys."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reaches: list[int | None] = []
+        self.spans: list[int | None] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func._schema.name.partition("::")[2] in SOFTMAX:
-            self.reaches.append(reach_of(made))
-        return made
+            self.spans.append(attention_span(result))
+        return result
 
 
-def reach_of(weights: Tensor) -> int | None:
-    """The most tokens back, itself included, that a token looks; None where it sees the first."""
+def attention_span(weights: Tensor) -> int | None:
+    """The most tokens back, itself included, that a query attends to; None if the first is reached.
+
+    Args:
+        weights: (..., queries, keys); None too if these numbers differ.
+    """
     length = weights.shape[-1]
     if weights.ndim < 3 or weights.shape[-2] != length or length < 2:
         return None
-    seen = (weights.reshape(-1, length, length) > 0).any(0)
-    reach = max(i - int(row.nonzero()[0]) + 1 for i, row in enumerate(seen) if bool(row.any()))
-    return reach if reach < length else None
+    attended = (weights.reshape(-1, length, length) > 0).any(0)
+    rows = [(i, row) for i, row in enumerate(attended) if bool(row.any())]
+    span = max(i - int(row.nonzero()[0]) + 1 for i, row in rows)
+    return span if span < length else None
 
 
-def reaches(call: Callable[[], Any]) -> list[int | None]:
-    """Of every softmax of one call, in order, how far back it reaches."""
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _Watcher() as watcher:
+def attention_spans(call: Callable[[], Any]) -> list[int | None]:
+    """The attention span of every softmax of one call, in order."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _SpanRecorder() as recorder:
         call()
-    result: list[int | None] = watcher.reaches
-    return result
+    return list(recorder.spans)
 
 
 def _plain(value: Any) -> Any:

@@ -11,64 +11,140 @@ from torch import Tensor
 
 from ...prediction.draws import STREAM
 from ..roles import HookPoint, ModuleBranch, Role, SubmoduleTensor, WeightPart
+from .around import EmbeddingUnit, HeadUnit
 from .graph import VIEWS, Graph
-from .stream import BranchUnit, SumChain
+from .stream import BranchUnit, Projections, SumChain
 from .units import LinearUnit, Norm
 
-MOST = 1 << 25
-"""Entries of a matrix beyond which only its plain forms are followed, entry by entry."""
+LARGEST = 1 << 25
+"""Entries of a matrix up to which it is traced to its parameter entry by entry."""
 
-_SAME = ("_to_copy", "alias", "detach", "clone", "lift_fresh")
-"""Operations that keep every entry where it is."""
+_COPIES = ("_to_copy", "alias", "detach", "clone", "lift_fresh")
+"""Operations that leave every entry at its place."""
+
+
+@dataclass
+class Stack:
+    """One chain of residual sums, its blocks by layer, and what precedes and follows it.
+
+    Attributes:
+        prefix: "", or "encoder." if there is a decoder too.
+        placements: where the norms of each layer are: "pre", "post", ...
+        unnormed: layer and block of the few that lack the norms which the others have.
+    """
+
+    prefix: str
+    chain: SumChain
+    layers: list[list[BranchUnit]]
+    placements: list[str]
+    unnormed: list[tuple[int, str]]
+    embedding: EmbeddingUnit
+    head: HeadUnit
+
+    def units(self) -> Iterator[tuple[int, BranchUnit]]:
+        """Every block with the number of its layer, from 1."""
+        for number, units in enumerate(self.layers, start=1):
+            yield from ((number, unit) for unit in units)
+
+    def placement(self, layer: int, unit: BranchUnit) -> str:
+        return "none" if (layer, unit.name) in self.unnormed else self.placements[layer - 1]
+
+
+# --- parameters -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Claim:
-    """Some rows or columns of a parameter, and the role they have."""
+    """A role of a parameter, or of some of its rows (axis 0) or columns (axis 1)."""
 
     stack: str
     layer: int
     name: str
-    axis: int
-    places: Tensor | None
-    fan_in: int
-    fan_out: int
-    transposed: bool = False
+    axis: int = 0
+    places: Tensor | None = None
+    fan_in: int = 0
+    fan_out: int = 0
     unit: bool | None = None
 
 
 @dataclass
 class Roles:
-    """Collects who claims which part of which parameter.
+    """Collects which unit uses which part of which parameter.
 
     Attributes:
-        again: stack, layer, role and parameter of what an earlier layer has already.
+        repeated: stack, layer, role and parameter of what an earlier layer uses already.
     """
 
     graph: Graph
     claims: dict[str, list[_Claim]] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
-    again: list[tuple[str, int, str, str]] = field(default_factory=list)
+    repeated: list[tuple[str, int, str, str]] = field(default_factory=list)
 
-    def whole(
-        self, stack: str, layer: int, name: str, parameter: str, unit: bool | None = None
-    ) -> None:
-        """A vector or a table."""
-        self._claim(parameter, _Claim(stack, layer, name, 0, None, 0, 0, unit=unit))
+    def add_stack(self, stack: Stack) -> None:
+        """Add the parameters of all units of a stack."""
+        prefix, last = stack.prefix, len(stack.layers) + 1
+        embedding, head = stack.embedding, stack.head
+        for number, unit in stack.units():
+            self._add_block(prefix, number, unit)
+        for role, name in embedding.tables.items():
+            if role != "token" or not prefix or name not in self.claims:
+                self._add("" if role == "token" else prefix, 0, role, name)
+        self._add(prefix, 0, "patch", embedding.patch)
+        self._add(prefix, 0, "factor", embedding.factor)
+        self._add(prefix, 0, "embedding.norm", embedding.norm)
+        self._add(prefix, last, "final.norm", stack.chain.final)
+        self._add(prefix, last, "head.transform", head.transform)
+        self._add(prefix, last, "head.factor", head.factor)
+        self._add(prefix, last, "head.norm", head.norm)
+        if head.matrix is not None and not head.matrix.params & set(embedding.tables.values()):
+            self._add(prefix, last, "head", head.matrix)
+        elif head.matrix is not None:  # tied to a table
+            for bias in head.matrix.biases:
+                for name in self.graph.values[bias].params:
+                    self._add(prefix, last, "head.bias", name)
 
-    def norm(self, stack: str, layer: int, site: str, norm: Norm | None) -> None:
-        if norm is None:
-            return
-        for name in norm.gains:
-            self.whole(stack, layer, f"{site}.gain", name, norm.unit)
-        for name in norm.biases:
-            self.whole(stack, layer, f"{site}.bias", name)
+    def _add_block(self, stack: str, layer: int, unit: BranchUnit) -> None:
+        cross = "cross_" if unit.name == "cross" else ""
+        if (attention := unit.attention) is not None:
+            self._add_projections(stack, layer, cross, attention.projections)
+            for linear in attention.output[-1:]:
+                self._add(stack, layer, f"{cross}output", linear)
+            self._add(stack, layer, f"{cross}query.norm", attention.qk_norm)
+            self._add(stack, layer, f"{cross}key.norm", attention.key_norm)
+            self._add(stack, layer, "attention_sink", attention.sinks)
+            if layer == 1:
+                self._add(stack, 0, "relative_bias", attention.relative)
+        if unit.feed is not None:
+            self._add_projections(stack, layer, "", unit.feed.projections)
+            self._add(stack, layer, "ffn_out", unit.feed.output)
+        for norm in (unit.pre_norm, unit.sum_norm):
+            self._add(stack, layer, f"{unit.name}.norm", norm)
+        self._add(stack, layer, f"{unit.name}.post_norm", unit.output_norm)
+        for name in unit.scale_params:
+            self._add(stack, layer, f"{unit.name}.branch_scale", name)
 
-    def linear(
+    def _add_projections(self, stack: str, layer: int, cross: str, rows: Projections) -> None:
+        for role, matrices in rows.items():
+            for linear, columns in matrices:
+                self._add_linear(stack, layer, cross + role, linear, columns)
+
+    def _add(self, stack: str, layer: int, name: str, unit: LinearUnit | Norm | str | None) -> None:
+        """Add a linear map, a norm or a parameter by its name."""
+        if isinstance(unit, LinearUnit):
+            self._add_linear(stack, layer, name, unit)
+        elif isinstance(unit, Norm):
+            for gain in unit.gains:
+                self._claim(gain, _Claim(stack, layer, f"{name}.gain", unit=unit.unit))
+            for bias in unit.biases:
+                self._claim(bias, _Claim(stack, layer, f"{name}.bias"))
+        elif unit is not None:
+            self._claim(unit, _Claim(stack, layer, name))
+
+    def _add_linear(
         self, stack: str, layer: int, name: str, linear: LinearUnit, columns: Tensor | None = None
     ) -> None:
-        """A matrix, or those of its columns that play a role, and its bias."""
-        result = self._entries(linear)
+        """Add a matrix, or those of its output columns that play a role, and its bias."""
+        result = self._columns_of(linear)
         if result is None:
             self.doubts.append(
                 f"{', '.join(sorted(linear.params))}: made over before it is used as {name}"
@@ -77,294 +153,272 @@ class Roles:
         parameter, axis, places, fan_in = result
         total = len(places)
         chosen = None if columns is None or len(columns) == total else places[columns]
-        taken = total if chosen is None else len(chosen)
-        held = self.graph.leaf(parameter)
-        if chosen is None and held.numel() != fan_in * total:
+        fan_out = total if chosen is None else len(chosen)
+        if chosen is None and self.graph.leaf(parameter).numel() != fan_in * total:
             chosen = places
-        claim = _Claim(stack, layer, name, axis, chosen, fan_in, taken, axis == 1)
-        self._claim(parameter, claim)
+        self._claim(parameter, _Claim(stack, layer, name, axis, chosen, fan_in, fan_out))
         for bias in linear.biases:
-            row = self._owner(bias)
-            if row is not None:
-                owner, where = row[0], row[1].reshape(-1)[:total]
-                part = where if columns is None else where[columns]
-                if len(part) == self.graph.leaf(owner).numel():
+            if (entries := self._entries_of(bias)) is not None:
+                vector, where = entries[0], entries[1].reshape(-1)[:total]
+                part: Tensor | None = where if columns is None else where[columns]
+                if part is not None and len(part) == self.graph.leaf(vector).numel():
                     part = None
-                self._claim(owner, _Claim(stack, layer, f"{name}.bias", 0, part, 0, 0))
+                self._claim(vector, _Claim(stack, layer, f"{name}.bias", places=part))
 
     def _claim(self, parameter: str, claim: _Claim) -> None:
-        rows = self.claims.setdefault(parameter, [])
-        for other in rows:
-            if other.name == claim.name and other.stack == claim.stack:
-                same = other.places is None or (
-                    claim.places is not None and torch.equal(other.places, claim.places)
-                )
-                if same:  # the same thing again, in another layer
-                    if other.layer != claim.layer:
-                        self.again.append((claim.stack, claim.layer, claim.name, parameter))
-                    return
-        rows.append(claim)
+        claims = self.claims.setdefault(parameter, [])
+        for other in claims:
+            if (other.name, other.stack) == (claim.name, claim.stack) and (
+                other.places is None
+                or (claim.places is not None and torch.equal(other.places, claim.places))
+            ):
+                if other.layer != claim.layer:
+                    self.repeated.append((claim.stack, claim.layer, claim.name, parameter))
+                return
+        claims.append(claim)
 
-    def _entries(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
-        """Parameter, its axis of features made, the place of every column there, features read."""
+    def _columns_of(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
+        """Parameter, its axis of output features, the place there of each output column, fan_in."""
         graph = self.graph
         node = graph.nodes[linear.node]
         if len(linear.params) != 1:
-            return self._traced(linear)
+            return self._traced_columns(linear)
         (name,) = linear.params
-        held = self.graph.leaf(name)
-        turned = [n.name for n in graph.makers(linear.matrix) if n.name not in _SAME]
+        tensor = graph.leaf(name)
+        changes = [n.name for n in graph.ancestor_nodes(linear.matrix) if n.name not in _COPIES]
         if "convolution" in node.name:
-            return None if turned else (name, 0, torch.arange(len(held)), held[0].numel())
-        reads_first = node.inputs[-1] == linear.matrix
-        if held.ndim == 2 and turned in ([], ["t"], ["transpose"]):
-            axis = int(reads_first) ^ int(bool(turned))
-            return name, axis, torch.arange(held.shape[axis]), held.shape[1 - axis]
-        return self._traced(linear)
+            return None if changes else (name, 0, torch.arange(len(tensor)), tensor[0].numel())
+        if tensor.ndim == 2 and changes in ([], ["t"], ["transpose"]):
+            axis = int(node.inputs[-1] == linear.matrix) ^ int(bool(changes))
+            return name, axis, torch.arange(tensor.shape[axis]), tensor.shape[1 - axis]
+        return self._traced_columns(linear)
 
-    def _traced(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
-        """The same for a matrix that is a part or another view of its parameter."""
-        result = self._owner(linear.matrix)
+    def _traced_columns(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
+        """`_columns_of` a matrix that is a part or another view of its parameter."""
+        result = self._entries_of(linear.matrix)
         if result is None:
             return None
-        (name, places), held = result, self.graph.leaf(result[0])
+        name, places = result
+        tensor = self.graph.leaf(name)
         if self.graph.nodes[linear.node].inputs[-1] != linear.matrix:
             places = places.transpose(-1, -2)
         if places.ndim == 3 and bool((places == places[:1]).all()):  # one matrix for every row
             places = places[0]
         if places.ndim == 3:  # (heads, in, out) -> (in, heads * out)
             places = places.transpose(0, 1).flatten(1)
-        flat = held.reshape(len(held), -1).shape
-        rows, columns = places // flat[1], places % flat[1]
+        width = tensor.reshape(len(tensor), -1).shape[1]
+        rows, columns = places // width, places % width
         if bool((rows == rows[:1]).all()):
             return name, 0, rows[0], places.shape[0]
         if bool((columns == columns[:1]).all()):
             return name, 1, columns[0], places.shape[0]
-        if places.numel() == held.numel():
+        if places.numel() == tensor.numel():
             return name, 0, torch.arange(places.shape[1]), places.shape[0]
         return None
 
-    def _owner(self, value: int) -> tuple[str, Tensor] | None:
-        """The parameter that a value is entries of, and which; None where they are of several, or
-        others than it has."""
-        graph, given = self.graph, dict[int, Tensor]()
-        owners, offset = [], 0
+    def _entries_of(self, value: int) -> tuple[str, Tensor] | None:
+        """The parameter whose entries a value is, and their flat indices; None if there is none."""
+        graph, numbers = self.graph, dict[int, Tensor]()
+        spans, end = [], 0
         for leaf in graph.leaves(value):
-            held, name = graph.tensor(leaf), graph.values[leaf].name
-            if name is None or offset + held.numel() > MOST:
+            tensor, name = graph.tensor(leaf), graph.values[leaf].name
+            begin, end = end, end + tensor.numel()
+            if name is None or end > LARGEST:
                 return None
-            end = offset + held.numel()
-            given[leaf] = torch.arange(offset, end).view(held.shape)
-            owners.append((name, offset, end))
-            offset = end
-        places = _followed(graph, given, value)
+            numbers[leaf] = torch.arange(begin, end).view(tensor.shape)
+            spans.append((name, begin, end))
+        places = _moved(graph, numbers, value)
         if places is None:
             return None
-        for name, first, end in owners:
-            if first <= int(places.min()) and int(places.max()) < end:
-                return name, places - first
+        for name, begin, end in spans:
+            if begin <= int(places.min()) and int(places.max()) < end:
+                return name, places - begin
         return None
 
     def roles(self) -> list[Role]:
-        """Every claim as a role; parts of one parameter tell each other's places."""
+        """The role of every part of every parameter."""
         result = []
         for parameter, claims in self.claims.items():
             if any(claim.places is None for claim in claims):
                 claims = [claim for claim in claims if claim.places is None][:1]
-            held = self.graph.leaf(parameter)
             for claim in claims:
                 short = claim.name.removesuffix(".bias")
-                for part in self._parts(parameter, claims, claim, held):
+                for part in self._parts(parameter, claims, claim):
                     label = f"{parameter} [{short}]" if part.split else parameter
-                    fans = claim.fan_in, claim.fan_out, claim.transposed
+                    fans = claim.fan_in, claim.fan_out, claim.axis == 1
                     where = claim.stack, claim.layer, claim.name
                     result.append(Role(*where, part, *fans, label, claim.unit))
         return result
 
-    def _parts(
-        self, parameter: str, claims: list[_Claim], claim: _Claim, held: Tensor
-    ) -> list[WeightPart]:
+    def _parts(self, parameter: str, claims: list[_Claim], claim: _Claim) -> list[WeightPart]:
+        """The runs of rows or columns that a claim covers, among those of all claims."""
         name = claim.stack + claim.name
         if claim.places is None:
             return [WeightPart(name, parameter)]
-        size = held.shape[claim.axis]
-        labels = torch.full((size,), -1)
+        labels = torch.full((self.graph.leaf(parameter).shape[claim.axis],), -1)
         for number, other in enumerate(claims):
             if other.axis == claim.axis and other.places is not None:
                 labels[other.places] = number
         values, counts = torch.unique_consecutive(labels, return_counts=True)
         period = _period(list(zip(values.tolist(), counts.tolist(), strict=True)))
         split = tuple(width for _, width in period)
-        position = next(number for number, other in enumerate(claims) if other is claim)
         return [
             WeightPart(name, parameter, claim.axis, place, split)
             for place, (label, _) in enumerate(period)
-            if label == position
+            if label >= 0 and claims[label] is claim
         ]
 
 
 def _period(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The shortest run of runs whose repetition is all of them."""
+    """The shortest beginning of a list whose repetition is the whole list."""
     for length in range(1, len(runs) + 1):
         if len(runs) % length == 0 and runs == runs[:length] * (len(runs) // length):
             return runs[:length]
     return runs
 
 
-def _followed(graph: Graph, given: dict[int, Tensor], end: int) -> Tensor | None:
-    """Places that views carry along; None where entries are changed on the way."""
-    values = dict(given)
-    for node in graph.makers(end):
+def _moved(graph: Graph, leaves: dict[int, Tensor], end: int) -> Tensor | None:
+    """`end` computed from integer leaves; None if an operation does more than move entries."""
+    tensors = dict(leaves)
+    for node in graph.ancestor_nodes(end):
         scaled = node.name in ("mul", "div") and len(node.inputs) == 1
-        if scaled or node.name in _SAME:
-            values[node.outputs[0]] = values[node.inputs[0]]
+        if scaled or node.name in _COPIES:
+            tensors[node.outputs[0]] = tensors[node.inputs[0]]
             continue
         if node.name not in VIEWS and node.name not in ("cat", "stack"):
             return None
-        values |= dict(zip(node.outputs, node.redone(values.get), strict=True))
-    return values.get(end)
+        tensors |= dict(zip(node.outputs, node.rerun(tensors.get), strict=True))
+    return tensors.get(end)
+
+
+# --- sites ----------------------------------------------------------------------------------------
 
 
 class Sites:
-    """Submodules at whose inputs and outputs the values of a graph pass.
+    """The submodules whose first input or output is a value of the graph.
 
     Attributes:
         tokens: those that hold every token, in sequences or one after the other.
 
     Args:
         streams: the first values of the residual streams.
-        dropouts: paths of submodules that are nn.Dropout, which may drop nothing yet.
+        dropouts: paths of the submodules that are nn.Dropout, which may drop nothing yet.
     """
 
     def __init__(self, graph: Graph, streams: Iterable[int], dropouts: Collection[str]) -> None:
         self.graph, self.dropouts = graph, dropouts
         rows = {graph.tensor(v).numel() // graph.tensor(v).shape[-1] for v in streams}
-        self.at: dict[int, list[SubmoduleTensor]] = {}
-        counts: dict[tuple[str, str], set[int]] = {}
-        seen = [b for b in graph.boundaries if graph.tensor(b.value).ndim in (2, 3)]
+        boundaries = [b for b in graph.boundaries if graph.tensor(b.value).ndim in (2, 3)]
         self.tokens = {
             SubmoduleTensor(path, side)
-            for path, side, value, _ in seen
+            for path, side, value, _ in boundaries
             if graph.tensor(value).ndim == 3 or len(graph.tensor(value)) in rows
         }
-        for path, side, value, _ in seen:
-            counts.setdefault((path, side), set()).add(self._same(value))
-        for path, side, value, _ in seen:
-            if len(counts[path, side]) == 1:
-                points = self.at.setdefault(self._same(value), [])
-                if SubmoduleTensor(path, side) not in points:
-                    points.append(SubmoduleTensor(path, side))
+        values: dict[SubmoduleTensor, set[int]] = {}
+        for path, side, value, _ in boundaries:
+            values.setdefault(SubmoduleTensor(path, side), set()).add(self._viewed(value))
+        self._at: dict[int, list[SubmoduleTensor]] = {}
+        for point, origins in values.items():
+            if len(origins) == 1:  # a submodule that runs on several values is no site
+                self._at.setdefault(origins.pop(), []).append(point)
 
-    def _same(self, value: int) -> int:
-        """The value that others are mere views of."""
+    def _viewed(self, value: int) -> int:
+        """The value that a value is a mere view of."""
         while (node := self.graph.producer(value)) is not None:
-            whole = self.graph.tensor(value).numel()
-            transparent = node.name in VIEWS and len(node.outputs) == 1
-            if not transparent or self.graph.tensor(node.inputs[0]).numel() != whole:
+            size = self.graph.tensor(value).numel()
+            view = node.name in VIEWS and len(node.outputs) == 1
+            if not view or self.graph.tensor(node.inputs[0]).numel() != size:
                 break
             value = node.inputs[0]
         return value
 
-    def of(self, value: int) -> list[SubmoduleTensor]:
-        return self.at.get(self._same(value), [])
+    def at(self, value: int) -> list[SubmoduleTensor]:
+        """The submodules that give or read a value, in the order of the pass."""
+        return self._at.get(self._viewed(value), [])
 
     def output(self, value: int) -> SubmoduleTensor | None:
-        """The innermost submodule that gives a value, else the first that takes it."""
-        return min(self.of(value), key=lambda point: point.side == "input", default=None)
-
-    def dropped(self, unit: BranchUnit) -> SubmoduleTensor | None:
-        """The submodule that drops what a block gives."""
-        if unit.dropped is not None:
-            return self.output(unit.dropped)
-        points = (p for p in self.of(unit.raw) if p.path in self.dropouts and p.side == "output")
-        return next(points, None)
+        """The innermost submodule that gives a value, else the first that reads it."""
+        return min(self.at(value), key=lambda point: point.side == "input", default=None)
 
     def input(self, value: int) -> SubmoduleTensor | None:
-        """The first submodule that takes a value, else the innermost that gives it."""
-        return min(self.of(value), key=lambda point: point.side == "output", default=None)
+        """The first submodule that reads a value, else the innermost that gives it."""
+        return min(self.at(value), key=lambda point: point.side == "output", default=None)
+
+    def dropout(self, unit: BranchUnit) -> SubmoduleTensor | None:
+        """The submodule that applies dropout to a block's output."""
+        if unit.dropped is not None:
+            return self.output(unit.dropped)
+        points = (p for p in self.at(unit.raw) if p.path in self.dropouts and p.side == "output")
+        return next(points, None)
 
     def norm(self, norm: Norm) -> str | None:
-        """The submodule that is a norm."""
-        before = {p.path for p in self.of(norm.start) if p.side == "input"}
-        behind = [p.path for p in self.of(norm.end) if p.side == "output"]
-        return next((path for path in behind if path in before), None)
+        """The path of the submodule that is a norm."""
+        inputs = {p.path for p in self.at(norm.start) if p.side == "input"}
+        outputs = (p.path for p in self.at(norm.end) if p.side == "output")
+        return next((path for path in outputs if path in inputs), None)
 
 
 @dataclass
 class Placed:
-    """Hook points and residual branches of a module, and whether it shows every stream."""
+    """Hook points and residual branches of a stack; `complete`: all streams are hook points."""
 
     points: list[HookPoint] = field(default_factory=list)
     blocks: tuple[ModuleBranch, ...] = ()
-    streams: bool = True
+    complete: bool = True
 
 
-def place(
-    sites: Sites,
-    chain: SumChain,
-    layers: list[list[BranchUnit]],
-    stack: str,
-    placements: list[str],
-    odd: Collection[tuple[int, str]],
-) -> Placed:
-    """The sites of one stack.
-
-    Args:
-        placements: by layer.
-        odd: layer and block of the few without norms.
-    """
-    result = Placed()
-    ends = [u.sum.value if u.after is None else u.after.end for *_, u in layers]
-    streams = _alike([sites.of(value) for value in ends])
-    rows = [(0, STREAM, _entering(sites, chain, streams))]
+def place(sites: Sites, stack: Stack) -> Placed:
+    """The sites of a stack as submodules."""
+    ends = [u.sum.output if u.sum_norm is None else u.sum_norm.end for *_, u in stack.layers]
+    streams = _consistent([sites.at(value) for value in ends])
+    rows = [(0, STREAM, _stream_input(sites, stack.chain, streams))]
     blocks: list[ModuleBranch | None] = []
-    for number, (units, stream) in enumerate(zip(layers, streams, strict=True), start=1):
-        own: dict[str, SubmoduleTensor] = {}
+    for number, (units, stream) in enumerate(zip(stack.layers, streams, strict=True), start=1):
+        layer: dict[str, SubmoduleTensor] = {}
         for unit in units:
-            alone = not unit.parallel or unit is units[-1]
-            for site, point in _unit(sites, unit, alone):
+            for site, point in _block_sites(sites, unit, not unit.parallel or unit is units[-1]):
                 rows.append((number, site, point))
                 if point is not None and point in sites.tokens:
-                    own.setdefault(site, point)
+                    layer.setdefault(site, point)
         rows.append((number, STREAM, stream))
         for unit in units:
-            placement = "none" if (number, unit.name) in odd else placements[number - 1]
-            reads = _read_by(sites, unit, stream)
-            where = stack, number, placement
-            made = stream and reads and _branch(unit, own, stream, reads, *where)
-            blocks.append(made)
-    for layer, site, point in rows:
-        if point is not None and point in sites.tokens:
-            result.points.append(HookPoint(layer, stack + site, point.path, point.side))
-        elif site == STREAM:
-            result.streams = False
-    norms = [n for units in layers for u in units for n in (u.before, u.after) if n is not None]
+            inputs = _stream_read(sites, unit, stream)
+            where = stack.prefix, number, stack.placement(number, unit)
+            blocks.append(
+                _branch(unit, layer, stream, inputs, *where) if stream and inputs else None
+            )
+    complete = all(point in sites.tokens for _, site, point in rows if site == STREAM)
     sums = all(point in sites.tokens for _, site, point in rows if site.endswith(".sum"))
-    whole = tuple(block for block in blocks if block is not None)
-    if sums and len(whole) == len(blocks) and all(sites.norm(norm) is not None for norm in norms):
-        result.blocks = whole
-    return result
+    points = [
+        HookPoint(number, stack.prefix + site, point.path, point.side)
+        for number, site, point in (*rows, *_outer_sites(sites, stack))
+        if point is not None and point in sites.tokens
+    ]
+    branches = tuple(block for block in blocks if block is not None)
+    norms = (n for _, u in stack.units() for n in (u.pre_norm, u.sum_norm) if n is not None)
+    norms_known = all(sites.norm(norm) is not None for norm in norms)
+    whole = sums and norms_known and len(branches) == len(blocks)
+    return Placed(points, branches if whole else (), complete)
 
 
 def _branch(
     unit: BranchUnit,
-    own: Mapping[str, SubmoduleTensor],
+    sites: Mapping[str, SubmoduleTensor],
     stream: SubmoduleTensor,
-    reads: SubmoduleTensor,
+    inputs: SubmoduleTensor,
     stack: str,
     layer: int,
     placement: str,
 ) -> ModuleBranch | None:
-    """A residual branch by the sites of its layer; None where no submodule gives its last matrix's
-    outcome."""
+    """A residual branch by the sites of its layer; None if no submodule gives its output."""
     name = unit.name
     last = "ffn.out" if name == "ffn" else f"{name}.projection"
-    post_norm, dropped = own.get(f"{name}.post_norm"), own.get(f"{name}.dropout")
-    given = [p for p in (post_norm, dropped, own.get(last)) if p is not None and p.side == "output"]
-    raw = given[0] if post_norm is not None and given else own.get(last)
-    if not given or raw is None or raw.side != "output":
+    post_norm, dropout = sites.get(f"{name}.post_norm"), sites.get(f"{name}.dropout")
+    outputs = [p for p in (post_norm, dropout, sites.get(last)) if p and p.side == "output"]
+    raw = outputs[0] if post_norm is not None and outputs else sites.get(last)
+    if not outputs or raw is None or raw.side != "output":
         return None
-    norm = own.get(f"{name}.norm") or (own.get("attention.norm") if unit.parallel else None)
+    norm = sites.get(f"{name}.norm") or (sites.get("attention.norm") if unit.parallel else None)
     return ModuleBranch(
         stack=stack,
         layer=layer,
@@ -373,78 +427,100 @@ def _branch(
         placement=placement,
         norm=None if norm is None else norm.path,
         post_norm=None if post_norm is None else post_norm.path,
-        stream=reads,
+        stream=inputs,
         raw=raw,
-        branch=given[0],
-        total=own.get(f"{name}.sum", stream),
+        branch=outputs[0],
+        total=sites.get(f"{name}.sum", stream),
         parallel=unit.parallel,
-        drops=unit.late and given[0] != dropped,
+        drops=unit.drops_last and outputs[0] != dropout,
     )
 
 
-def _read_by(
+def _stream_read(
     sites: Sites, unit: BranchUnit, stream: SubmoduleTensor | None
 ) -> SubmoduleTensor | None:
-    """Where a block's stream goes into a submodule: its norm, or the layer, where it may run alone,
-    as checkpointing has it."""
-    norm = unit.before and sites.norm(unit.before)
+    """Where a block's stream enters a submodule: its norm, or the layer, which may run alone under
+    checkpointing."""
+    norm = unit.pre_norm and sites.norm(unit.pre_norm)
     path = norm or (stream and stream.path)
     inside = SubmoduleTensor(path or "", "input")
-    return inside if inside in sites.of(unit.sum.stream) else sites.input(unit.sum.stream)
+    return inside if inside in sites.at(unit.sum.stream) else sites.input(unit.sum.stream)
 
 
-def _entering(
+def _stream_input(
     sites: Sites, chain: SumChain, streams: list[SubmoduleTensor | None]
 ) -> SubmoduleTensor | None:
-    """The first tensor of the stream: into the first layer where it is a submodule."""
+    """The first tensor of the stream: the input of the first layer if that is a submodule."""
     layer = streams[0].path if streams and streams[0] is not None else ""
-    entry = SubmoduleTensor(layer, "input")
-    return min(sites.of(chain.start), key=lambda p: (p != entry, p.side != "output"), default=None)
+    first = SubmoduleTensor(layer, "input")
+    return min(sites.at(chain.start), key=lambda p: (p != first, p.side != "output"), default=None)
 
 
-def _alike(rows: list[list[SubmoduleTensor]]) -> list[SubmoduleTensor | None]:
-    """Of every layer's candidates the ones that sit alike in all layers, outermost first."""
+def _consistent(rows: list[list[SubmoduleTensor]]) -> list[SubmoduleTensor | None]:
+    """One candidate of every layer, outermost first, whose path is alike in all layers."""
 
-    def shape(point: SubmoduleTensor) -> tuple[str, str]:
+    def pattern(point: SubmoduleTensor) -> tuple[str, str]:
         return re.sub(r"\d+", "#", point.path), point.side
 
-    outer = [[p for p in reversed(row) if p.side == "output"] + row for row in rows]
-    common = set.intersection(*({shape(p) for p in row} for row in rows)) if rows else set()
+    common = set.intersection(*({pattern(p) for p in row} for row in rows)) if rows else set()
     result: list[SubmoduleTensor | None] = []
-    for row in outer:
-        match = [p for p in row if shape(p) in common and shape(p)[0].count("#")]
-        result.append(next(iter([*match, *row]), None))
+    for row in rows:
+        ordered = [p for p in reversed(row) if p.side == "output"] + row
+        alike = [p for p in ordered if pattern(p) in common and "#" in pattern(p)[0]]
+        result.append(next(iter([*alike, *ordered]), None))
     return result
 
 
-def _unit(
-    sites: Sites, unit: BranchUnit, alone: bool
+def _block_sites(
+    sites: Sites, unit: BranchUnit, with_sum: bool
 ) -> Iterator[tuple[str, SubmoduleTensor | None]]:
-    """The sites of one block; its sum where it has one of its own or is the last of several."""
+    """The sites of one block."""
     name = unit.name
-    if unit.before is not None:
-        yield f"{name}.norm", sites.output(unit.before.end)
+    if unit.pre_norm is not None:
+        yield f"{name}.norm", sites.output(unit.pre_norm.end)
     if unit.attention is not None and unit.attention.output:
-        yield f"{name}.heads", sites.input(unit.attention.output[-1].read)
+        yield f"{name}.heads", sites.input(unit.attention.output[-1].input)
         yield f"{name}.projection", sites.output(unit.raw)
-    if unit.feed is not None:
-        rows = [row for rows in unit.feed.into.values() for row in rows]
-        if len({linear.node for linear, _ in rows}) == len(unit.feed.into):
-            for role, side in (("ffn_in", "ffn.in"), ("gate", "ffn.gate")):
-                for linear, _ in unit.feed.into.get(role, [])[:1]:
-                    yield side, sites.output(linear.made)
-        if unit.feed.dropped is None:
-            yield "ffn.activation", sites.input(unit.feed.output.read)
+    if (feed := unit.feed) is not None:
+        rows = [row for rows in feed.projections.values() for row in rows]
+        if len({linear.node for linear, _ in rows}) == len(feed.projections):
+            for role, site in (("ffn_in", "ffn.in"), ("gate", "ffn.gate")):
+                for linear, _ in feed.projections.get(role, [])[:1]:
+                    yield site, sites.output(linear.output)
+        if feed.dropped is None:
+            yield "ffn.activation", sites.input(feed.output.input)
         else:
-            before, behind = unit.feed.dropped
-            yield "ffn.activation", sites.output(before)
-            yield "ffn.activation_dropout", sites.output(behind)
+            yield "ffn.activation", sites.output(feed.dropped[0])
+            yield "ffn.activation_dropout", sites.output(feed.dropped[1])
         yield "ffn.out", sites.output(unit.raw)
-    if (dropped := sites.dropped(unit)) is not None:
-        yield f"{name}.dropout", dropped
-    if unit.behind is not None:
-        yield f"{name}.post_norm", sites.output(unit.behind.end)
-    if alone:
-        yield f"{name}.sum", sites.output(unit.sum.value)
-    if unit.after is not None:
-        yield f"{name}.norm", sites.output(unit.after.end)
+    if (dropout := sites.dropout(unit)) is not None:
+        yield f"{name}.dropout", dropout
+    if unit.output_norm is not None:
+        yield f"{name}.post_norm", sites.output(unit.output_norm.end)
+    if with_sum:
+        yield f"{name}.sum", sites.output(unit.sum.output)
+    if unit.sum_norm is not None:
+        yield f"{name}.norm", sites.output(unit.sum_norm.end)
+
+
+def _outer_sites(sites: Sites, stack: Stack) -> Iterator[tuple[int, str, SubmoduleTensor | None]]:
+    """The sites before the first layer and behind the last."""
+    start, last = stack.chain.start, len(stack.layers) + 1
+    embedding, head = stack.embedding, stack.head
+    if embedding.total != start:
+        yield 0, "embedding.sum", sites.output(embedding.total)
+    if embedding.norm is not None:
+        yield 0, "embedding.norm", sites.output(embedding.norm.end)
+    if not embedding.is_input:
+        if embedding.factor is not None and embedding.norm is not None:
+            yield 0, "embedding", sites.output(embedding.factor.input)
+            yield 0, "embedding.factor", sites.output(start)
+        else:
+            yield 0, "embedding", sites.output(start)
+    if stack.chain.final is not None:
+        yield last, "final.norm", sites.output(stack.chain.final.end)
+    if head.norm is not None:
+        yield last, "head.transform", sites.output(head.norm.start)
+        yield last, "head.norm", sites.output(head.norm.end)
+    if head.matrix is not None and head.pool not in ("first", "mean"):
+        yield last, "logits", sites.output(head.matrix.output)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...model.positions import alibi_slopes
-from .graph import VIEWS, Graph, Node, reach_of
+from .graph import VIEWS, Graph, Node, attention_span
 from .units import (
     EXACT,
     AttentionUnit,
@@ -20,14 +21,17 @@ from .units import (
     LinearUnit,
     Norm,
     RotationUnit,
+    activation_name,
     close,
-    multiple,
-    multiple_or_cap,
-    named,
+    proportionality,
+    slope_and_cap,
 )
 
-HIDDEN = -5e3
-"""What is added to a logit that is meant to vanish is below this."""
+Projections = dict[str, list[tuple[LinearUnit, Tensor]]]
+"""Role -> matrices, each with those of its output columns that play the role."""
+
+MASKED = -5e3
+"""A mask adds less than this to a logit."""
 
 ORDER = ("attention", "cross", "ffn")
 """Blocks of a layer."""
@@ -37,20 +41,27 @@ _SUMS = ("add", "addcmul", "lerp", "sub")
 
 @dataclass
 class StreamSum:
-    """skip_scale * stream + branch_scale * f, plus perhaps a second block's f."""
+    """A residual sum, skip * stream + branch * f, of one block's f or of two.
+
+    Attributes:
+        index: number of the operation.
+        stream: value of the stream that the blocks read.
+        branches: value of each f, before views, dropouts and factors.
+        terms: value of each f as the sum adds it.
+    """
 
     index: int
-    value: int
+    output: int
     stream: int
-    tips: tuple[int, ...]
-    ends: tuple[int, ...] = ()
+    branches: tuple[int, ...]
+    terms: tuple[int, ...]
 
 
 @dataclass
-class Feed:
-    """A feed-forward block."""
+class FeedUnit:
+    """A feed-forward block; `dropped`: values before and after dropout of its activations."""
 
-    into: dict[str, list[tuple[LinearUnit, Tensor]]]
+    projections: Projections
     output: LinearUnit
     activation: str | None
     gated: bool
@@ -61,34 +72,57 @@ class Feed:
 
 @dataclass
 class BranchUnit:
-    """One residual branch, recognised; `late`: dropped behind its last norm, `whole`: its sum is
-    one of multiples, `summed`: what it gives the sum was read."""
+    """One residual branch.
+
+    Attributes:
+        raw: value that its last matrix gives.
+        pre_norm: between the stream and the block's matrices, followed by `pre_factor`.
+        output_norm: of the block's output, before the sum.
+        sum_norm: of the residual sum, followed by `sum_factor`.
+        skip, branch: factors of the sum.
+        scale_params: parameters in `branch`.
+        dropped: value behind the block's dropout, of probability `dropout`.
+        drops_last: whether dropout acts behind `output_norm`.
+        proportional: whether the sum adds multiples of the stream and of the block's output.
+        scales_known: whether `skip` and `branch` could be read.
+        parallel: whether the sum has a second block.
+    """
 
     name: str
     sum: StreamSum
     raw: int
-    before: Norm | None = None
-    factor: float = 1.0
-    behind: Norm | None = None
-    after: Norm | None = None
-    after_factor: float = 1.0
+    pre_norm: Norm | None = None
+    pre_factor: float = 1.0
+    output_norm: Norm | None = None
+    sum_norm: Norm | None = None
+    sum_factor: float = 1.0
     skip: float = 1.0
     branch: float = 1.0
     scale_params: tuple[str, ...] = ()
     dropout: float = 0.0
     dropped: int | None = None
-    late: bool = False
-    whole: bool = True
-    summed: bool = True
+    drops_last: bool = False
+    proportional: bool = True
+    scales_known: bool = True
     parallel: bool = False
     attention: AttentionUnit | None = None
     core: Core | None = None
-    feed: Feed | None = None
+    feed: FeedUnit | None = None
+
+    @property
+    def norms(self) -> list[Norm]:
+        """Its norms: of its input, of the sum, of its output."""
+        return [n for n in (self.pre_norm, self.sum_norm, self.output_norm) if n is not None]
+
+    @property
+    def norm_factor(self) -> float:
+        """The factor behind the norm of its input, or else behind that of the sum."""
+        return self.sum_factor if self.pre_norm is None else self.pre_factor
 
 
 @dataclass
 class SumChain:
-    """One stack's sums in order."""
+    """The sums and blocks of one stack in order, from the value `start` to the value `end`."""
 
     start: int
     sums: list[StreamSum]
@@ -98,11 +132,11 @@ class SumChain:
 
 
 class StreamReader:
-    """Finds the sums of a graph, and reads what stands between them."""
+    """Finds the residual sums of a graph, and reads the blocks between them."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.read = GraphReader(graph)
+        self.reader = GraphReader(graph)
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.chains = self._chains()
@@ -110,303 +144,289 @@ class StreamReader:
     # --- sums --------------------------------------------------------------------------------
 
     def sums(self) -> list[StreamSum]:
-        """Every addition of a value to what products make of that value."""
-        result, inner = [], set()
+        """Every sum of a value and of what linear maps make of that value."""
+        result, nested = [], set()
         for node in reversed(self.graph.nodes):
-            if node.name.rstrip("_") not in _SUMS or node.index in inner:
+            if node.name.rstrip("_") not in _SUMS or node.index in nested:
                 continue
-            terms, used = self._terms(node)
-            if len(terms) < 2:
-                continue
-            for stream in terms:
-                others = [t for t in terms if t != stream]
-                tips = tuple(terms[t] for t in others)
-                if tips and all(self.read.between(stream, tip) for tip in others):
-                    inner |= used
-                    near = self._nearest(terms[stream], stream, others)
-                    one = StreamSum(node.index, node.outputs[0], near, tuple(others), tips)
-                    result.append(one)
+            terms, inner = self._terms(node)
+            for source in terms if len(terms) > 1 else ():
+                branches = tuple(t for t in terms if t != source)
+                if all(self.reader.linears_between(source, branch) for branch in branches):
+                    nested |= inner
+                    stream = self._last_shared(terms[source], source, branches)
+                    added = tuple(terms[branch] for branch in branches)
+                    result.append(StreamSum(node.index, node.outputs[0], stream, branches, added))
                     break
         return result[::-1]
 
-    def _nearest(self, end: int, root: int, tips: list[int]) -> int:
-        """Of what a sum's term passes unchanged but for factors, the last that the others read."""
-        reads = (v for v in self.read.way(end) if all(self.graph.rests_on(t, v) for t in tips))
-        return next(reads, root)
+    def _last_shared(self, term: int, source: int, branches: Iterable[int]) -> int:
+        """The last value on the way from a term to its source that every branch depends on."""
+        for value in self.reader.upstream(term):
+            if all(self.graph.depends_on(branch, value) for branch in branches):
+                return value
+        return source
 
     def _terms(self, node: Node) -> tuple[dict[int, int], set[int]]:
-        """What a sum adds, sums in it that nothing else reads taken apart; the nodes of these.
+        """The live terms of a sum; sums of sums are one where nothing else reads the inner sum.
 
-        Terms are roots, behind views, dropouts and factors -> what enters the sum of each.
+        Returns:
+            Source of each term (before views, dropouts and factors) -> value that is added; and the
+            indices of the inner sums.
         """
-        graph, read = self.graph, self.read
+        graph, reader = self.graph, self.reader
         whole = graph.tensor(node.outputs[0]).numel()
         terms: dict[int, int] = {}
-        used: set[int] = set()
+        inner: set[int] = set()
         for value in node.inputs:
-            if not read.live(value) or graph.tensor(value).numel() != whole:
+            if not reader.live(value) or graph.tensor(value).numel() != whole:
                 continue
-            root = read.up(value)
-            made = graph.producer(root)
-            alone = (len(graph.values[v].consumers) == 1 for v in read.way(value))
-            if made is not None and made.name.rstrip("_") == "add" and all(alone):
-                more, deeper = self._terms(made)
+            source = reader.source(value)
+            producer = graph.producer(source)
+            read_once = (len(graph.values[v].consumers) == 1 for v in reader.upstream(value))
+            if producer is not None and producer.name.rstrip("_") == "add" and all(read_once):
+                more, deeper = self._terms(producer)
                 if len(more) > 1:
                     terms |= more
-                    used |= deeper | {made.index}
+                    inner |= deeper | {producer.index}
                     continue
-            terms[root] = value
-        return terms, used
+            terms[source] = value
+        return terms, inner
 
     # --- chains ------------------------------------------------------------------------------
 
     def _chains(self) -> list[SumChain]:
-        sums = self.sums()
-        following: dict[int, int] = {}
-        for place, one in enumerate(sums):
-            for before in reversed(range(place)):
-                value = sums[before].value
-                if self.graph.rests_on(one.stream, value):
-                    if not self.read.between(value, one.stream):
-                        following[place] = before
-                    break
-        chains: dict[int, list[int]] = {}
-        for place in range(len(sums)):
-            earlier = following.get(place)
-            line = chains.pop(earlier, None) if earlier is not None else None
-            chains[place] = [*(line or []), place]
-        result = []
-        for line in chains.values():
-            rows = [sums[p] for p in line]
-            chain = SumChain(rows[0].stream, rows)
-            if any(self._cores(s, t) for s in rows for t in s.tips):
-                result.append(chain)
+        """Sums in chains, each with at least one attention: a sum continues the one it reads."""
+        chains: list[list[StreamSum]] = []
+        sums: list[StreamSum] = []
+        for one in self.sums():
+            earlier = (s for s in reversed(sums) if self.graph.depends_on(one.stream, s.output))
+            previous = next(earlier, None)
+            if previous and self.reader.linears_between(previous.output, one.stream):
+                previous = None
+            chain = next((c for c in chains if c[-1] is previous), [])
+            chains = [*(c for c in chains if c is not chain), [*chain, one]]
+            sums.append(one)
+        attending = (c for c in chains if any(self._cores(s, b) for s in c for b in s.branches))
+        result = [SumChain(chain[0].stream, chain) for chain in attending]
         return self._joined(sorted(result, key=lambda chain: chain.sums[0].index))
 
     def _joined(self, chains: list[SumChain]) -> list[SumChain]:
-        """Streams in a row as one, where nothing but one block stands between them: its sum lacks
-        the stream, as if that were multiplied by 0."""
+        """Chains that a single block connects, joined: its sum has the stream times 0."""
         result = chains[:1]
         for chain in chains[1:]:
-            before, value = result[-1].sums[-1].value, chain.start
-            between = self.read.between(before, value)
-            alike = self.graph.tensor(before).shape == self.graph.tensor(value).shape
-            made = self.graph.producer(value)
-            if made is None or not alike or not 2 <= len(between) <= 4:
+            end, start = result[-1].sums[-1].output, chain.start
+            linears = self.reader.linears_between(end, start)
+            alike = self.graph.tensor(end).shape == self.graph.tensor(start).shape
+            node = self.graph.producer(start)
+            if node is None or not alike or not 2 <= len(linears) <= 4:
                 result.append(chain)
                 continue
-            gap = StreamSum(made.index, value, before, (self.read.up(value),), (value,))
+            gap = StreamSum(node.index, start, end, (self.reader.source(start),), (start,))
             result[-1].sums += [gap, *chain.sums]
         return result
 
-    def _cores(self, one: StreamSum, tip: int) -> list[Core]:
-        nodes = {node.index for node in self.graph.path([one.stream], tip)}
-        return [core for core in self.read.cores if core.softmax in nodes]
+    def _cores(self, one: StreamSum, branch: int) -> list[Core]:
+        nodes = {node.index for node in self.graph.path([one.stream], branch)}
+        return [core for core in self.reader.cores if core.softmax in nodes]
 
     # --- blocks ------------------------------------------------------------------------------
 
     def fill(self, chain: SumChain) -> None:
-        """Reads every block of a chain."""
+        """Read every block of a chain, and the norms between and behind its sums."""
         previous = chain.start
-        for place, one in enumerate(chain.sums):
-            blocks = [
-                self._block(one, tip, end) for tip, end in zip(one.tips, one.ends, strict=True)
-            ]
-            for block in blocks:
-                block.parallel = len(blocks) > 1
+        for number, one in enumerate(chain.sums):
+            pairs = zip(one.branches, one.terms, strict=True)
+            blocks = [self._block(one, branch, term) for branch, term in pairs]
             self._scales(one, blocks)
             blocks.sort(key=lambda block: ORDER.index(block.name))
-            if place:
-                link = self.norm(previous, one.stream)
-                last = chain.blocks[-1]
-                if isinstance(link, tuple):
-                    last.after, last.after_factor = link
-                elif link is None:
-                    self.doubts.append(
-                        f"what stands between sums {place} and {place + 1} of the stream is no norm"
-                    )
-                elif abs(link - 1.0) > EXACT:
-                    if all(block.before is not None for block in blocks):
-                        for block in blocks:  # whose norm takes the factor away
-                            block.skip *= link
-                    else:
-                        self.doubts.append(f"the stream is multiplied by {link:.4g} on its way")
-            previous = one.value
+            if number:
+                self._link(number, chain.blocks[-1], blocks, self.norm(previous, one.stream))
+            previous = one.output
             chain.blocks += blocks
         norms = self._norms_after(previous)
         last, *others = chain.blocks[::-1]
-        afters = [b.after is not None for b in others[:1] if not b.parallel]
-        if norms and afters and all(afters) and last.before is None:
-            after = norms.pop(0)
-            chain.end = self._scaled(after.end)
-            factor = self.read.fit(after.end, chain.end)
-            last.after, last.after_factor = after, factor if isinstance(factor, float) else 1.0
-        else:
-            chain.end = previous
+        normed = bool(others) and not others[0].parallel and others[0].sum_norm is not None
+        chain.end = previous
+        if norms and normed and last.pre_norm is None:
+            last.sum_norm = norms.pop(0)
+            chain.end = self._scaled(last.sum_norm.end)
+            factor = self.reader.fit(last.sum_norm.end, chain.end)
+            last.sum_factor = factor if isinstance(factor, float) else 1.0
         if norms:
             chain.final = norms[-1]
             chain.end = chain.final.end
 
+    def _link(
+        self,
+        number: int,
+        last: BranchUnit,
+        blocks: list[BranchUnit],
+        link: tuple[Norm, float] | float | None,
+    ) -> None:
+        """Assign the norm or factor between sum `number` and the next to the blocks around it."""
+        if isinstance(link, tuple):
+            last.sum_norm, last.sum_factor = link
+        elif link is None:
+            self.doubts.append(
+                f"what stands between sums {number} and {number + 1} of the stream is no norm"
+            )
+        elif abs(link - 1.0) > EXACT:
+            if all(block.pre_norm is not None for block in blocks):
+                for block in blocks:  # whose norm removes the factor
+                    block.skip *= link
+            else:
+                self.doubts.append(f"the stream is multiplied by {link:.4g} on its way")
+
     def _scaled(self, value: int) -> int:
-        """A value behind the factors that follow it inside of the submodule that gives it."""
-        given = {b.value for b in self.graph.boundaries if b.side == "output"}
+        """The last output of a submodule that follows a value by views, dropouts and factors."""
+        outputs = {b.value for b in self.graph.boundaries if b.side == "output"}
         end, users = value, [value]
         while len(users) == 1:
             (value,) = users
-            end = value if value in given else end
+            end = value if value in outputs else end
             nodes = (self.graph.nodes[i] for i in self.graph.values[value].consumers)
-            users = [n.outputs[0] for n in nodes if self.read.below(n, scaled=True) == value]
+            users = [
+                n.outputs[0] for n in nodes if self.reader.passed_input(n, scaled=True) == value
+            ]
         return end
 
     def norm(self, start: int, end: int) -> tuple[Norm, float] | float | None:
-        """A norm and the factor behind it, a factor alone, or what is neither (None)."""
-        result = self.read.fit(start, end)
+        """The norm between two values and the factor behind it, or a factor alone; else None."""
+        result = self.reader.fit(start, end)
         if not isinstance(result, Fit):
             return result
         size = self.graph.tensor(start).numel()
         values = [node.outputs[0] for node in self.graph.path([start], end)]
         values = [v for v in values if self.graph.tensor(v).numel() == size]
-        norm = self.read.norm_within(start, [*values, end])
+        norm = self.reader.norm_among(start, [*values, end])
         assert norm is not None
-        rest = self.read.fit(norm.end, end)
-        return norm, rest if isinstance(rest, float) else 1.0
+        factor = self.reader.fit(norm.end, end)
+        return norm, factor if isinstance(factor, float) else 1.0
 
     def _norms_after(self, value: int) -> list[Norm]:
-        """The norm that a value enters next, if it enters one, and the norm that this enters."""
-        waiting, result = [value], []
+        """The norm that a value enters next, if any, and the norm that follows this one, if any."""
+        waiting, values = [value], []
         seen: set[int] = set()
         while waiting and len(seen) < 40:
             current = waiting.pop(0)
             for index in self.graph.values[current].consumers:
                 node = self.graph.nodes[index]
-                if index in self.read.linears or index in seen or node.name in ("_log_softmax",):
+                if index in self.reader.linears or index in seen or node.name == "_log_softmax":
                     continue
                 seen.add(index)
                 output = node.outputs[0] if node.outputs else None
-                if output is None or not self.read.live(output):
+                if output is None or not self.reader.live(output):
                     continue
                 waiting.append(output)
                 if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
-                    result.append(output)
-        norm, width = self.read.norm_within(value, result), self.graph.tensor(value).shape[-1]
+                    values.append(output)
+        norm, width = self.reader.norm_among(value, values), self.graph.tensor(value).shape[-1]
         if norm is None or any(
             self.graph.leaf(name).numel() > width for name in (*norm.gains, *norm.biases)
         ):
             return []  # gains and biases have one entry per feature
-        # A norm of a norm is a norm of what went in.
-        fits = [v for v in sorted(result) if isinstance(self.read.fit(value, v), Fit)]
-        between = [v for v in fits[:-1] if isinstance(self.read.fit(v, fits[-1]), Fit)]
-        first = self.read.norm_within(value, between)
+        # A norm of a norm of x is a norm of x.
+        values.sort()
+        fits = [v for v in values if isinstance(self.reader.fit(value, v), Fit)]
+        inner = [v for v in fits[:-1] if isinstance(self.reader.fit(v, fits[-1]), Fit)]
+        first = self.reader.norm_among(value, inner)
         if first is None:
             return [norm]
-        second = self.read.norm_within(first.end, [v for v in sorted(result) if v > first.end])
+        second = self.reader.norm_among(first.end, [v for v in values if v > first.end])
         return [first, second or norm]
 
-    def _block(self, one: StreamSum, tip: int, end: int) -> BranchUnit:
-        cores = self._cores(one, tip)
-        block = self._attention_block(one, tip, cores) if cores else self._feed_block(one, tip)
-        link = self.norm(block.raw, end)
+    def _block(self, one: StreamSum, branch: int, term: int) -> BranchUnit:
+        cores = self._cores(one, branch)
+        read = self._attention_block(one, branch, cores) if cores else self._feed_block(one, branch)
+        read.parallel = len(one.branches) > 1
+        link = self.norm(read.raw, term)
         if isinstance(link, tuple):
-            block.behind = link[0]
-        return block
+            read.output_norm = link[0]
+        return read
 
-    def _before(self, block: BranchUnit, reads: list[int]) -> None:
-        """The norm between the stream and what a block's matrices read."""
-        roots = dict.fromkeys(self.read.up(read, scaled=False) for read in reads)
-        first, *others = [self.norm(block.sum.stream, root) for root in roots]
+    def _read_pre_norm(self, block: BranchUnit, inputs: list[int]) -> None:
+        """Read the norm between the stream and the inputs of a block's matrices."""
+        sources = dict.fromkeys(self.reader.source(value, scaled=False) for value in inputs)
+        first, *others = [self.norm(block.sum.stream, source) for source in sources]
         if first is None or None in others:
             self.doubts.append("what stands before a block's matrices is no norm")
         elif isinstance(first, tuple):
-            block.before, block.factor = first
+            block.pre_norm, block.pre_factor = first
         else:
-            block.factor = first
+            block.pre_factor = first
 
     def _scales(self, one: StreamSum, blocks: list[BranchUnit]) -> None:
-        """lambda and beta of a sum, by running it on one term alone."""
-        tips = {(b.behind.end if b.behind else b.raw): b for b in blocks}
-        size = self.graph.tensor(one.value).numel()
-        if any(self.graph.tensor(value).numel() != size for value in tips):
-            for b in blocks:  # what was read of one is not what it gives: a router's logits
-                b.summed = False
+        """Read skip, branch and dropout of a sum, by running it with one term at a time."""
+        ends = {(b.output_norm.end if b.output_norm else b.raw): b for b in blocks}
+        size = self.graph.tensor(one.output).numel()
+        if any(self.graph.tensor(value).numel() != size for value in ends):
+            for b in blocks:  # the matrix that was read is not the block's last: a router's, say
+                b.scales_known = False
             return
-        zeros = {v: torch.zeros_like(self.graph.tensor(v)) for v in (one.stream, *tips)}
-        (base,) = self.graph.run(zeros, one.value)
-        for value, block in [(one.stream, None), *tips.items()]:
-            row, x = self.read.row(value)  # whatever the order of the tokens
-            (made,) = self.graph.run(zeros | {value: x}, one.value)
-            made = (made - base).double().reshape(-1, len(row))
-            slope = multiple(row.expand_as(made), made)
+        zeros = {v: torch.zeros_like(self.graph.tensor(v)) for v in (one.stream, *ends)}
+        (base,) = self.graph.run(zeros, one.output)
+        for value, block in [(one.stream, None), *ends.items()]:
+            row, x = self.reader.random_row(value)  # alike at all tokens, which may be reordered
+            (y,) = self.graph.run(zeros | {value: x}, one.output)
+            y = (y - base).double().reshape(-1, len(row))
+            slope = proportionality(row.expand_as(y), y)
             if slope is None:
-                gains = made[0] / row
+                gains = y[0] / row
                 slope = float(gains.square().mean().sqrt())
-                if not close(made, (gains * row).expand_as(made)):
+                if not close(y, (gains * row).expand_as(y)):
                     self.doubts.append("a residual sum is not a sum of multiples of its terms")
                     for b in blocks:
-                        b.whole = False
-            if block is None:
+                        b.proportional = False
+            if block is not None:
+                block.branch = slope
+            else:
                 for b in blocks:
                     b.skip = slope
-            else:
-                block.branch = slope
-        for value, block in tips.items():
-            path = self.graph.path([value], one.value)
-            leaves = self.read.leaves(path)
-            block.scale_params = tuple(str(self.graph.values[v].name) for v in leaves)
-            deep = {p for n in path if (p := self.read.skips_paths(n)) is not None}
+        for value, block in ends.items():
+            path = self.graph.path([value], one.output)
+            parameters = self.reader.parameters_of(path)
+            block.scale_params = tuple(str(self.graph.values[v].name) for v in parameters)
+            deep = {p for n in path if (p := self.reader.drop_path_of(n)) is not None}
             self.notes += [f"stochastic depth of probability {p:g} is left out" for p in deep]
-            drops = self.read.dropouts(value, one.value)
-            block.late = bool(drops)
-            drops += self.read.dropouts(block.raw, value) if block.raw != value else []
+            drops = self.reader.dropouts(value, one.output)
+            block.drops_last = bool(drops)
+            drops += self.reader.dropouts(block.raw, value) if block.raw != value else []
             if drops:
-                block.dropout = drops[-1][1]
-                block.dropped = drops[-1][0].outputs[0]
+                node, block.dropout = drops[-1]
+                block.dropped = node.outputs[0]
 
     # --- feed-forward ------------------------------------------------------------------------
 
-    def _feed_block(self, one: StreamSum, tip: int) -> BranchUnit:
-        graph, read = self.graph, self.read
-        matrices = read.between(one.stream, tip)
-        ins, outs = self._ends(matrices)
-        output = outs[-1]
-        block = BranchUnit("ffn", one, output.made)
-        self._before(block, [linear.read for linear in ins])
-        if len(outs) != 1 or len(ins) > 2 or len(ins) + 1 != len(matrices) or output in ins:
+    def _feed_block(self, one: StreamSum, branch: int) -> BranchUnit:
+        reader = self.reader
+        matrices = reader.linears_between(one.stream, branch)
+        firsts, lasts = self._firsts_and_lasts(matrices)
+        output = lasts[-1]
+        block = BranchUnit("ffn", one, output.output)
+        self._read_pre_norm(block, [linear.input for linear in firsts])
+        usual = len(lasts) == 1 and len(firsts) + 1 == len(matrices) <= 3 and output not in firsts
+        if not usual:
             every = {name for linear in matrices for name in linear.params}
             names = sorted({re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in every})
-            words = self._kind_of(one.stream, tip) or f"a feed-forward block of {len(matrices)}"
+            words = self._unusual_kind(one.stream, branch)
+            words = words or f"a feed-forward block of {len(matrices)}"
             self.doubts.append(f"{words} matrices ({', '.join(names)})")
             return block
-        tails = [(linear, *tail) for linear in ins for tail in read.tails(linear, output.read)]
-        starts = {value: read.draw(value) for _, value, _ in tails}
-        into: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
-        activation: str | None = None
-        if len(starts) == 1:
-            activation = read.activation(tails[0][1], output.read)
-            into["ffn_in"] = [(tails[0][0], tails[0][2].unique())]
-        else:  # the product of two maps: it is linear in one of them
-            (plain,) = graph.run(starts, output.read)
-            for linear, value, columns in tails:
-                (turned,) = graph.run(starts | {value: -2 * starts[value]}, output.read)
-                straight = close(turned, -2 * plain, 1e-5)  # a ReLU is linear in positive factors
-                role = "ffn_in" if straight and "ffn_in" not in into else "gate"
-                into.setdefault(role, []).append((linear, columns.unique()))
-                if role == "gate" and len(tails) == 2:
-                    ones = {v: torch.ones_like(t) for v, t in starts.items()}
-                    x = 2 * starts[value]
-                    activation = named(x, graph.run(ones | {value: x}, output.read)[0])
-        drops = read.dropouts(tails[0][1], output.read)
-        block.feed = Feed(
-            into,
+        uses = [(m, *use) for m in firsts for use in reader.first_uses(m, output.input)]
+        projections, activation = self._hidden(uses, output.input)
+        drops = reader.dropouts(uses[0][1], output.input)
+        block.feed = FeedUnit(
+            projections,
             output,
             activation,
-            gated=len(starts) > 1,
-            d_ff=graph.tensor(output.read).shape[-1],
+            gated=len({value for _, value, _ in uses}) > 1,
+            d_ff=self.graph.tensor(output.input).shape[-1],
             dropout=drops[0][1] if drops else 0.0,
         )
         if drops:
-            (node, _), *_ = drops
-            entering = next(v for v in node.inputs if read.live(v))
-            block.feed.dropped = entering, node.outputs[0]
+            node = drops[0][0]
+            block.feed.dropped = next(v for v in node.inputs if reader.live(v)), node.outputs[0]
         if activation is None:
             self.doubts.append(
                 "a feed-forward block's activation is not a known one (teach it: "
@@ -414,8 +434,33 @@ class StreamReader:
             )
         return block
 
-    def _kind_of(self, start: int, end: int) -> str:
-        """What a block is that is neither attention nor a plain feed-forward block, in words."""
+    def _hidden(
+        self, uses: list[tuple[LinearUnit, int, Tensor]], end: int
+    ) -> tuple[Projections, str | None]:
+        """The matrices before a hidden layer `end` by role, and its activation.
+
+        With a gate, the hidden layer is linear in what "ffn_in" gives, and not in the gate.
+        """
+        starts = {value: self.reader.random_like(value) for _, value, _ in uses}
+        if len(starts) == 1:
+            linear, value, columns = uses[0]
+            return {"ffn_in": [(linear, columns.unique())]}, self.reader.activation(value, end)
+        projections: Projections = {}
+        activation: str | None = None
+        (y,) = self.graph.run(starts, end)
+        for linear, value, columns in uses:
+            (y_changed,) = self.graph.run(starts | {value: -2 * starts[value]}, end)
+            is_linear = close(y_changed, -2 * y, 1e-5)  # negative: a ReLU is linear above 0
+            role = "ffn_in" if is_linear and "ffn_in" not in projections else "gate"
+            projections.setdefault(role, []).append((linear, columns.unique()))
+            if role == "gate" and len(uses) == 2:
+                ones = {v: torch.ones_like(t) for v, t in starts.items()}
+                x = 2 * starts[value]
+                activation = activation_name(x, self.graph.run(ones | {value: x}, end)[0])
+        return projections, activation
+
+    def _unusual_kind(self, start: int, end: int) -> str:
+        """The kind of a block that is neither attention nor a plain feed-forward block, or ""."""
         names = {node.name.rstrip("_") for node in self.graph.path([start], end)}
         if names & {"topk", "sort"}:
             return "a mixture of experts, of routing and shared"
@@ -423,109 +468,95 @@ class StreamReader:
             return "a recurrence (state space or linear attention), of"
         return ""
 
-    def _ends(self, matrices: list[LinearUnit]) -> tuple[list[LinearUnit], list[LinearUnit]]:
-        """Of some products those that no other one feeds, and those that feed no other one."""
-        fed, feeding = set(), set()
-        for one in matrices:
-            for other in matrices:
-                if one is not other and self.graph.rests_on(one.read, other.made):
-                    fed.add(one.node)
-                    feeding.add(other.node)
-        outs = [m for m in matrices if m.node not in feeding]
-        return [m for m in matrices if m.node not in fed], outs
+    def _firsts_and_lasts(
+        self, matrices: list[LinearUnit]
+    ) -> tuple[list[LinearUnit], list[LinearUnit]]:
+        """Of some linear maps those that depend on no other, and those that no other depends on."""
+        pairs = [
+            (later.node, earlier.node)
+            for later in matrices
+            for earlier in matrices
+            if later is not earlier and self.graph.depends_on(later.input, earlier.output)
+        ]
+        fed, feeding = {later for later, _ in pairs}, {earlier for _, earlier in pairs}
+        lasts = [m for m in matrices if m.node not in feeding]
+        return [m for m in matrices if m.node not in fed], lasts
 
     # --- attention ---------------------------------------------------------------------------
 
-    def _attention_block(self, one: StreamSum, tip: int, cores: list[Core]) -> BranchUnit:
-        graph, read = self.graph, self.read
-        stream = one.stream
-        output = read.between(cores[0].mixed, tip)
-        name = "attention" if graph.rests_on(cores[0].key, stream) else "cross"
-        raw = output[-1].made if output else tip
-        block = BranchUnit(name, one, raw, core=cores[0])
-        sides: dict[str, list[tuple[LinearUnit, Tensor]]] = {}
-        reads: list[int] = []
+    def _attention_block(self, one: StreamSum, branch: int, cores: list[Core]) -> BranchUnit:
+        output = self.reader.linears_between(cores[0].output, branch)
+        name = "attention" if self.graph.depends_on(cores[0].key, one.stream) else "cross"
+        block = BranchUnit(name, one, output[-1].output if output else branch, core=cores[0])
+        projections: Projections = {}
+        inputs: list[int] = []
         for core in cores:
             for role, operand in (("query", core.query), ("key", core.key), ("value", core.value)):
-                result = self._projection(operand, core)
+                result = self._projection(operand)
                 if result is None:
                     self.doubts.append(f"no single matrix makes an attention's {role}")
                     continue
                 linear, columns = result
                 if role == "query" or name == "attention":
-                    reads.append(linear.read)
-                row = (linear, columns)
-                rows = sides.setdefault(role, [])
+                    inputs.append(linear.input)
+                rows = projections.setdefault(role, [])
                 if not any(m is linear and torch.equal(c, columns) for m, c in rows):
-                    rows.append(row)
-        if reads:
-            self._before(block, reads)
-        attention = self._attention(cores, sides, name)
+                    rows.append(result)
+        if inputs:
+            self._read_pre_norm(block, inputs)
+        attention = self._attention(cores[0], projections)
         attention.output = output
         if len(output) != 1:
             self.doubts.append(f"{len(output)} matrices behind an attention's heads")
-        elif not self._passed_whole([core.mixed for core in cores], output[0].read):
+        elif not self._is_permutation([core.output for core in cores], output[0].input):
             attention.doubts.append("something acts between an attention's heads and its output")
         block.attention = attention
         return block
 
-    def _passed_whole(self, values: list[int], end: int) -> bool:
-        """Whether some values reach another one entry by entry, each once."""
-        given = {value: self.read.draw(value) for value in values}
-        (one,) = self.graph.run(given, end)
-        entries = torch.cat([t.flatten() for t in given.values()]).double().sort().values
-        return close(one.double().flatten().sort().values, entries)
+    def _is_permutation(self, values: list[int], end: int) -> bool:
+        """Whether the entries of `end` are those of some values, each once."""
+        inputs = {value: self.reader.random_like(value) for value in values}
+        (result,) = self.graph.run(inputs, end)
+        entries = torch.cat([t.flatten() for t in inputs.values()]).double().sort().values
+        return close(result.double().flatten().sort().values, entries)
 
-    def _projection(self, operand: int, core: Core) -> tuple[LinearUnit, Tensor] | None:
-        """The matrix that makes queries, keys or values, and its columns that do."""
-        read = self.read
-        _, near = self._ends(read.nearest(operand))
-        if len(near) != 1:
+    def _projection(self, operand: int) -> tuple[LinearUnit, Tensor] | None:
+        """The one matrix that makes queries, keys or values, and its columns that do."""
+        _, lasts = self._firsts_and_lasts(self.reader.nearest_linears(operand))
+        if len(lasts) != 1:
             return None
-        (linear,) = near
-        columns = [c for _, c in read.tails(linear, operand)]
-        if not columns:
-            return None
-        return linear, torch.cat([c.flatten() for c in columns]).unique()
+        columns = [c.flatten() for _, c in self.reader.first_uses(lasts[0], operand)]
+        return (lasts[0], torch.cat(columns).unique()) if columns else None
 
-    def _attention(
-        self, cores: list[Core], sides: dict[str, list[tuple[LinearUnit, Tensor]]], name: str
-    ) -> AttentionUnit:
-        graph, read = self.graph, self.read
-        core = cores[0]
-        d_head = graph.tensor(core.query).shape[-1]
-        rows = {role: sum(len(c) for _, c in side) for role, side in sides.items()}
-        heads = rows.get("query", d_head) // d_head
-        kv_heads = rows.get("key", d_head) // d_head
-        result = AttentionUnit(heads, d_head, kv_heads, projections=sides)
-        drops = read.dropouts(core.weights, core.mixed)
+    def _attention(self, core: Core, projections: Projections) -> AttentionUnit:
+        d_head = self.graph.tensor(core.query).shape[-1]
+        rows = {role: sum(len(c) for _, c in side) for role, side in projections.items()}
+        heads, kv_heads = (rows.get(role, d_head) // d_head for role in ("query", "key"))
+        result = AttentionUnit(heads, d_head, kv_heads, projections=projections)
+        drops = self.reader.dropouts(core.weights, core.output)
         result.dropout = drops[0][1] if drops else 0.0
-        if "value" in sides:
-            linear, _ = self._source(sides["value"], core.value)
-            start = self._made(linear, core.value)
-            if self._doubled(start, core.value)[2] != 2:
+        if "value" in projections:
+            start, _ = self._projected(projections["value"], core.value)
+            if self._degree(start, core.value)[2] != 1:
                 result.doubts.append("values that are normalised, or changed otherwise")
             else:
-                result.turned = self._turns(start, core.value)
-        if "query" in sides and "key" in sides:
-            self._logits(core, sides, result)
+                result.rotates_values = self._depends_on_position(start, core.value)
+        if "query" in projections and "key" in projections:
+            self._logits(core, projections, result)
         self._mask(core, result)
         return result
 
-    def _logits(
-        self, core: Core, sides: dict[str, list[tuple[LinearUnit, Tensor]]], result: AttentionUnit
-    ) -> None:
-        """Norms and rotations of queries and keys, and what multiplies their product."""
-        graph, read = self.graph, self.read
+    def _logits(self, core: Core, projections: Projections, result: AttentionUnit) -> None:
+        """Read norms and rotations of queries and keys, and what multiplies their product."""
+        graph, reader = self.graph, self.reader
         scale = 1.0
         for role, operand in (("query", core.query), ("key", core.key)):
-            linear, columns = self._source(sides[role], operand)
-            start = self._made(linear, operand)
-            x, one, doubled = self._doubled(start, operand)
-            if doubled == 2:
-                taken = x.reshape(-1, x.shape[-1])[:, columns].double()
-                scale *= float((one.square().mean() / taken.square().mean()).sqrt())
-            elif doubled == 1:
+            start, columns = self._projected(projections[role], operand)
+            x, y, degree = self._degree(start, operand)
+            if degree == 1:
+                used = x.reshape(-1, x.shape[-1])[:, columns].double()
+                scale *= float((y.square().mean() / used.square().mean()).sqrt())
+            elif degree == 0:
                 norm = self._head_norm(start, operand, result.d_head)
                 if norm is None:
                     result.doubts.append(f"a {role}'s norm is not a known one")
@@ -536,68 +567,80 @@ class StreamReader:
                 result.doubts.append(
                     f"between a {role}'s matrix and its use stands something unknown"
                 )
-        result.rotary = self._rotary(core, sides["query"], result)
-        q, k = 30 * read.draw(core.query), read.draw(core.key)
+        result.rotary = self._rotary(core, projections["query"], result)
+        q, k = 30 * reader.random_like(core.query), reader.random_like(core.key)
 
         def logits(size: float) -> Tensor:
             (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
-            return z if result.sinks is None else z[..., :-1]
+            return z if result.sinks is None else z[..., :-1] - z[..., -1:]
 
         dots = torch.matmul(q.double(), k.double())
+        result.sinks = self._sinks(core, logits(0), dots.shape[-1], result.heads)
         z, base = logits(1), logits(0)
-        if z.shape[-1] == dots.shape[-1] + 1 and torch.equal(z[..., -1], base[..., -1]):
-            path = graph.path([graph.nodes[core.product].outputs[0]], core.logits)
-            held = [graph.values[v] for v in self.read.leaves(path)]
-            if len(held) == 1 and held[0].tensor.numel() == result.heads:
-                result.sinks = str(held[0].name)
-                z, base = logits(1), logits(0)
         if dots.numel() != z.numel():
             more = "more" if z.numel() > dots.numel() else "fewer"
             result.doubts.append(f"a softmax over {more} entries than queries times keys")
             return
-        dots = dots.reshape(z.shape)
-        there = torch.isfinite(base) & (base > HIDDEN)
-
-        def moved(size: float) -> Tensor:
-            return (logits(size) - base)[there]
-
-        slope, result.softcap = multiple_or_cap(dots[there], moved)
+        visible = torch.isfinite(base) & (base > MASKED)
+        slope, result.softcap = slope_and_cap(
+            dots.reshape(z.shape)[visible], lambda size: (logits(size) - base)[visible]
+        )
         if slope is None:
             result.doubts.append("logits are not a multiple of queries times keys")
         else:
             result.multiplier = scale * slope
 
-    def _source(self, side: list[tuple[LinearUnit, Tensor]], end: int) -> tuple[LinearUnit, Tensor]:
-        """Of some matrices the one that makes a value, and its columns."""
-        return next(row for row in side if self.graph.rests_on(end, self._first(row[0])))
+    def _sinks(self, core: Core, base: Tensor, keys: int, heads: int) -> str | None:
+        """The parameter that gives every head one more logit; `base` are logits of zero queries,
+        each row up to a constant, which a softmax does not see."""
+        parameters = [self.graph.values[v] for v in self._logit_parameters(core)]
+        if base.shape[-1] != keys + 1 or len(parameters) != 1:
+            return None
+        (parameter,) = parameters
+        if parameter.tensor.numel() != heads:
+            return None
+        visible = torch.isfinite(base[..., :-1]) & (base[..., :-1] > MASKED)
+        expected = -parameter.tensor.detach().reshape(-1, 1, 1).expand_as(visible)[visible]
+        relative = (base[..., :-1] - base[..., -1:])[visible]
+        return str(parameter.name) if close(relative.double(), expected.double()) else None
 
-    def _doubled(self, start: int, end: int) -> tuple[Tensor, Tensor, int | None]:
-        """A draw of a value, what is made of it, and what that is multiplied by (2 or 1, else None)
-        where the draw is doubled."""
-        x = self.read.draw(start)
-        one, two, zero = (self.graph.run({start: t}, end)[0].double() for t in (x, 2 * x, 0 * x))
-        linear = close(two - zero, 2 * (one - zero))
-        return x, one, 2 if linear else 1 if close(two, one) else None
+    def _logit_parameters(self, core: Core) -> list[int]:
+        """Parameters that act between the product of queries and keys and the softmax."""
+        product = self.graph.nodes[core.product].outputs[0]
+        return self.reader.parameters_of(self.graph.path([product], core.logits))
+
+    def _projected(self, side: list[tuple[LinearUnit, Tensor]], operand: int) -> tuple[int, Tensor]:
+        """The output of the matrix that makes an operand, with its bias if the operand has it;
+        the columns that the operand uses."""
+        rows = ((self.graph.nodes[m.node].outputs[0], m, columns) for m, columns in side)
+        product, linear, columns = next(r for r in rows if self.graph.depends_on(operand, r[0]))
+        biased = self.graph.depends_on(operand, linear.output)
+        return (linear.output if biased else product), columns
+
+    def _degree(self, start: int, end: int) -> tuple[Tensor, Tensor, int | None]:
+        """A random x at `start`, y at `end`, and 1 if y is linear (affine), 0 if independent of
+        the size of x, else None."""
+        x = self.reader.random_like(start)
+        y, y_double, y_zero = (
+            self.graph.run({start: t}, end)[0].double() for t in (x, 2 * x, 0 * x)
+        )
+        linear = close(y_double - y_zero, 2 * (y - y_zero))
+        return x, y, 1 if linear else 0 if close(y_double, y) else None
 
     def _head_norm(self, start: int, operand: int, d_head: int) -> Norm | None:
-        """A norm of queries or keys: of every head, or (groups 0) of all heads together.
-
-        Its `scale` is what multiplies the normalised entries on their way to the product.
-        """
-        graph, read = self.graph, self.read
+        """The norm of queries or keys, by head or (groups 0) of all heads together."""
+        graph, reader = self.graph, self.reader
         values = [v for node in graph.path([start], operand) for v in node.outputs]
-        plain = [start] + [
-            v for v in values if all(n.name in VIEWS for n in graph.path([start], v))
-        ]
+        views = [v for v in values if all(n.name in VIEWS for n in graph.path([start], v))]
         for width in (d_head, graph.tensor(start).shape[-1]):
-            firsts = [v for v in [*plain, *values] if graph.tensor(v).shape[-1] == width]
-            for first in dict.fromkeys(firsts):  # a rotation may come before the norm
+            candidates = (start, *views, *values)  # a rotation may come before the norm
+            for first in dict.fromkeys(v for v in candidates if graph.tensor(v).shape[-1] == width):
                 shape = graph.tensor(first).shape
                 alike = [v for v in values if graph.tensor(v).shape == shape and v > first]
-                norm = read.norm_within(first, alike, width)
+                norm = reader.norm_among(first, alike, width)
                 if norm is None:
                     continue
-                x = read.draw(norm.end)
+                x = reader.random_like(norm.end)
                 (y,) = graph.run({norm.end: x}, operand)
                 ratio = y.double().square().mean() / x.double().square().mean()
                 norm.scale = float(ratio.sqrt()) * norm.gain
@@ -608,55 +651,46 @@ class StreamReader:
     def _rotary(
         self, core: Core, side: list[tuple[LinearUnit, Tensor]], result: AttentionUnit
     ) -> RotationUnit | None:
-        """Whether, and how fast, queries turn with their position."""
+        """Read the rotation of queries by their position: basis vectors at positions 0 and 1."""
         graph = self.graph
-        start = self._made(side[0][0], core.query)
+        start, _ = self._projected(side, core.query)
         length, d_head = graph.tensor(core.query).shape[-2:]
-        if length < 2 or not self._turns(start, core.query):
+        if length < 2 or not self._depends_on_position(start, core.query):
             return None
         values = [v for node in graph.path([start], core.query) for v in node.outputs]
         values = [v for v in values if graph.tensor(v).shape[-1] == d_head]
-        plain = (v for v in values if self._turns(v, core.query, 2.0))
-        normed = (v for v in values if self._turns(v, core.query, 1.0))
+        plain = (v for v in values if self._depends_on_position(v, core.query, 2.0))
+        normed = (v for v in values if self._depends_on_position(v, core.query, 1.0))
         origin = next(plain, None) or next(normed, None)
         if origin is None:
             result.doubts.append("queries depend on their position in a way not followed")
             return None
         shape = graph.tensor(origin).shape
-        speeds = []
+        angles = []
         for basis in torch.eye(d_head, dtype=graph.tensor(origin).dtype):
             (y,) = graph.run({origin: basis.expand(shape).contiguous()}, core.query)
             rows = y.reshape(-1, length, d_head)[0].double()
             rows = rows / rows[0].norm()
             cosine = float(rows[0] @ rows[1])
             sine = float((rows[1] - cosine * rows[0]).norm())
-            still = float((rows[-1] - rows[0]).norm()) < 1e-7
-            speeds.append(0.0 if still else math.atan2(sine, cosine))
-        turned = sorted((s for s in speeds if s > 0), reverse=True)
-        pairs = turned[::2]
-        if len(pairs) < 2:
-            return RotationUnit(len(turned) / d_head, 10000.0, 0.0, (1.0,)) if pairs else None
-        exponents = [2 * m / len(turned) for m in range(len(pairs))]
-        base = float(f"{math.exp(-math.log(pairs[-1]) / exponents[-1]):.3g}")
-        predicted = [base**-e for e in exponents]
-        deviation = max(abs(p / q - 1) for p, q in zip(predicted, pairs, strict=True))
-        return RotationUnit(len(turned) / d_head, base, deviation, tuple(pairs))
+            fixed = float((rows[-1] - rows[0]).norm()) < 1e-7
+            angles.append(0.0 if fixed else math.atan2(sine, cosine))
+        rotating = sorted((angle for angle in angles if angle > 0), reverse=True)
+        speeds = rotating[::2]  # both features of a pair rotate at one speed
+        fraction = len(rotating) / d_head
+        if len(speeds) < 2:
+            return RotationUnit(fraction, 10000.0, 0.0, (1.0,)) if speeds else None
+        exponents = [2 * m / len(rotating) for m in range(len(speeds))]
+        base = float(f"{math.exp(-math.log(speeds[-1]) / exponents[-1]):.3g}")
+        powers = [base**-e for e in exponents]
+        deviation = max(abs(p / s - 1) for p, s in zip(powers, speeds, strict=True))
+        return RotationUnit(fraction, base, deviation, tuple(speeds))
 
-    def _made(self, linear: LinearUnit, end: int) -> int:
-        """A product's outcome on the way to a value, behind its bias where that lies there."""
-        return linear.made if self.graph.rests_on(end, linear.made) else self._first(linear)
-
-    def _first(self, linear: LinearUnit) -> int:
-        """A product's outcome itself."""
-        return self.graph.nodes[linear.node].outputs[0]
-
-    def _turns(self, start: int, end: int, doubled: float | None = None) -> bool:
-        """Whether what is alike at all positions differs between them later.
-
-        `doubled`: and is so many times as large where the start is twice as large.
-        """
+    def _depends_on_position(self, start: int, end: int, doubled: float | None = None) -> bool:
+        """Whether equal tokens at `start` differ at `end`; if `doubled` is not None, also whether
+        they become so many times larger when the start is doubled."""
         graph = self.graph
-        _, x = self.read.row(start)
+        _, x = self.reader.random_row(start)
         if not x.is_floating_point():
             return False
         (y,) = graph.run({start: x}, end)
@@ -668,7 +702,7 @@ class StreamReader:
         return close(graph.run({start: 2 * x}, end)[0].double(), doubled * y.double())
 
     def _mask(self, core: Core, result: AttentionUnit) -> None:
-        """Which keys a query sees, and what is added to its logits."""
+        """Read which keys a query attends to, and biases of its logits, at zero queries."""
         graph = self.graph
         zero = {core.query: torch.zeros_like(graph.tensor(core.query))}
         logits, weights = graph.run(zero, core.logits, core.weights)
@@ -676,34 +710,33 @@ class StreamReader:
         rows = weights.reshape(-1, length, keys)
         if keys == length + 1 and bool((rows[..., -1] > 0).all()):  # a sink behind the keys
             rows, keys = rows[..., :-1], length
-        seen = (rows > 0).any(0)
+        attended = (rows > 0).any(0)
         if length == keys and length > 1:
-            result.causal = not bool(torch.triu(seen, 1).any())
-            result.window = reach_of(rows)
-        flat = logits.reshape(-1, length, logits.shape[-1])[..., :keys].double()
-        flat = torch.where(flat < HIDDEN, torch.full_like(flat, math.nan), flat)
-        finite = flat[torch.isfinite(flat)]
+            result.causal = not bool(torch.triu(attended, 1).any())
+            result.window = attention_span(rows)
+        bias = logits.reshape(-1, length, logits.shape[-1])[..., :keys].double()
+        bias = torch.where(bias < MASKED, torch.full_like(bias, math.nan), bias)
+        finite = bias[torch.isfinite(bias)]
         if finite.numel() and float(finite.abs().max()) > 1e-6:
-            path = graph.path([graph.nodes[core.product].outputs[0]], core.logits)
-            if tables := self.read.leaves(path):
+            if tables := self._logit_parameters(core):
                 table = graph.values[tables[0]]
                 result.relative, result.buckets = str(table.name), len(table.tensor)
             elif length == keys:
-                result.alibi = self._alibi(flat[: result.heads], result)
+                result.alibi = self._alibi(bias[: result.heads], result)
 
     def _alibi(self, bias: Tensor, result: AttentionUnit) -> bool | float:
-        length = bias.shape[-1]
-        places = torch.arange(length, dtype=torch.float64)
-        distance = -(places[:, None] - places[None, :]).abs()
+        """Whether a bias (heads, queries, keys) is ALiBi, or the ratio of its slopes to ALiBi's."""
+        positions = torch.arange(bias.shape[-1], dtype=torch.float64)
+        distance = -(positions[:, None] - positions[None, :]).abs()
         slopes = []
         for head in bias:
             use = torch.isfinite(head) & (distance != 0)
-            # softmax does not see what is added to a whole row
+            # softmax is unchanged by a constant on a whole row
             level = head - head.diagonal()[:, None]
             slopes.append(float((level[use] / distance[use]).median()))
             if not close(level[use], slopes[-1] * distance[use]):
                 result.doubts.append("what is added to the logits is not ALiBi")
                 return False
-        wanted = torch.as_tensor(alibi_slopes(result.heads))
-        factor = float((torch.tensor(slopes) / wanted).mean())
+        published = torch.as_tensor(alibi_slopes(result.heads))
+        factor = float((torch.tensor(slopes) / published).mean())
         return True if abs(factor - 1) < 1e-3 else factor

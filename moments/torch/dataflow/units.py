@@ -1,4 +1,4 @@
-"""Units of a transformer, recognised by what a stretch of a graph computes, not by its spelling."""
+"""Parts of a transformer, recognised by what a part of a graph computes, not by its source code."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from ...simulation.functions import activation
 from .graph import PRODUCTS, SOFTMAX, VIEWS, Graph, Node, Ref
 
 EXACT = 2e-3
-"""Relative deviation below which a stretch computes what it is taken for (float32, some
-cancellation)."""
+"""Relative deviation up to which two results count as the same (float32 with some cancellation)."""
 
 
 class LinearUnit(NamedTuple):
-    """One product of something that depends on the batch with something that does not.
+    """A product of a live value and a matrix of parameters.
 
     Attributes:
-        read: the value that it reads, as the product sees it.
-        made: what it makes, its bias included.
-        matrix: the operand that does not depend on the batch.
+        node: index of the product.
+        input: the live factor.
+        output: the result, with its bias.
+        matrix: the factor that does not depend on the batch.
+        params: names of the parameters that the matrix is made of.
+        biases: values that are added.
     """
 
     node: int
-    read: int
-    made: int
+    input: int
+    output: int
     matrix: int
     params: frozenset[str]
     biases: tuple[int, ...] = ()
 
 
 class Fit(NamedTuple):
-    """A normalisation that a stretch computes, and its gain by feature."""
+    """A normalisation, and its gain by feature."""
 
     kind: str
     gains: Tensor
@@ -46,12 +48,15 @@ class Fit(NamedTuple):
 
 @dataclass
 class Norm:
-    """A normalisation between two values.
+    """A normalisation of the value `start` that gives `end`.
 
     Attributes:
         kind: "layernorm" or "rmsnorm".
         gain: root mean square of its gain.
-        gains, biases: parameters.
+        gains, biases: names of parameters.
+        groups: 0 if a norm of queries or keys spans all heads, else 1.
+        scale: factor of the normalised entries behind a norm of queries or keys, `gain` included.
+        unit: whether the gain is its parameter, not 1 + parameter; None: neither.
     """
 
     start: int
@@ -68,11 +73,12 @@ class Norm:
 
 @dataclass
 class RotationUnit:
-    """Queries turned by their position.
+    """Rotary positions.
 
     Attributes:
-        base: of which the speeds are powers, to the relative `deviation`.
-        speeds: of the turned pairs, fastest first.
+        fraction: of the head's features that rotate.
+        base: its powers are the speeds, to the relative `deviation`.
+        speeds: radians per token of the rotating pairs, fastest first.
     """
 
     fraction: float
@@ -83,7 +89,10 @@ class RotationUnit:
 
 @dataclass
 class Core:
-    """softmax(q k^T) v, as the graph has it; over keys, unless somebody took another axis."""
+    """softmax(q k^T) v: the index of the softmax and of the product q k, and values of the graph.
+
+    `over_keys`: whether the softmax normalises over keys, as it should.
+    """
 
     softmax: int
     logits: int
@@ -91,19 +100,22 @@ class Core:
     query: int
     key: int
     value: int
-    mixed: int
+    output: int
     product: int
     over_keys: bool
 
 
 @dataclass
 class AttentionUnit:
-    """What one attention computes; see `Transformer` for the fields.
+    """One attention; see `Transformer` for the fields.
 
     Attributes:
-        multiplier: of q k; None where logits are no multiple of it.
-        turned: whether values are turned by their position.
-        sinks: the parameter that holds a logit of every head behind those of the keys.
+        multiplier: logits / (q k); None if they are not proportional.
+        relative: the parameter of a relative bias, with so many `buckets`.
+        projections: role -> matrices with those of their output columns that play it.
+        output: the matrices behind the heads.
+        rotates_values: whether values are rotated by their position.
+        sinks: the parameter that holds one more logit for every head.
     """
 
     heads: int
@@ -123,7 +135,7 @@ class AttentionUnit:
     projections: dict[str, list[tuple[LinearUnit, Tensor]]] = field(default_factory=dict)
     output: list[LinearUnit] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
-    turned: bool = False
+    rotates_values: bool = False
     sinks: str | None = None
 
     @property
@@ -133,92 +145,96 @@ class AttentionUnit:
 
 
 class GraphReader:
-    """A graph, and what its stretches compute."""
+    """Recognises linear maps, norms, activations and attention in a graph.
+
+    Attributes:
+        adapters: parameters of adapters that were removed because they add nothing yet.
+    """
 
     def __init__(self, graph: Graph, seed: int = 0) -> None:
         self.graph = graph
         self.random = torch.Generator().manual_seed(seed)
         self._fits: dict[tuple[int, int, int | None], Fit | float | None] = {}
-        self.adapters = tuple(self._set_aside())
+        self.adapters = tuple(self._remove_adapters())
 
-    # --- small words -------------------------------------------------------------------------
-
-    def draw(self, like: int) -> Tensor:
-        tensor = self.graph.tensor(like)
+    def random_like(self, value: int) -> Tensor:
+        """A standard normal tensor of the shape of a value."""
+        tensor = self.graph.tensor(value)
         return torch.randn(tensor.shape, generator=self.random).to(tensor.dtype)
 
-    def row(self, like: int) -> tuple[Tensor, Tensor]:
-        """A draw of one token, in double precision, and the value that has it at every place."""
-        tensor = self.graph.tensor(like)
+    def random_row(self, value: int) -> tuple[Tensor, Tensor]:
+        """A random vector of features in double precision, and the value with it at every token."""
+        tensor = self.graph.tensor(value)
         row = torch.randn(tensor.shape[-1], generator=self.random)
         return row.double(), row.to(tensor.dtype).expand(tensor.shape).contiguous()
 
     def live(self, value: int) -> bool:
         return self.graph.values[value].live
 
+    # --- dropouts, views and factors ---------------------------------------------------------
+
     def dropout_of(self, node: Node) -> float | None:
-        """The probability, where a node applies a dropout's mask."""
-        result = self._mask_of(node)
-        return None if result is None or result[1] else result[0]
+        """The dropout probability, if a node applies a dropout's mask."""
+        drop_prob, whole = self._mask_of(node)
+        return drop_prob if whole else None
 
-    def skips_paths(self, node: Node) -> float | None:
-        """The probability, where a mask drops whole sequences or tokens (stochastic depth)."""
-        result = self._mask_of(node)
-        return result[0] if result is not None and result[1] else None
+    def drop_path_of(self, node: Node) -> float | None:
+        """The probability, if a node drops whole sequences or tokens (stochastic depth)."""
+        drop_prob, whole = self._mask_of(node)
+        return None if whole else drop_prob
 
-    def _mask_of(self, node: Node) -> tuple[float, bool] | None:
-        """The probability of the mask that a node applies, and whether it is of fewer entries."""
+    def _mask_of(self, node: Node) -> tuple[float | None, bool]:
+        """The probability of the mask that a node applies, and whether it has an entry for each."""
         if node.name == "native_dropout":
-            return (float(node.args[1]), False) if node.args[1] else None
-        alive = [v for v in node.inputs if self.live(v)]
-        for value in node.inputs if alive else ():
+            return (float(node.args[1]) if node.args[1] else None), True
+        live = [v for v in node.inputs if self.live(v)]
+        for value in node.inputs if live else ():
             drop_prob = self.graph.values[value].drop_prob
             if drop_prob is not None:
-                size = self.graph.tensor(value).numel()
-                return drop_prob, size < self.graph.tensor(alive[0]).numel()
-        return None
+                whole = self.graph.tensor(live[0]).numel()
+                return drop_prob, self.graph.tensor(value).numel() >= whole
+        return None, True
 
-    def way(self, value: int, *, scaled: bool = True) -> Iterator[int]:
-        """A value, and back over views, dropouts and, if `scaled`, factors, to what makes it."""
-        below: int | None = value
-        while below is not None:
-            yield below
-            value, node = below, self.graph.producer(below)
-            below = None if node is None else self.below(node, scaled=scaled)
+    def upstream(self, value: int, *, scaled: bool = True) -> Iterator[int]:
+        """A value and the values it comes from by views, dropouts and, if `scaled`, factors."""
+        current: int | None = value
+        while current is not None:
+            yield current
+            value, node = current, self.graph.producer(current)
+            current = None if node is None else self.passed_input(node, scaled=scaled)
             if node is not None and node.outputs[0] != value and node.name not in VIEWS:
                 return
 
-    def up(self, value: int, *, scaled: bool = True) -> int:
-        """What makes a value, behind views, dropouts and, if `scaled`, factors."""
-        *_, root = self.way(value, scaled=scaled)
-        return root
+    def source(self, value: int, *, scaled: bool = True) -> int:
+        """The first value of `upstream`: what a value is before views, dropouts and factors."""
+        *_, result = self.upstream(value, scaled=scaled)
+        return result
 
-    def below(self, node: Node, *, scaled: bool) -> int | None:
-        """What a node passes on, if that is all it does."""
+    def passed_input(self, node: Node, *, scaled: bool) -> int | None:
+        """The input of a view, a dropout or, if `scaled`, a factor; None for other operations."""
+
+        def size(value: int) -> int:
+            return int(self.graph.tensor(value).numel())
+
         if node.name in VIEWS:
-            shape = self.graph.tensor(node.outputs[0]).numel()
-            same = len(node.outputs) == 1 and shape == self.graph.tensor(node.inputs[0]).numel()
+            same = len(node.outputs) == 1 and size(node.outputs[0]) == size(node.inputs[0])
             return node.inputs[0] if same else None
         name = node.name.rstrip("_")
         if name == "native_dropout":
             return node.inputs[0]
         if name not in ("mul", "div"):
             return None
-        alive = [v for v in node.inputs if self.live(v)]
-        if len(alive) != 1 or (name == "div" and alive[0] != node.inputs[0]):
+        live = [v for v in node.inputs if self.live(v)]
+        if len(live) != 1 or (name == "div" and live[0] != node.inputs[0]):
             return None
-        if self._mask_of(node) is not None:
-            return alive[0]
-        rest = [v for v in node.inputs if v != alive[0]]
-        whole = self.graph.tensor(node.outputs[0]).numel()
-        fits = self.graph.tensor(alive[0]).numel() == whole
-        if not scaled or not fits:
+        if self._mask_of(node)[0] is not None:
+            return live[0]
+        if not scaled or size(live[0]) != size(node.outputs[0]):
             return None
         # a factor is a number or one number per feature, not a table of positions
-        small = all(
-            self.graph.tensor(v).numel() <= self.graph.tensor(alive[0]).shape[-1] for v in rest
-        )
-        return alive[0] if small else None
+        width = self.graph.tensor(live[0]).shape[-1]
+        small = all(size(v) <= width for v in node.inputs if v != live[0])
+        return live[0] if small else None
 
     def dropouts(self, start: int, end: int) -> list[tuple[Node, float]]:
         """Dropouts between two values."""
@@ -234,67 +250,68 @@ class GraphReader:
         for node in self.graph.nodes:
             if node.name not in PRODUCTS and "convolution" not in node.name:
                 continue
-            alive = [v for v in node.inputs if self.live(v)]
+            live = [v for v in node.inputs if self.live(v)]
             factors = node.inputs[-2:] if node.name in PRODUCTS else node.inputs[:2]
             fixed = [v for v in factors if not self.live(v)]
-            if len(alive) != 1 or len(fixed) != 1 or alive[0] not in factors:
+            if len(live) != 1 or len(fixed) != 1 or live[0] not in factors:
                 continue
             matrix = fixed[0]
             params = self.graph.values[matrix].params
-            if not params or self._computed(matrix):
+            if not params or self._is_computed(matrix):
                 continue
-            biases = [v for v in node.inputs if v not in (alive[0], matrix)]
+            biases = [v for v in node.inputs if v not in (live[0], matrix)]
             biases = [v for v in biases if self.graph.values[v].params]
-            made, more = self._with_bias(node.outputs[0])
+            output, more = self._with_bias(node.outputs[0])
             result[node.index] = LinearUnit(
-                node.index, alive[0], made, matrix, params, (*biases, *more)
+                node.index, live[0], output, matrix, params, (*biases, *more)
             )
         return result
 
-    def _set_aside(self) -> Iterator[str]:
-        """Takes adapters out of the graph that add nothing yet, and yields their parameters.
+    def _remove_adapters(self) -> Iterator[str]:
+        """Remove adapters that add nothing yet from the graph, and yield their parameters.
 
-        Two products through fewer features than the first reads or the second makes, whose second
-        matrix is zero, beside what they are added to (Hu et al. 2021, arXiv:2106.09685).
+        An adapter is two products through fewer features than the first reads or the second makes,
+        added to another value; it adds nothing while its second matrix is zero (Hu et al. 2021,
+        arXiv:2106.09685).
         """
         graph, linears = self.graph, self.linears
-        makers = {linear.made: linear for linear in linears.values()}
+        by_output = {linear.output: linear for linear in linears.values()}
         for second in list(linears.values()):
-            first = makers.get(self.up(second.read))
+            first = by_output.get(self.source(second.input))
             if first is None or bool(graph.tensor(second.matrix).any()):
                 continue
-            inner = graph.tensor(second.read).shape[-1]
-            if inner >= min(graph.tensor(v).shape[-1] for v in (first.read, second.made)):
+            rank = graph.tensor(second.input).shape[-1]
+            if rank >= min(graph.tensor(v).shape[-1] for v in (first.input, second.output)):
                 continue
-            if (node := self._added(second.made)) is None:
+            if (node := self._sum_of(second.output)) is None:
                 continue
-            (kept,) = (v for v in node.inputs if self.up(v) != self.up(second.made))
+            (kept,) = (v for v in node.inputs if self.source(v) != self.source(second.output))
             node.name, node.func = "alias", torch.clone
             node.args, node.kwargs, node.inputs = (Ref(kept),), {}, (kept,)
             yield from (*first.params, *second.params)
             del linears[first.node], linears[second.node]
-        graph.finish()
+        graph.link()
 
-    def _added(self, value: int) -> Node | None:
-        """The sum of two of which a value is one, behind views and factors."""
+    def _sum_of(self, value: int) -> Node | None:
+        """The sum of two live values that a value enters next, behind views and factors."""
         while len(users := self.graph.values[value].consumers) == 1:
             node = self.graph.nodes[users[0]]
-            alive = [v for v in node.inputs if self.live(v)]
-            if node.name.rstrip("_") == "add" and len(alive) == len(node.inputs) == 2:
+            live = [v for v in node.inputs if self.live(v)]
+            if node.name.rstrip("_") == "add" and len(live) == len(node.inputs) == 2:
                 return node
-            if self.below(node, scaled=True) != value:
+            if self.passed_input(node, scaled=True) != value:
                 return None
             value = node.outputs[0]
         return None
 
-    def _computed(self, matrix: int) -> bool:
-        """Whether a constant is itself made by a product or looked up."""
-        names = [n.name for n in self.graph.makers(matrix)]
+    def _is_computed(self, matrix: int) -> bool:
+        """Whether a fixed matrix is itself the result of a product or a lookup."""
+        names = [n.name for n in self.graph.ancestor_nodes(matrix)]
         return any(n in PRODUCTS or n in ("embedding", "index", "index_select") for n in names)
 
-    def _with_bias(self, made: int) -> tuple[int, tuple[int, ...]]:
-        """A product's outcome behind a bias that is added on its own."""
-        value = made
+    def _with_bias(self, product: int) -> tuple[int, tuple[int, ...]]:
+        """A product's result after a bias that a later operation adds, and that bias if any."""
+        value = product
         for _ in range(4):
             users = [self.graph.nodes[i] for i in self.graph.values[value].consumers]
             if len(users) != 1:
@@ -307,21 +324,20 @@ class GraphReader:
                 continue
             rest = [v for v in node.inputs if v != value]
             if node.name.rstrip("_") == "add" and len(rest) == 1 and not self.live(rest[0]):
-                held = self.graph.values[rest[0]].params
                 width = self.graph.tensor(value).shape[-1]
-                if held and self.graph.tensor(rest[0]).numel() in (width, 1):
+                small = self.graph.tensor(rest[0]).numel() in (width, 1)
+                if self.graph.values[rest[0]].params and small:
                     return node.outputs[0], (rest[0],)
             break
-        return made, ()
+        return product, ()
 
-    def between(self, start: int, end: int) -> list[LinearUnit]:
-        """Products with parameters on the way from one value to another."""
-        return [
-            self.linears[n.index] for n in self.graph.path([start], end) if n.index in self.linears
-        ]
+    def linears_between(self, start: int, end: int) -> list[LinearUnit]:
+        """The linear maps on the paths from one value to another."""
+        path = self.graph.path([start], end)
+        return [self.linears[n.index] for n in path if n.index in self.linears]
 
-    def nearest(self, end: int) -> list[LinearUnit]:
-        """Products with parameters that a value rests on by a way without another one."""
+    def nearest_linears(self, end: int) -> list[LinearUnit]:
+        """The linear maps that a value depends on without another one between."""
         result: dict[int, LinearUnit] = {}
         waiting, seen = [end], {end}
         while waiting:
@@ -336,12 +352,15 @@ class GraphReader:
             waiting += more
         return [result[index] for index in sorted(result)]
 
-    def tails(self, linear: LinearUnit, end: int) -> list[tuple[int, Tensor]]:
-        """Where a product's outcome is first used for something on the way to a value, with the
-        columns used there."""
+    def first_uses(self, linear: LinearUnit, end: int) -> list[tuple[int, Tensor]]:
+        """The values in which a product's entries first enter a computation on the way to `end`.
+
+        Returns:
+            Each value with the output column of the product that each of its entries is.
+        """
         node = self.graph.nodes[linear.node]
-        first = node.outputs[0]
-        shape = self.graph.tensor(first).shape
+        product = node.outputs[0]
+        shape = self.graph.tensor(product).shape
         axis = 1 if "convolution" in node.name else len(shape) - 1
         matrix = self.graph.tensor(linear.matrix)
         if len(shape) == 3 and matrix.ndim == 3 and matrix.stride(0):  # heads as a batch
@@ -351,25 +370,25 @@ class GraphReader:
             view = [1] * len(shape)
             view[axis] = -1
             columns = torch.arange(shape[axis]).view(view).expand(shape)
-        result, waiting = {}, [(first, columns)]
+        result, waiting = {}, [(product, columns)]
         while waiting:
             value, columns = waiting.pop()
             if value == end:
                 result[value] = columns
             for index in self.graph.values[value].consumers:
                 user = self.graph.nodes[index]
-                if not self.graph.before(end) >> index & 1:
+                if not self.graph.ancestors(end) >> index & 1:
                     continue
-                passed = self._passed(user, value, linear, columns)
-                if passed:
-                    waiting += [(v, c) for v, c in passed if self.graph.rests_on(end, v)]
+                if moved := self._rearranged(user, value, linear, columns):
+                    waiting += [(v, c) for v, c in moved if self.graph.depends_on(end, v)]
                 else:
                     result[value] = columns
         return list(result.items())
 
-    def _passed(
+    def _rearranged(
         self, user: Node, value: int, linear: LinearUnit, columns: Tensor
     ) -> list[tuple[int, Tensor]]:
+        """The outputs of an operation that only moves entries, or adds the bias; [] for others."""
         name = user.name.rstrip("_")
         if name in ("_to_copy", "alias", "detach", "clone", "contiguous"):
             return [(user.outputs[0], columns)]
@@ -381,14 +400,13 @@ class GraphReader:
             return []
         if any(self.live(v) for v in user.inputs[1:]):
             return []
-
-        made = user.redone(lambda a: columns if a == value else self.graph.tensor(a))
-        return list(zip(user.outputs, made, strict=True))
+        outputs = user.rerun(lambda a: columns if a == value else self.graph.tensor(a))
+        return list(zip(user.outputs, outputs, strict=True))
 
     # --- normalisations ----------------------------------------------------------------------
 
     def fit(self, start: int, end: int, width: int | None = None) -> Fit | float | None:
-        """What a stretch without products computes: a norm, a factor, or neither (None)."""
+        """The norm, or the factor, that leads from one value to another; None if it is neither."""
         key = start, end, width
         if key not in self._fits:
             self._fits[key] = self._fitted(start, end, width)
@@ -398,7 +416,7 @@ class GraphReader:
         path = self.graph.path([start], end)
         if all(node.name in VIEWS for node in path):
             return 1.0
-        x = self.draw(start)
+        x = self.random_like(start)
         width = width or x.shape[-1]
         x = 100 * (x + 0.5)  # so large that no epsilon counts
         (y,) = self.graph.run({start: x}, end)
@@ -406,23 +424,25 @@ class GraphReader:
             return None
         if y.shape != x.shape and x.ndim == 3 and y.shape == x.transpose(0, 1).shape:
             y = y.transpose(0, 1)
-        flat, out = x.reshape(-1, width).double(), y.reshape(-1, width).double()
-        if (slope := multiple(flat, out)) is not None:
+        x, y = x.reshape(-1, width).double(), y.reshape(-1, width).double()
+        if (slope := proportionality(x, y)) is not None:
             return slope
         for kind in ("layernorm", "rmsnorm"):
-            gains = _affine(_normalised(flat, kind), out)
+            gains = _affine(_normalised(x, kind), y)
             if gains is not None:
                 return Fit(kind, gains)
         return None
 
-    def norm_within(
-        self, start: int, values: Iterable[int], width: int | None = None
-    ) -> Norm | None:
-        """Of some values the first where every parameter of a norm of `start` has acted."""
-        fits = {v: fit for v in values if isinstance(fit := self.fit(start, v, width), Fit)}
+    def norm_among(self, start: int, ends: Iterable[int], width: int | None = None) -> Norm | None:
+        """The norm from `start` to the first of `ends` where all its gains and biases have acted.
+
+        Args:
+            width: features that are normalised together; None: all.
+        """
+        fits = {v: fit for v in ends if isinstance(fit := self.fit(start, v, width), Fit)}
         if not fits:
             return None
-        acted = {v: len(self.leaves(self.graph.path([start], v))) for v in fits}
+        acted = {v: len(self.parameters_of(self.graph.path([start], v))) for v in fits}
         end = next(v for v in fits if acted[v] == max(acted.values()))
         width = width or self.graph.tensor(start).shape[-1]
         gains, biases = self._norm_params(start, end, width)
@@ -435,22 +455,22 @@ class GraphReader:
             self._epsilon(start, end, width),
             gains,
             biases,
-            unit=self._unit(gains, fit.gains),
+            unit=self._is_plain_gain(gains, fit.gains),
         )
 
-    def _unit(self, gains: tuple[str, ...], fitted: Tensor) -> bool | None:
-        """Whether a gain is its parameter, not 1 + it; None where it is neither."""
-        held = self.graph.leaf(gains[0]) if len(gains) == 1 else None
-        if held is None or held.numel() != fitted.numel():
+    def _is_plain_gain(self, gains: tuple[str, ...], fitted: Tensor) -> bool | None:
+        """Whether a gain is its parameter, not 1 + parameter; None if it is neither."""
+        parameter = self.graph.leaf(gains[0]) if len(gains) == 1 else None
+        if parameter is None or parameter.numel() != fitted.numel():
             return None
-        entries = held.detach().reshape(-1).double()
+        entries = parameter.detach().reshape(-1).double()
         if close(fitted, entries):
             return True
         return False if close(fitted, 1 + entries) else None
 
     def _epsilon(self, start: int, end: int, width: int) -> float:
-        """From how far a small input falls short of being normalised."""
-        x = _normalised(self.draw(start).reshape(-1, width), "layernorm")
+        """Epsilon, from the output variance s / (s + epsilon) at an input variance s near it."""
+        x = _normalised(self.random_like(start).reshape(-1, width), "layernorm")
         x = x.reshape(self.graph.tensor(start).shape)
         (whole,) = self.graph.run({start: x * 1e3}, end)
         (zero,) = self.graph.run({start: x * 0}, end)
@@ -467,65 +487,57 @@ class GraphReader:
     def _norm_params(
         self, start: int, end: int, width: int
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Parameters that multiply, and that are added."""
-        x = 100 * (self.draw(start) + 0.5)
+        """Names of a norm's gains and biases: a shift of a bias changes all tokens alike."""
+        x = 100 * (self.random_like(start) + 0.5)
         gains: list[str] = []
         biases: list[str] = []
         (y,) = self.graph.run({start: x}, end)
-        for value in self.leaves(self.graph.path([start], end)):
-            held = self.graph.tensor(value)
-            (moved,) = self.graph.run({start: x, value: held + 1}, end)
-            change = (moved - y).reshape(-1, width).double()
+        for value in self.parameters_of(self.graph.path([start], end)):
+            shifted = {start: x, value: self.graph.tensor(value) + 1}
+            change = (self.graph.run(shifted, end)[0] - y).reshape(-1, width).double()
             spread = float((change - change.mean(0)).square().mean())
             name = str(self.graph.values[value].name)
             (biases if spread < 1e-6 * float(change.square().mean()) else gains).append(name)
         return tuple(gains), tuple(biases)
 
-    def leaves(self, path: Iterable[Node]) -> list[int]:
-        """Parameters that operations read, directly or made over."""
-        result: dict[int, None] = {}
-        for node in path:
-            for value in node.inputs:
-                held = self.graph.values[value]
-                if held.live or not held.params:
-                    continue
-                for leaf in self.graph.leaves(value):
-                    if self.graph.values[leaf].params:
-                        result[leaf] = None
-        return list(result)
+    def parameters_of(self, path: Iterable[Node]) -> list[int]:
+        """The parameters that operations read, directly or behind operations on them alone."""
+        fixed = (v for n in path for v in n.inputs if not self.live(v))
+        leaves = (
+            leaf for v in fixed if self.graph.values[v].params for leaf in self.graph.leaves(v)
+        )
+        return list(dict.fromkeys(leaf for leaf in leaves if self.graph.values[leaf].params))
 
-    # --- activations -------------------------------------------------------------------------
+    # --- activations and attention -----------------------------------------------------------
 
     def activation(self, start: int, end: int) -> str | None:
-        """The name of an entrywise function; None: not a known one."""
+        """The name of the entrywise function between two values; None if it is not a known one."""
         shape = self.graph.tensor(start).shape
         x = torch.randn(shape, generator=self.random) * 2
         (y,) = self.graph.run({start: x}, end)
-        return named(x, y)
-
-    # --- attention ---------------------------------------------------------------------------
+        return activation_name(x, y)
 
     @cached_property
     def cores(self) -> list[Core]:
-        """Every softmax of a product of two things that a third is mixed by."""
+        """Every softmax of a product of two live values that weights a third."""
         result = []
         for node in self.graph.nodes:
             if node.name not in SOFTMAX:
                 continue
             logits, weights = node.inputs[0], node.outputs[0]
-            mixing = self._mixing(weights)
+            mixing = self._mixing_product(weights)
             product = self._logit_product(logits)
             if mixing is None or product is None:
                 continue
-            value = next(v for v in mixing.inputs if not self.graph.rests_on(v, weights))
+            value = next(v for v in mixing.inputs if not self.graph.depends_on(v, weights))
             query, key = product.inputs[-2:]
-            of = node.index, logits, weights, query, key, value, mixing.outputs[0], product.index
             over_keys = node.args[1] in (-1, self.graph.tensor(logits).ndim - 1)
-            result.append(Core(*of, over_keys))
+            values = logits, weights, query, key, value, mixing.outputs[0]
+            result.append(Core(node.index, *values, product.index, over_keys))
         return result
 
-    def _mixing(self, weights: int) -> Node | None:
-        """The product that the weights enter."""
+    def _mixing_product(self, weights: int) -> Node | None:
+        """The product of attention weights and values."""
         waiting = [weights]
         while waiting:
             value = waiting.pop()
@@ -539,9 +551,8 @@ class GraphReader:
         return None
 
     def _logit_product(self, logits: int) -> Node | None:
-        """The last product of two values of the batch that logits rest on, no matrix behind it."""
-        waiting = [logits]
-        seen = set()
+        """The last product of two live values before the logits, behind all linear maps."""
+        waiting, seen = [logits], set()
         result: list[Node] = []
         while waiting:
             value = waiting.pop()
@@ -552,43 +563,41 @@ class GraphReader:
             if node.index in self.linears:
                 continue
             if node.name in PRODUCTS:
-                pair = node.inputs[-2:]
-                if len(pair) == 2 and all(self.live(v) for v in pair):
+                factors = node.inputs[-2:]
+                if len(factors) == 2 and all(self.live(v) for v in factors):
                     result.append(node)
                 continue
             waiting += [v for v in node.inputs if self.live(v)]
         return max(result, key=lambda node: node.index, default=None)
 
 
-def close(one: Tensor, other: Tensor, tolerance: float = EXACT) -> bool:
-    if one.shape != other.shape or not bool(torch.isfinite(one).all()):
+def close(x: Tensor, y: Tensor, tolerance: float = EXACT) -> bool:
+    """Whether |x - y| <= tolerance |y|."""
+    if x.shape != y.shape or not bool(torch.isfinite(x).all()):
         return False
-    size = float(other.norm())
-    return float((one - other).norm()) <= tolerance * max(size, 1e-30)
+    return float((x - y).norm()) <= tolerance * max(float(y.norm()), 1e-30)
 
 
-def multiple(x: Tensor, y: Tensor) -> float | None:
-    """What multiplies x to give y; None where nothing does."""
+def proportionality(x: Tensor, y: Tensor) -> float | None:
+    """c of y = c x; None if there is none."""
     slope = float((x * y).sum() / x.square().sum())
     return slope if close(y, slope * x) else None
 
 
-def multiple_or_cap(
-    x: Tensor, made: Callable[[float], Tensor]
-) -> tuple[float | None, float | None]:
-    """A function's slope at 0, and the cap of a function cap tanh(slope x / cap).
+def slope_and_cap(x: Tensor, f: Callable[[float], Tensor]) -> tuple[float | None, float | None]:
+    """Slope and cap of an entrywise function y = cap tanh(slope x / cap).
 
     Args:
-        made: what the function makes of x times a number.
+        f: number c -> y at c x.
 
     Returns:
-        None for the cap of a function slope x; None twice for any other function.
+        None for the cap if y = slope x; None twice for any other function.
     """
-    y = made(1.0).double()
-    if (slope := multiple(x, y)) is not None:
+    y = f(1.0).double()
+    if (slope := proportionality(x, y)) is not None:
         return slope, None
-    slope = 1e3 * float((x * made(1e-3).double()).sum() / x.square().sum())
-    cap = float(made(1e6).abs().max())
+    slope = 1e3 * float((x * f(1e-3).double()).sum() / x.square().sum())
+    cap = float(f(1e6).abs().max())
     capped = close(y, cap * torch.tanh(slope * x / cap))
     return (slope, float(f"{cap:.5g}")) if capped else (None, None)
 
@@ -599,15 +608,15 @@ def _normalised(x: Tensor, kind: str) -> Tensor:
 
 
 def _affine(x: Tensor, y: Tensor) -> Tensor | None:
-    """The gains of y = gain * x + bias, feature by feature; None where it is none."""
-    centred, out = x - x.mean(0), y - y.mean(0)
-    gain = (centred * out).sum(0) / centred.square().sum(0).clamp(min=1e-30)
+    """The gains of y = gain * x + bias, feature by feature; None if y is not affine in x."""
+    x_centred, y_centred = x - x.mean(0), y - y.mean(0)
+    gain = (x_centred * y_centred).sum(0) / x_centred.square().sum(0).clamp(min=1e-30)
     bias = y.mean(0) - gain * x.mean(0)
     return gain if close(y, gain * x + bias) and bool(gain.abs().max() > 0) else None
 
 
-def named(x: Tensor, y: Tensor) -> str | None:
-    """The known function that makes y of x; None where none does."""
+def activation_name(x: Tensor, y: Tensor) -> str | None:
+    """The known function f of y = f(x), entry by entry; None if it is none of them."""
     if x.numel() != y.numel():
         return None
     x, y = x.reshape(-1).double(), y.reshape(-1).double()

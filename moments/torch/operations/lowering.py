@@ -357,7 +357,7 @@ class Lowering:
         leaf = self.graph.tensor(number).detach().clone().requires_grad_(True)
         tensors = {number: leaf}
         with torch.enable_grad():
-            for node in self.graph.makers(value):
+            for node in self.graph.ancestor_nodes(value):
                 again(self.graph, node, tensors, {})
             if not tensors[value].requires_grad:
                 return None
@@ -683,7 +683,7 @@ class Lowering:
             if graph.values[leaf].params:
                 tensor = self.graph.tensor(leaf).detach().clone().requires_grad_(True)
                 tensors[leaf] = self.numbers.setdefault(str(graph.values[leaf].name), tensor)
-        for node in graph.makers(value):
+        for node in graph.ancestor_nodes(value):
             again(graph, node, tensors, {})
         return tensors[value].reshape(-1)[w.index]
 

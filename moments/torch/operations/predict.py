@@ -22,7 +22,7 @@ from ...show.report import tabled
 from ..dataflow.graph import Graph
 from ..dataflow.reading import recorded
 from ..roles import gathered_names
-from ..running import built, made_at_hand
+from ..running import built, made_on_cpu
 from .laws import F64, Replicas
 from .lowering import PLACES, Lowering
 from .sampling import SETTLED
@@ -157,7 +157,7 @@ class ModulePrediction:
         return self.table()
 
 
-@made_at_hand
+@made_on_cpu
 def predict(
     module: Any,
     batch: Any = None,
@@ -243,7 +243,7 @@ class Lowered:
         """Operations, as bits, whose gradient also passes what could not be followed."""
         bits = 0
         for value in self.lowering.lost:
-            bits |= self.graph.before(value)
+            bits |= self.graph.ancestors(value)
         return bits
 
     @property
@@ -305,7 +305,7 @@ def lowered(
             lowering = Lowering(graph, draws, seed, wider or {}, places)
             return _carried_back(lowering, loss, grad_variance, scalars)
     except RuntimeError as error:  # shapes of another draw
-        if routed := graph.routed():
+        if routed := graph.selecting_submodule():
             raise MomentsError(
                 f"{routed} gathers as many rows for each expert as chose it, which is another "
                 "number in every draw: give every expert all rows, with weight 0 where it was not "

@@ -54,7 +54,7 @@ def again(
     if node.name in ("detach", "alias", "lift_fresh"):
         tensors = [value(node.inputs[0])]
     else:
-        tensors = node.redone(value)
+        tensors = node.rerun(value)
     values.update(zip(node.outputs, tensors, strict=False))
     return tensors
 
