@@ -599,12 +599,10 @@ class Blocks:
         if model.gated:
             weights, biases = model.layer_weights(self.number), self._biases
             laws, widths = activation_laws(model.activation), (d_model, d_ff)
-            variances = weights.gate, weights.ffn_in
-            shifts = biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
-            biased = "ffn_in" in biases
-            return (
-                GatedLinear(site, laws, *widths, *variances, *shifts, biased, prefix, shift, clamp),
-            )
+            gate_bias, bias = biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
+            fields = weights.gate, weights.ffn_in, gate_bias, bias
+            has_bias = "ffn_in" in biases
+            return (GatedLinear(site, laws, *widths, *fields, has_bias, prefix, shift, clamp),)
         # the papers' GeLU is the erf form
         published = (theory, model.activation) == ("published", "gelu_tanh")
         laws = activation_laws("gelu" if published else model.activation)

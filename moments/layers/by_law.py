@@ -1,9 +1,9 @@
 """A component given by one law of second moments across two replicas (`moments.laws`).
 
-What the engine asks of it is a derivative of that law: the gradient and the weights' in what
-differs across replicas, the band's sensitivities in what each replica has by itself as well. A law
-is averaged over overlaps of the tokens as they vary over draws (docs/theory/norms.md, Realised
-overlaps), by second differences; its output's vary as those of independent Gaussian features.
+All other quantities are derivatives of that law: gradients and weight gradients in the moments
+across replicas, the band's sensitivities also in the moments within each replica. The law is
+averaged over the fluctuation of the tokens' overlaps (docs/theory/norms.md, Realised overlaps) by
+second differences; the overlaps of its output fluctuate as those of independent Gaussian features.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ KernelLaw = Callable[[Array, Any], Array]
 
 @dataclass(frozen=True)
 class LawLeaf(Leaf):
-    """A block that one law describes.
+    """A block given by a law.
 
     Attributes:
         label: site name in a trace.
-        law: of the moments that enter and of the weights (`engine.laws.Applied`).
+        law: function of the input's moments and of the weights (`engine.laws.Applied`).
         weights: its matrices.
         width: features of the output.
         seq_len: tokens of a sequence.
@@ -66,22 +66,22 @@ class LawLeaf(Leaf):
     def evaluated(
         self, layout: Layout, x: Array, weights: Applied | None = None, follow: bool = False
     ) -> Array:
-        """The law.
+        """Evaluate the law.
 
         Args:
             layout: of `x`.
-            x: moments across replicas, perhaps traced.
-            weights: None: of one network twice.
-            follow: whether what each replica has by itself is traced with what they share.
+            x: moments across replicas, possibly traced.
+            weights: None: two identical replicas.
+            follow: whether to trace the moments within each replica too.
 
         Raises:
-            DomainError: the law cannot take such moments, or leaves a weight out.
+            DomainError: the law fails on these moments, or does not use a weight.
         """
         level = x.level if type(x) is Traced and not follow else math.inf
-        given = self.applied() if weights is None else weights
+        weights = self.applied() if weights is None else weights
         with evaluating(layout, level):
             try:
-                result = self.law(x, given)
+                result = self.law(x, weights)
             except (ValueError, TypeError, IndexError) as error:
                 if isinstance(error, DomainError):
                     raise
@@ -89,7 +89,7 @@ class LawLeaf(Leaf):
                     f"the law of block {self.label!r} fails on moments of shape {np.shape(x)}: "
                     f"{error}; it takes an array of second moments and block weights, as w.gate(x)"
                 ) from error
-        if unused := sorted({one.name for one in self.weights} - passed(given).keys()):
+        if unused := sorted({matrix.name for matrix in self.weights} - passed(weights).keys()):
             raise DomainError(
                 f"the law of block {self.label!r} never applies its weight {unused[0]!r}: write "
                 f"w.{unused[0]}(x) where the twin does, or leave it out of weights"
@@ -97,17 +97,17 @@ class LawLeaf(Leaf):
         return result
 
     def applied(self, *extra: Array) -> Applied:
-        """Its weights across replicas, with `extra` covariances of those in `names`."""
+        """The weights across replicas, with `extra` covariances for the parameters `names`."""
         return Applied(self.label, self.weights, dict(zip(self.names, extra, strict=False)))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that receives a gradient."""
-        return tuple(name for one in self.weights for name in one.names)
+        """Names of all parameters that receive a gradient."""
+        return tuple(name for matrix in self.weights for name in matrix.names)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         if self.mixes_tokens and not signal.resolved:
-            return self._endless(signal), _no_way_back
+            return self._exchangeable(signal), _no_way_back
         moments = signal.second_moment()
         layout = Layout.of(moments, self.seq_len)
         x = layout.array(moments)
@@ -124,11 +124,10 @@ class LawLeaf(Leaf):
     def _back(
         self, signal: Signal, layout: Layout, x: Array, moves: Moves | None, gradient: Gradient
     ) -> Pulled:
-        """The way back, of the moments `x` that entered; and the law's derivative in every weight's
-        covariance, entry by entry."""
+        """Gradients at the input, of moments `x`, and in the covariance of every weight."""
         grad_out = layout.array(gradient.kernel) * (self.width / signal.width)
         shape = np.broadcast_shapes(grad_out.shape, x.shape)
-        none = [np.zeros(shape) for _ in self.names]
+        zeros = [np.zeros(shape) for _ in self.names]
 
         def law(x: Array, *extra: Array) -> Array:
             weights = self.applied(*extra)
@@ -136,10 +135,11 @@ class LawLeaf(Leaf):
                 return self.evaluated(layout, x, weights)
             return self.averaged(layout, x, moves, weights)
 
-        _, pull = pullback(law, np.broadcast_to(x, shape), *none)
-        grad_in, *weights = (layout.kernel(one) for one in pull(np.broadcast_to(grad_out, shape)))
-        of_weights = functools.partial(self._weights, signal, weights)
-        return Pulled(gradient.with_kernel(grad_in), of_weights)
+        _, pull = pullback(law, np.broadcast_to(x, shape), *zeros)
+        grad_in, *weights = map(layout.kernel, pull(np.broadcast_to(grad_out, shape)))
+        return Pulled(
+            gradient.with_kernel(grad_in), functools.partial(self._weights, signal, weights)
+        )
 
     def _weights(self, signal: Signal, kernels: list[Kernel]) -> Values:
         pairs = zip(self.names, kernels, strict=True)
@@ -148,16 +148,16 @@ class LawLeaf(Leaf):
     def averaged(
         self, layout: Layout, x: Array, moves: Moves, weights: Applied | None = None
     ) -> Array:
-        """The law over draws of the tokens' overlaps, by its second differences."""
+        """Mean of the law over the fluctuating overlaps of the tokens, by second differences."""
         mean = self.evaluated(layout, x, weights)
         for part in moves.parts(np.size(plain(x))):
             above, below = (self.evaluated(layout, x + side * part, weights) for side in (1, -1))
-            more = np.sum(above + below, axis=0) - 2.0 * len(part) * mean
-            mean = mean + 0.5 * moves.weight * more
+            difference = np.sum(above + below, axis=0) - 2.0 * len(part) * mean
+            mean = mean + 0.5 * moves.weight * difference
         return mean
 
     def _moves(self, layout: Layout, signal: Signal, x: Array, base: Array) -> Moves | None:
-        """How overlaps of the tokens vary; None: they are not followed, or the law is linear."""
+        """Fluctuations of the tokens' overlaps; None if these are unknown or the law is linear."""
         kernel, variance = signal.second_moment(), overlap_variance(signal)
         if variance is None:
             return None
@@ -193,16 +193,16 @@ class LawLeaf(Leaf):
             )
         return result
 
-    def _endless(self, signal: Signal) -> Signal:
-        """Of tokens alike, each of a sequence of its own."""
-        diagonal, across = (
-            np.asarray(one)[..., None, None, None, None] for one in _both(signal.kernel)
-        )
+    def _exchangeable(self, signal: Signal) -> Signal:
+        """Output for exchangeable tokens: means over two sequences of such tokens."""
+        kernel = np.broadcast_arrays(signal.kernel.diagonal, signal.kernel.off_diagonal)
+        diagonal, across = (np.asarray(x)[..., None, None, None, None] for x in kernel)
         size, layout = self.seq_len, Layout(True, 2)
         itself = np.eye(2)[:, :, None, None] * np.eye(size)
         result = self.evaluated(layout, across + (diagonal - across) * itself)
-        one = np.diagonal(result[..., 0, 0, :, :], axis1=-2, axis2=-1).mean(-1)
-        return Signal(Kernel(one, result[..., 0, 1, :, :].mean((-2, -1))), 2, width=self.width)
+        variance = np.diagonal(result[..., 0, 0, :, :], axis1=-2, axis2=-1).mean(-1)
+        covariance = result[..., 0, 1, :, :].mean((-2, -1))
+        return Signal(Kernel(variance, covariance), 2, width=self.width)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -227,15 +227,16 @@ def _no_way_back(_: Gradient) -> Pulled:
 
 
 MOST_NUMBERS = 2**17
-"""Entries of the moved kernels of one law, from which on pairs of directions are drawn together."""
+"""Most entries of displaced kernels of one law; beyond it random directions are used."""
 
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """By how much the tokens' overlaps move, either way, in each of some directions.
+    """Displacements of the tokens' overlaps in some directions, for second differences.
 
     Attributes:
-        steps: (n, ...) of the law's array; their squares are the overlaps' covariance.
+        steps: (n, ...) displacements of the law's array; the weighted sum of their squares is the
+            covariance of the overlaps.
         weight: of each square.
     """
 
@@ -244,9 +245,9 @@ class Moves:
 
     @classmethod
     def of(cls, signal: Signal, layout: Layout) -> Moves:
-        """Of tokens whose kernel is y with Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2: products of
-        eigenvectors of y, two by two; of many tokens sums of all with drawn signs, whose squares
-        have that mean."""
+        """Displacements for Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2: products of pairs of
+        eigenvectors of y; for many tokens sums of all products with random signs, whose mean square
+        is the covariance."""
         kernel, square = signal.second_moment(), followed(signal)
         assert square is not None
         values, vectors = np.linalg.eigh(signed_root(square, kernel).off_diagonal)
@@ -254,14 +255,14 @@ class Moves:
         count = root.shape[-1]
         numbers, pairs = kernel.off_diagonal.size, count * (count + 1) // 2
         if pairs * numbers <= MOST_NUMBERS:
-            one, two = np.triu_indices(count)
+            first, second = np.triu_indices(count)
             signs = np.zeros((pairs, count, count))
-            signs[np.arange(pairs), one, two] = 0.5**0.5
-            signs[one == two] *= 0.5**0.5
+            signs[np.arange(pairs), first, second] = 0.5**0.5
+            signs[first == second] *= 0.5**0.5
         else:
-            drawn = np.random.default_rng(0)
-            several = max(MOST_NUMBERS // numbers, 1)
-            signs = 0.5 * np.where(drawn.random((several, count, count)) < 0.5, -1.0, 1.0)
+            random = np.random.default_rng(0)
+            draws = max(MOST_NUMBERS // numbers, 1)
+            signs = 0.5 * np.where(random.random((draws, count, count)) < 0.5, -1.0, 1.0)
         signs = (signs + np.swapaxes(signs, -1, -2)).reshape(
             -1, *(1,) * (root.ndim - 2), count, count
         )
@@ -273,24 +274,20 @@ class Moves:
         return cls(layout.cut(steps), 1.0 if exact else 1.0 / len(steps))
 
     def parts(self, numbers: int) -> Iterator[Array]:
-        """As many at once as there is room for."""
-        several = max(MOST_NUMBERS // max(numbers, 1), 1)
-        return (self.steps[k : k + several] for k in range(0, len(self.steps), several))
-
-
-def _both(kernel: Kernel) -> tuple[Array, ...]:
-    return tuple(np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal))
+        """The steps in stacks of bounded size, for kernels of this many entries."""
+        size = max(MOST_NUMBERS // max(numbers, 1), 1)
+        return (self.steps[k : k + size] for k in range(0, len(self.steps), size))
 
 
 @dataclass(frozen=True)
 class LawResponse:
-    """What a law that mixes tokens does to sensitivities: its tangents, and their derivatives.
+    """Adjoint maps of a law that mixes tokens, by its tangents and their derivatives.
 
     Attributes:
-        leaf, layout: of the law.
+        leaf, layout: the law and the layout of its array.
         moments: (..., L, L) at the input.
         grad_out: (..., L, L) the gradient at the output, times `ratio`.
-        ratio: of the features that leave to those that enter.
+        ratio: features of the output over those of the input.
     """
 
     leaf: LawLeaf
@@ -303,31 +300,31 @@ class LawResponse:
         return self.leaf.evaluated(self.layout, x)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        if not sensitivity.size:  # of a number made of signals alone
+        if not sensitivity.size:  # the target quantity depends on signals alone
             return GradientAdjoint(sensitivity, sensitivity)
-        _, result = tangent(self._across, *self._with(sensitivity))
+        _, result = tangent(self._across, *self._point_and_direction(sensitivity))
         onward = (self.ratio * self.layout.joined(result)).astype(SINGLE)
         return GradientAdjoint(onward, sensitivity)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        (point,), (above,) = self._with(sensitivity)
+        (point,), (above,) = self._point_and_direction(sensitivity)
         grad_out = self.layout.cut(np.broadcast_to(self.grad_out, sensitivity.shape))
-        given = np.zeros(sensitivity.shape)
-        given[: len(exposure)] = exposure
-        direction = self.layout.cut(given)
+        padded = np.zeros(sensitivity.shape)
+        padded[: len(exposure)] = exposure
+        direction = self.layout.cut(padded)
 
         def number(c: Array) -> Array:
-            diagonal = self.leaf.evaluated(self.layout, c, follow=True)
+            output = self.leaf.evaluated(self.layout, c, follow=True)
             if not len(exposure):
-                return np.sum(diagonal * above)
+                return np.sum(output * above)
             _, grad_in = tangent(self._across, [c], [direction])
-            return np.sum(diagonal * above) + np.sum(grad_in * grad_out)
+            return np.sum(output * above) + np.sum(grad_in * grad_out)
 
         _, pull = pullback(number, point)
         result = self.layout.joined(pull(1.0)[0]).astype(SINGLE)
         return SignalAdjoint(0.5 * (result + np.swapaxes(result, -1, -2)))
 
-    def _with(self, sensitivity: Array) -> tuple[list[Array], list[Array]]:
-        """The law's argument and a direction, in one shape."""
+    def _point_and_direction(self, sensitivity: Array) -> tuple[list[Array], list[Array]]:
+        """The law's argument and the sensitivity as a direction, of one shape."""
         point = np.broadcast_to(self.moments, sensitivity.shape)
         return [self.layout.cut(point)], [self.layout.cut(np.asarray(sensitivity, float))]

@@ -1,9 +1,7 @@
-"""The leaves that hold laws: linear maps, activations, dropout, scales, and whole published blocks.
+"""Components defined by laws: linear maps, activations, dropout, scales, whole published blocks.
 
-Each takes its laws as data, so that a theory is a choice of laws and never a branch in the engine.
-Normalisation and refined attention, which need more than two laws, have modules of their own.
-
-See docs/theory/norms.md, Squared norms.
+Laws are data, so that a theory is a choice of laws and not a branch in the engine. See
+docs/theory/norms.md, Squared norms.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from ..model.fields import set_field
 
 @dataclass(frozen=True)
 class Lawful(Leaf):
-    """A leaf whose moments follow from its laws alone.
+    """A component whose moments follow from its laws.
 
     Attributes:
-        theory: which of them to use.
+        theory: whose laws to use.
         label: site name in a trace.
-        parameters: values of the laws' symbols that the signal does not carry, such as fan_in.
+        parameters: values of the laws' symbols that are not moments of the signal, such as fan_in.
         width: number of features of the output; None: that of the input.
     """
 
@@ -74,7 +72,7 @@ class Lawful(Leaf):
         algebra, kernel = signal.algebra, signal.kernel
         one, two = bind(signal, self.parameters)
         variance = evaluate(laws["variance"], algebra, one) + 0 * kernel.diagonal
-        if not np.all(kernel.diagonal):  # a constant's square less its mean's may round below 0
+        if not np.all(kernel.diagonal):  # for a constant, E f^2 - (E f)^2 may round below 0
             variance = np.maximum(variance, 0.0)
         off_diagonal = evaluate(laws["covariance"], algebra, two) + 0 * kernel.off_diagonal
         output = Signal(
@@ -83,24 +81,24 @@ class Lawful(Leaf):
             mean=evaluate(laws["mean"], algebra, one),
             width=signal.width if self.width is None else self.width,
         )
-        more: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         limit = laws["variance"].domain.get("x_variance")
         bounded = limit is not None and limit.upper < np.inf
         if limit is not None and bounded and not limit.contains(kernel.mean_diagonal()):
             note = f"the input's variance is outside {limit}, where the laws are resolved"
-            more["notes"] = (note,)
+            fields["notes"] = (note,)
         if signal.fluctuation is not None:
-            more |= self._over_draws(signal, output, one)
+            fields |= self._over_draws(signal, output, one)
         elif not signal.resolved and "hidden_covariance" in laws:
-            more["hidden_covariance"] = evaluate(laws["hidden_covariance"], algebra, one)
-        if more:
-            output = output.replace(**more)
+            fields["hidden_covariance"] = evaluate(laws["hidden_covariance"], algebra, one)
+        if fields:
+            output = output.replace(**fields)
 
         back, back_pairs = laws.get("grad_variance"), laws.get("grad_covariance")
         if back is None or back_pairs is None:
             raise DomainError(f"theory {self.theory!r} states no gradient of {self.laws.name}")
         if signal.resolved:
-            # Matrices that the way back does not need are not kept.
+            # Keep only the matrices that the backward pass needs.
             kept = (*back.arguments, "x_variance")
             one = {name: one[name] for name in kept if name in one}
             two = {name: two[name] for name in back_pairs.arguments if name in two}
@@ -109,40 +107,40 @@ class Lawful(Leaf):
     def _back(
         self, signal: Signal, output: Signal, one: Values, two: Values, gradient: Gradient
     ) -> Pulled:
-        """The way back, around what entered and left; `one` and `two` are values of the laws'
-        symbols, for a token and for a pair."""
+        """Gradient at the input; `one` and `two` are values of the laws' symbols for a token and
+        for a pair."""
         laws, algebra = self.laws.under(self.theory), signal.algebra
         diagonal, off_diagonal = gradient.kernel.diagonal, gradient.kernel.off_diagonal
-        given = {"grad_variance": diagonal, "grad_covariance": off_diagonal}
-        variance = evaluate(laws["grad_variance"], algebra, one | given)
-        pair = (two if gradient.resolved else one) | given
+        moments = {"grad_variance": diagonal, "grad_covariance": off_diagonal}
+        variance = evaluate(laws["grad_variance"], algebra, one | moments)
+        pair = (two if gradient.resolved else one) | moments
         off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
         kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
-        sent = self._sent(gradient, kernel, signal, output, one)
-        return Pulled(sent, functools.partial(self._weights, signal, gradient))
+        grad_in = self._grad_in(gradient, kernel, signal, output, one)
+        return Pulled(grad_in, functools.partial(self._weights, signal, gradient))
 
-    def _sent(
+    def _grad_in(
         self, gradient: Gradient, kernel: Kernel, signal: Signal, output: Signal, one: Values
     ) -> Gradient:
-        """The gradient at the input, of second moments `kernel`."""
+        """The gradient at the input, of second moments `kernel` by the laws."""
         return gradient.with_kernel(kernel)
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
-        """What varies over draws of an output of these moments: fields of `Signal`."""
+        """Fields of the output `Signal` that describe its fluctuation over draws."""
         return {}
 
     def _weights(self, signal: Signal, gradient: Gradient) -> Values:
-        """Of what entered and of the gradient at the output, as `Pulled.weights`."""
+        """`Pulled.weights` for this input and the gradient at the output."""
         return {}
 
 
 @dataclass(frozen=True)
 class Linear(Lawful):
-    """A weight matrix, with a bias where `parameters` holds its `bias_variance`.
+    """A weight matrix, with a bias if `parameters` has a `bias_variance`.
 
     Attributes:
-        weight: its name in the table of weight gradients.
-        has_bias: whether there is a bias, of any variance, that receives a gradient.
+        weight: name in the table of weight gradients.
+        has_bias: whether a bias (of any variance) receives a gradient.
     """
 
     weight: str = "weight"
@@ -166,17 +164,17 @@ class Linear(Lawful):
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
         return {"fluctuation": mapped(signal, output, gain)}
 
-    def _sent(
+    def _grad_in(
         self, gradient: Gradient, kernel: Kernel, signal: Signal, output: Signal, one: Values
     ) -> Gradient:
-        # x.W^T g = (W x).g: what g lacks along W x, W^T g lacks along x.
+        # x.W^T g = (W x).g: a g without a part along W x gives a W^T g without one along x.
         if not isotropic(gradient.radial):
             kernel = without(kernel, signal, (1 - gradient.radial) / self.parameters["fan_in"])
         return gradient.along(kernel)
 
     def _weights(self, signal: Signal, gradient: Gradient) -> Values:
         # dW = sum_i g_i x_i^T, so E|dW|^2 = d_out d_in sum_ij E[g_i g_j] E[x_i x_j]; and
-        # db = sum_i g_i. Where gradients fall with the tokens' norms, they meet shorter tokens.
+        # db = sum_i g_i. If gradients decrease with the tokens' norms, shorter tokens weigh more.
         width = self.parameters["fan_out"]
         tokens = signal.second_moment()
         if signal.fluctuation is not None:
@@ -215,18 +213,18 @@ class Activation(Lawful):
         return {"fluctuation": activated(signal, output, kurtosis, slope), "kurtosis": kurtosis}
 
     def _slope(self, signal: Signal, values: Values) -> Array:
-        """Change of a covariance per change of the input's, at the mean correlation."""
+        """Derivative of a covariance in that of the input, at the mean correlation."""
         law = self.laws.under(self.theory)["grad_covariance"]
         kernel, mean = signal.kernel, signal.mean
         diagonal, off_diagonal = kernel.mean_diagonal(), kernel.mean_off_diagonal()
-        given = dict(self.parameters)
-        given["x_variance"] = given["x_other_variance"] = diagonal
-        given["x_mean"] = given["x_other_mean"] = kernel.average(mean)
-        given["x_correlation"] = np.clip(ratio_or_zero(off_diagonal, diagonal), -1.0, 1.0)
-        given["grad_covariance"] = 1.0
-        return evaluate(law, signal.algebra, given)
+        values = dict(self.parameters)
+        values["x_variance"] = values["x_other_variance"] = diagonal
+        values["x_mean"] = values["x_other_mean"] = kernel.average(mean)
+        values["x_correlation"] = np.clip(ratio_or_zero(off_diagonal, diagonal), -1.0, 1.0)
+        values["grad_covariance"] = 1.0
+        return evaluate(law, signal.algebra, values)
 
-    def _sent(
+    def _grad_in(
         self, gradient: Gradient, kernel: Kernel, signal: Signal, output: Signal, one: Values
     ) -> Gradient:
         algebra, entering = signal.algebra, signal.kernel
@@ -238,26 +236,25 @@ class Activation(Lawful):
         return gradient.with_kernel(kernel)
 
     def _at_rest(self, kernel: Kernel, entering: Kernel, algebra: Any) -> Kernel:
-        """The gradient where inputs are 0: kinks have the slope of their flatter side there.
+        """The gradient at inputs that are 0, where kinks have the slope of their flatter side.
 
-        Laws have it in the limit of small inputs, which see both sides: with slopes l and u,
-        E f'(x)^2 = (l^2 + u^2)/2, and E f'(x) f'(-x) = l u. torch takes l of ReLU and its leaky
-        relatives.
+        The laws give the limit of small inputs, which are on both sides: with slopes l and u,
+        E f'(x)^2 = (l^2 + u^2)/2 and E f'(x) f'(-x) = l u. torch uses l for ReLU and leaky ReLUs.
         """
         laws = self.laws.under(self.theory)
-        still = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
-        still |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
-        square = float(evaluate(laws["grad_variance"], algebra, still))
-        product = float(evaluate(laws["grad_covariance"], algebra, still))
+        at_zero = dict(self.parameters) | {"x_variance": 0.0, "x_other_variance": 0.0}
+        at_zero |= {"grad_variance": 1.0, "grad_covariance": 1.0, "x_correlation": -1.0}
+        square = float(evaluate(laws["grad_variance"], algebra, at_zero))
+        product = float(evaluate(laws["grad_covariance"], algebra, at_zero))
         flat = square - max(square * square - product * product, 0.0) ** 0.5
         mean = 0.5 * (square + product)  # ((l + u)/2)^2
-        nothing = np.asarray(entering.diagonal) == 0.0
-        alone: Array = np.where(nothing, ratio_or_zero(flat, square), 1.0)
-        one: Array = np.where(nothing, ratio_or_zero(flat, mean) ** 0.5, 1.0)
+        zero = np.asarray(entering.diagonal) == 0.0
+        of_token: Array = np.where(zero, ratio_or_zero(flat, square), 1.0)
+        of_pair: Array = np.where(zero, ratio_or_zero(flat, mean) ** 0.5, 1.0)
         if algebra.scalar:
-            alone, one = float(alone), float(one)
-        first, second = entering.over_tokens(one)
-        return kernel.weighted(alone, first * second)
+            of_token, of_pair = float(of_token), float(of_pair)
+        first, second = entering.over_tokens(of_pair)
+        return kernel.weighted(of_token, first * second)
 
 
 def entrywise_overlap(
@@ -268,15 +265,15 @@ def entrywise_overlap(
     laws: ComponentLaws | None = None,
     square: float = 1.0,
 ) -> UnsharedOverlap:
-    """Behind a function of every feature by itself, that of `laws` of inputs whose squares are
-    `square` times these; None: of features whose slopes tokens do not share."""
+    """Unshared overlap at the output of an entrywise function with these `laws` at inputs times the
+    root of `square`; None: slopes of features are independent between tokens."""
     before, after, units = record.input, record.output, 1.0
     if laws is not None:
         variance = float(before.kernel.mean_diagonal(real))
         common = float(before.kernel.mean_off_diagonal(real))
         units = concentration(laws, square * variance, ratio_or_zero(common, variance))
-    moved = elasticity(leaf, before, after, real)
-    return at.activated(moved, (before.width, after.width), units)
+    rate = elasticity(leaf, before, after, real)
+    return at.activated(rate, (before.width, after.width), units)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -286,20 +283,21 @@ def concentration(
     correlation: float,
     factor: tuple[float, float, float] | None = None,
 ) -> float:
-    """E s^4/(E s^2)^2 over features, s^2 the variance of f(x) given what all tokens share of x.
+    """E s^4/(E s^2)^2 over features, s^2 the variance of f(x) given the part of x that all tokens
+    share.
 
-    Where tokens share most of x, a feature of large slope has it for all of them: their overlaps
-    are sums over fewer features by that number. Derived here, by quadrature: x = sqrt(v r) z +
-    sqrt(v (1 - r)) e with z shared; behind a gate s^2 is that of f(x) u, u = shift + a Gaussian.
+    If tokens share most of x, a feature has a large slope for all tokens or for none: overlaps are
+    then sums over fewer features, by this factor. Derived here, by quadrature: x = sqrt(v r) z +
+    sqrt(v (1 - r)) e with z shared; with a gate s^2 is that of f(x) u, u = shift + a Gaussian.
 
     Args:
-        laws: of f; 1 where they do not name it.
+        laws: of f; without its function the result is 1.
         variance, correlation: v and r, of two tokens' x.
-        factor: variance and correlation of u, and the shift; None: there is no gate.
+        factor: variance and correlation of u, and the shift; None: no gate.
     """
     if laws.entrywise is None or not variance > 0.0:
         return 1.0
-    function, nearest = laws.entrywise[0], 1.0 - 1e-6  # where a function is linear in the rest
+    function, nearest = laws.entrywise[0], 1.0 - 1e-6  # at this r f is linear in e
     r = min(max(correlation, 0.0), nearest)
     z = (np.arange(160) + 0.5) / 12.5 - 6.4
     weights = np.exp(-(z**2) / 2)
@@ -309,22 +307,22 @@ def concentration(
     values = function(NUMPY, shared[:, None] + (variance * (1.0 - r)) ** 0.5 * nodes)
     mean, square = (values**k @ masses / masses.sum() for k in (1, 2))
     spread = (values - mean[:, None]) ** 2 @ masses / masses.sum()
-    common, fourth, alone = 1.0, 1.0, 0.0  # E m^2, E m^4 and variance of u = m + its own
+    common, fourth, own = 1.0, 1.0, 0.0  # E m^2, E m^4 and Var(u - m), m the shared part of u
     if factor is not None:
         size, other, shift = factor[0], min(factor[1], nearest), factor[2]
-        common, alone = size * other + shift**2, size * (1.0 - other)
+        common, own = size * other + shift**2, size * (1.0 - other)
         fourth = 3.0 * (size * other) ** 2 + 6.0 * size * other * shift**2 + shift**4
-    first = float(weights @ (spread * common + square * alone))
-    second = spread**2 * fourth + 2.0 * spread * common * square * alone + (square * alone) ** 2
+    first = float(weights @ (spread * common + square * own))
+    second = spread**2 * fourth + 2.0 * spread * common * square * own + (square * own) ** 2
     return float(weights @ second) / first**2 if first > 0.0 else 1.0
 
 
 FAINT = 1e-30
-"""A variance that stands for none in ratios of a function's moments: their limit there."""
+"""Floor of the variance in ratios of a function's moments, which have a limit at 0."""
 
 
 def faintly(law: Law, algebra: Any, values: Values) -> Array:
-    """A law that is 0/0 without any input, as the limit of small ones."""
+    """Evaluate a law that is 0/0 at inputs of variance 0, in the limit of small ones."""
     v = values["x_variance"]
     least = max(v, FAINT) if algebra.scalar else np.maximum(v, FAINT)
     return evaluate(law, algebra, values | {"x_variance": least})
@@ -332,7 +330,7 @@ def faintly(law: Law, algebra: Any, values: Values) -> Array:
 
 @dataclass(frozen=True)
 class Dropout(Lawful):
-    """Dropout with fresh masks for every token and entry."""
+    """Dropout with independent masks for every token and entry."""
 
     masks: ClassVar[bool] = True
 
@@ -349,8 +347,8 @@ class Dropout(Lawful):
             "kurtosis": signal.kurtosis / (1 - drop_prob),
         }
 
-    def _sent(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
-        # The masks of a signal are those of its gradient: x'.g' is what it was.
+    def _grad_in(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
+        # Signal and gradient have the same masks, so x.g is unchanged.
         return gradient.along(kernel)
 
 
@@ -369,19 +367,20 @@ class Scale(Lawful):
             "kurtosis": signal.kurtosis,
         }
 
-    def _sent(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
+    def _grad_in(self, gradient: Gradient, kernel: Kernel, *_: Any) -> Gradient:
         return replace(gradient, kernel=kernel)
 
 
 @dataclass(frozen=True)
 class LayerScale(Leaf):
-    """Gains per feature that multiply a branch (Touvron et al. 2021, CaiT), as parameters.
+    """Learned gains per feature on a branch (Touvron et al. 2021, CaiT).
 
-    They start at the residual connection's own factor, which multiplies the branch behind this.
+    Their initial value is the residual connection's branch scale, which is applied there, so that
+    this component only has the gains' gradient.
 
     Attributes:
         label: name of the gains.
-        gain: that factor; above 0.
+        gain: their initial value, above 0.
     """
 
     label: str
@@ -391,7 +390,7 @@ class LayerScale(Leaf):
         return signal, functools.partial(self._back, signal)
 
     def _back(self, signal: Signal, gradient: Gradient) -> Pulled:
-        """The gradient as it came; the gains' is dL/dg = sum_i x_i dL/dy_i in every feature."""
+        """The unchanged gradient; that of the gains is sum_i x_i dL/dy_i in every feature."""
         return Pulled(gradient, functools.partial(self._weights, signal, gradient.kernel))
 
     def _weights(self, signal: Signal, gradient: Kernel) -> Values:

@@ -1,4 +1,4 @@
-"""Second moments of embedded text, and the gradients of the tables that it is read from."""
+"""Second moments of embedded text, and gradients of the embedding tables."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..model.embedding import Embedding
 from .attention.kernels.relative_positions import basis_of, of_pairs, turned_means
 
 WIDEST = 2**16
-"""Width at which sinusoidal positions, whose frequencies meet in pairs, take some seconds."""
+"""Largest width of sinusoidal positions: their cost grows with the square of the frequencies."""
 
 
 def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
-    """Share of ordered token pairs with the same id, averaged over sequences.
+    """Fraction of ordered token pairs with the same id, averaged over sequences.
 
     Raises:
         DomainError: not integers of shape (L,) or (B, L).
@@ -33,7 +33,7 @@ def repeated_pairs(ids: Any, seq_len: int, name: str) -> float:
 
 
 def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
-    """Integers of shape (B, L)."""
+    """Check ids and return them with shape (B, L)."""
     allowed = f"{name} must be non-negative integers of shape (L,) or (B, L)"
     try:
         matrix = np.atleast_2d(np.asarray(ids))
@@ -50,8 +50,8 @@ def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
 
 
 class TablePatterns(NamedTuple):
-    """Of every table, whether two tokens look up one row, or how often. The sum of the tables is
-    linear in their variances, and a table's squared gradient is its derivative in one."""
+    """For every table, the probability that two tokens look up the same row: the derivative of the
+    tables' summed kernel in the table's variance, and of the squared gradient norm."""
 
     token: Kernel
     position: Kernel
@@ -69,26 +69,27 @@ class TablePatterns(NamedTuple):
         sequences: int = 1,
         theory: Theory = "refined",
     ) -> TablePatterns:
-        """Those of a text, in any resolution.
+        """Patterns of a text, at any resolution.
 
         Args:
             seq_len: tokens per sequence L.
             token_ids, segment_ids: integers of shape (L,) or (B, L). Without `token_ids` the text
-                follows Zipf's law and segments split it uniformly; of tokens alike repetitions are
-                counted. Without segments, and on classes of words, there is one.
-            resolved: as `Kernel.resolved`; on classes the entries are means over their cells.
-            documents: of packed rows, (L,) or (B, L), see `layout`: positions restart with each.
-            sequences: B of a text by token without `token_ids`.
+                follows Zipf's law and segments split it uniformly; for exchangeable tokens
+                repetitions are averaged. Without segments, and on classes of words, there is one.
+            resolved: as `Kernel.resolved`; on classes entries are means over cells.
+            documents: of packed rows, (L,) or (B, L), see `layout`: positions restart in each.
+            sequences: B, for a kernel by token without `token_ids`.
 
         Raises:
             DomainError: ids of another shape or outside the table.
         """
         if resolved is True and token_ids is not None:
-            ids, where, segments = table_rows(embedding, seq_len, token_ids, segment_ids, documents)
-            read = _same(ids) * (ids != embedding.padding_id)
-            return cls(
-                *(Kernel.of_matrix(one + 0.0) for one in (read, _same(where), _same(segments)))
+            ids, places, segments = table_rows(
+                embedding, seq_len, token_ids, segment_ids, documents
             )
+            same_token = _same(ids) * (ids != embedding.padding_id)
+            matrices = same_token, _same(places), _same(segments)
+            return cls(*(Kernel.of_matrix(matrix + 0.0) for matrix in matrices))
         token: Array = 0.0
         segment: Array = 1.0
         if isinstance(resolved, TextClasses):
@@ -98,18 +99,19 @@ class TablePatterns(NamedTuple):
         if not resolved:
             return cls(Kernel(1.0, token), Kernel(1.0, 0.0), Kernel(1.0, segment))
         if resolved is True:
-            where = _places(seq_len, sequences, documents)
-            one = np.eye(len(where))
-            pairs = one + (1.0 - one) * token, _same(where) + 0.0, one + (1.0 - one) * segment
-            return cls(*map(Kernel.of_matrix, pairs))
-        ones = np.ones(len(resolved.nodes))
-        even = np.ones((len(ones), len(ones)))
-        pairs = even * token, even * resolved.at_one_place, even * segment
-        return cls(*(Kernel(ones, pair, resolved) for pair in pairs))
+            places = _places(seq_len, sequences, documents)
+            eye = np.eye(len(places))
+            same_place = _same(places) + 0.0
+            matrices = eye + (1.0 - eye) * token, same_place, eye + (1.0 - eye) * segment
+            return cls(*map(Kernel.of_matrix, matrices))
+        diagonal = np.ones(len(resolved.nodes))
+        ones = np.ones((len(diagonal), len(diagonal)))
+        matrices = ones * token, ones * resolved.at_one_place, ones * segment
+        return cls(*(Kernel(diagonal, matrix, resolved) for matrix in matrices))
 
     def kernel(self, embedding: Embedding) -> Kernel:
-        """The sum of the tables, before the embedding's norm and dropout and without what no weight
-        is drawn for: sinusoidal positions."""
+        """Kernel of the sum of the tables, before the embedding's norm and dropout; sinusoidal
+        positions, which are not random, are not included."""
         return (
             self.token.scaled(embedding.row_variance)
             + self.segment.scaled(embedding.segment_variance)
@@ -127,8 +129,8 @@ def text_kernel(
     resolved: Any = True,
     theory: Theory = "refined",
 ) -> Kernel:
-    """Sum of the embedding tables, before the embedding's norm and dropout, of a whole batch as one
-    kernel: by token (B L, B L), where one position of two sequences is one row.
+    """Kernel of the sum of the embedding tables, before the embedding's norm and dropout: by token
+    (B L, B L) for a whole batch, whose sequences share the rows of positions.
 
     Args:
         d_model: width; needed for sinusoidal positions.
@@ -136,8 +138,8 @@ def text_kernel(
     Raises:
         DomainError: as `TablePatterns.of`, or sinusoidal positions without d_model.
     """
-    given = token_ids, segment_ids, resolved, documents
-    total = TablePatterns.of(embedding, seq_len, *given, theory=theory).kernel(embedding)
+    text = token_ids, segment_ids, resolved, documents
+    total = TablePatterns.of(embedding, seq_len, *text, theory=theory).kernel(embedding)
     sequences = len(total.diagonal) // seq_len if resolved is True else None
     classes = resolved if isinstance(resolved, PositionClasses) else None
     fixed = fixed_positions(embedding, seq_len, d_model, sequences, documents, classes)
@@ -149,10 +151,10 @@ def _frequencies(d_model: int, base: float) -> np.ndarray:
 
 
 class FixedPart(NamedTuple):
-    """What a tensor holds that no weight is drawn for.
+    """The deterministic part of a tensor.
 
     Attributes:
-        common: the product of two tokens' means over features, which centring removes.
+        common: product of two tokens' means over features, which centring removes.
     """
 
     kernel: Kernel
@@ -160,7 +162,7 @@ class FixedPart(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: np.ndarray) -> FixedPart:
-        """Of what is added to every token, (tokens, d)."""
+        """From the vectors added to every token, (tokens, d)."""
         means = rows.mean(1)
         both = rows @ rows.T / rows.shape[1], means[:, None] * means[None, :]
         return cls(*map(Kernel.of_matrix, both))
@@ -174,16 +176,16 @@ def fixed_positions(
     documents: np.ndarray | None = None,
     classes: PositionClasses | None = None,
 ) -> FixedPart | None:
-    """Sinusoidal positions; None where there are none.
+    """Sinusoidal positions; None without.
 
-    Sines and cosines of one angle meet as cos(w_m (i - j)), so p_i . p_j/d averages that over the
-    d/2 frequencies w_m = position_base^(-2 m/d).
+    p_i . p_j/d is half the mean of cos(w_m (i - j)) over the d/2 frequencies
+    w_m = position_base^(-2 m/d).
 
     Args:
         seq_len: tokens per sequence L.
-        sequences: B for kernels of shape (B L, B L); None: tokens alike.
-        documents: of packed rows, (L,) or (B, L); None: each row is one.
-        classes: of positions, for means over their cells; None: none.
+        sequences: B for kernels of shape (B L, B L); None: exchangeable tokens.
+        documents: of packed rows, (L,) or (B, L); None: each row is one document.
+        classes: of positions, for means over cells.
 
     Raises:
         DomainError: sinusoidal positions of unknown or odd width.
@@ -200,10 +202,8 @@ def fixed_positions(
         blocks = _fixed_on(d_model, embedding.position_base, classes.inside)
         return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
     if sequences is None:
-        alike = _fixed_on(d_model, embedding.position_base, one_class(seq_len))
-        return FixedPart(
-            *(Kernel(diagonal[0], off_diagonal[0, 0]) for diagonal, off_diagonal in alike)
-        )
+        blocks = _fixed_on(d_model, embedding.position_base, one_class(seq_len))
+        return FixedPart(*(Kernel(diagonal[0], pairs[0, 0]) for diagonal, pairs in blocks))
     frequencies = _frequencies(d_model, embedding.position_base)
     angles = np.multiply.outer(np.arange(seq_len), frequencies)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
@@ -211,22 +211,22 @@ def fixed_positions(
 
 
 @functools.lru_cache(maxsize=16)
-def _fixed_on(d_model: int, base: float, one: PositionClasses) -> tuple[Matrix, Matrix]:
-    """Means over cells, of one place or of two: the same in every document."""
+def _fixed_on(d_model: int, base: float, classes: PositionClasses) -> tuple[Matrix, Matrix]:
+    """Kernel and common part of sinusoidal positions within one document, averaged over cells."""
     frequencies = _frequencies(d_model, base)
     count = len(frequencies)
-    phases, mass, twice = basis_of(one, frequencies).sums(0, one.length)
+    phases, mass, same_token = basis_of(classes, frequencies).sums(0, classes.length)
     cosines = (phases @ phases.conj().T).real / count
     pairs = mass[:, None] * mass
     near = float(np.cos(frequencies).mean())
-    kernel = 0.5 * of_pairs(cosines / pairs, pairs, twice, 1.0, near)
+    kernel = 0.5 * of_pairs(cosines / pairs, pairs, same_token, 1.0, near)
     # A token's mean over features is sum_m (sin + cos)(w_m t)/d, t counted from 0.
-    turned = turned_means(one.length, frequencies, np.full(count, 0.5 / count))
-    means = turned.real + turned.imag
-    sums, squares = one.basis @ means, (one.basis * means**2) @ one.basis.T
-    diagonal = one.basis @ means**2 / mass
+    rotated = turned_means(classes.length, frequencies, np.full(count, 0.5 / count))
+    means = rotated.real + rotated.imag
+    sums, squares = classes.basis @ means, (classes.basis * means**2) @ classes.basis.T
+    diagonal = classes.basis @ means**2 / mass
     common = np.outer(sums, sums) - squares
-    rest = pairs - twice
+    rest = pairs - same_token
     usable = rest > 0.5
     common = np.where(usable, common / np.where(usable, rest, 1.0), 0.0)
     return (np.full(len(mass), 0.5), kernel), (diagonal, common)
@@ -243,19 +243,19 @@ def embedding_gradients(
 ) -> dict[str, Array]:
     """Squared gradient norms of the tables that have parameters.
 
-    The derivative of the kernel in a table's variance: E |dTable|^2 = d sum of G_ij over pairs of
-    one row; the token rows' also times the embedding's scale squared. The padding row has none.
+    E |dTable|^2 = d sum of G_ij over pairs of tokens with the same row, for token rows times the
+    squared scale of the embedding. The padding row has no gradient.
 
     Args:
         seq_len: tokens per sequence L.
         d_model: width of the sum of the tables.
-        gradient: at the sum of the tables, resolved (B L, B L) for a text of (B, L) tokens, or
-            of tokens alike, one sequence of them.
+        gradient: at the sum of the tables, (B L, B L) for a text of (B, L) tokens, or of one
+            sequence of exchangeable tokens.
         token_ids, segment_ids: the text; None: unknown, its tokens repeat by Zipf's law.
         documents: of packed rows, (L,) or (B, L), see `layout`.
 
     Returns:
-        "token", and "position", "segment" and the "factor" of token rows where there are such.
+        "token", and "position", "segment" and the "factor" of token rows if they have parameters.
 
     Raises:
         DomainError: ids that do not fit the gradient.
@@ -263,8 +263,8 @@ def embedding_gradients(
     resolved, sequences = gradient.resolved, 1
     if resolved is True:
         sequences = gradient.off_diagonal.shape[-1] // seq_len
-    given = token_ids, segment_ids, resolved, documents, sequences
-    patterns = TablePatterns.of(embedding, seq_len, *given)
+    text = token_ids, segment_ids, resolved, documents, sequences
+    patterns = TablePatterns.of(embedding, seq_len, *text)
     if resolved is True and len(patterns.token.diagonal) != len(gradient.diagonal):
         allowed = f"{len(gradient.diagonal)}, as the gradient has"
         raise domain_error("token_ids", f"{len(patterns.token.diagonal)} tokens", allowed)
@@ -279,11 +279,11 @@ def embedding_gradients(
         if factor
     }
     if embedding.factor_dim is not None and not embedding.norm:
-        # Both meet the same sums: a row's gradient is the matrix's turn of what arrives, the
-        # matrix's the rows' products with it.
-        arriving = embedding.factor_dim * norms["token"]
-        norms["token"] = arriving * (embedding.factor_variance or 0.0)
-        norms["factor"] = arriving * embedding.token_variance
+        # Rows E and matrix W of E W: both squared gradients are sums over the same pairs, times the
+        # variance of the other factor.
+        shared = embedding.factor_dim * norms["token"]
+        norms["token"] = shared * (embedding.factor_variance or 0.0)
+        norms["factor"] = shared * embedding.token_variance
     return norms
 
 
@@ -294,7 +294,7 @@ def table_rows(
     segment_ids: Any,
     documents: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the three tables that every token of a batch looks up, each (B L,)."""
+    """Rows of the token, position and segment table of every token of a batch, each (B L,)."""
     ids = text_ids(embedding, seq_len, token_ids)
     segments = np.zeros_like(ids)
     if segment_ids is not None:
@@ -304,18 +304,19 @@ def table_rows(
 
 def _places(seq_len: int, sequences: int, documents: np.ndarray | None) -> np.ndarray:
     """(B L,) position of every token."""
-    one = np.ones(seq_len, dtype=np.int64) if documents is None else documents
-    return np.broadcast_to(places(one), (sequences, seq_len)).reshape(-1)
+    documents = np.ones(seq_len, dtype=np.int64) if documents is None else documents
+    return np.broadcast_to(places(documents), (sequences, seq_len)).reshape(-1)
 
 
 def _same(rows: np.ndarray) -> np.ndarray:
+    """(n, n) whether two rows are equal."""
     return np.asarray(rows[:, None] == rows[None, :])
 
 
 def _patterns(
     embedding: Embedding, seq_len: int, theory: Theory, token_ids: Any, segment_ids: Any
 ) -> tuple[float, float]:
-    """Shares of token pairs with one token row, and with one segment row; 0 without pairs."""
+    """Fractions of token pairs with the same token row and the same segment; 0 for one token."""
     if seq_len == 1:
         return 0.0, 0.0
     if token_ids is None:
@@ -335,7 +336,7 @@ def text_ids(embedding: Embedding, seq_len: int, token_ids: Any) -> np.ndarray:
     """(B, L) rows of the token table.
 
     Raises:
-        DomainError: as `check_ids`, or a row that the table does not have.
+        DomainError: as `check_ids`, or ids outside the table.
     """
     ids = check_ids(token_ids, seq_len, "token_ids")
     if ids.max() >= embedding.vocab_size:

@@ -1,4 +1,4 @@
-"""Gated units: two linear maps of one input, an activation of the first times the second.
+"""Gated units: an activation of one linear map of the input times a second linear map.
 
 See docs/theory/norms.md, Realised overlaps.
 """
@@ -45,15 +45,15 @@ from .elementary import Linear, concentration, faintly
 
 @dataclass(frozen=True)
 class GatedLinear(Leaf):
-    """activation(x @ gate) * (x @ ffn_in): SwiGLU, GeGLU, ReGLU and the like.
+    """activation(x @ gate) * (x @ ffn_in): SwiGLU, GeGLU, ReGLU and others.
 
-    Two tokens' realised overlap, which both maps see, is averaged over (`fluctuation`): what hardly
-    correlates in the mean does so by 1/width, and the next attention averages many such pairs. The
-    squared norm of a token, which scales both maps at once, is taken at its mean, where a
-    normalisation puts it. Where none comes before, second moments are low by about the norm's
-    relative variance (1.4 percent for Gaussian tokens of width 96). The gradient's part along the
-    token, of degree 2 in it, is larger than its share by about 1/fan_in of the whole: a
-    normalisation before projects that part out.
+    Moments of pairs are averaged over the fluctuation of two tokens' overlap, which both maps
+    share (`fluctuation`): it adds a correlation of order 1/width to almost uncorrelated tokens, and
+    the next attention averages over many such pairs. The squared norm of a token, which scales both
+    maps, is taken at its mean, as after a normalisation. Without one, second moments are low by
+    about the norm's relative variance (1.4 percent for Gaussian tokens of width 96). The gradient's
+    part along the token is larger than assumed by about 1/fan_in of the whole, which a preceding
+    normalisation projects out.
 
     Attributes:
         label: site name of the product in a trace.
@@ -61,11 +61,11 @@ class GatedLinear(Leaf):
         fan_in, fan_out: features of the input, and of each of the two maps.
         gate, ffn_in: variances of the two maps' weights.
         gate_bias, bias: variances of their biases.
-        has_bias: whether the two have biases, of any variance, that receive gradients.
+        has_bias: whether both have biases (of any variance) that receive gradients.
         prefix: of the matrices' names in the table of weight gradients.
         shift: added to the second factor: activation(x @ gate) * (x @ ffn_in + shift).
-        clamp: bounds the gate from above and the second factor's map from both sides; None: no
-            bounds. Moments are those without: where they bind by more than `BOUND`, a note says so.
+        clamp: upper bound of the gate and bound of the second map's size; None: no bounds. Moments
+            neglect it; if more than `BOUND` of the entries are clamped, a note warns.
     """
 
     label: str
@@ -88,14 +88,13 @@ class GatedLinear(Leaf):
         return f"{self.prefix}gate", f"{self.prefix}ffn_in"
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> GatedLinear:
-        own = ("gate", "ffn_in")
-        changed = {one: getattr(self, one) * factor for one in own if self.prefix + one in names}
-        return replace(self, **changed)
+        fields = [name for name in ("gate", "ffn_in") if self.prefix + name in names]
+        return replace(self, **{name: getattr(self, name) * factor for name in fields})
 
     def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
         product = gated(self.activation).under("refined")["variance"]
         mean = self.activation.under("refined")["mean"]
-        gate, factor = (one.of_entry(algebra, names) for one in self._maps())
+        gate, factor = (linear.of_entry(algebra, names) for linear in self._maps())
 
         def result(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
             _, of_gate = gate(entering, times)
@@ -115,7 +114,7 @@ class GatedLinear(Leaf):
         return of_gate / upper
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        (inner, factor), *backs = self._entering(signal)
+        (inner, factor), *backs = self._factors(signal)
         laws = gated(self.activation).under("refined")
         kept = None if signal.kernel.classes is None else Keeping()
         one, two = bind(inner, {})
@@ -123,7 +122,7 @@ class GatedLinear(Leaf):
         two = two | {"factor_covariance": factor.kernel.off_diagonal}
         moved, sides = moved_overlaps(signal), None
         if moved is not None:
-            with observed(None):  # laws are shown at the mean
+            with observed(None):  # `explain` shows the laws at the mean overlap
                 sides = self._at_pairs(moved.above), self._at_pairs(moved.below)
         values = _Values(self.activation, kept, one, two, sides)
         algebra = values.algebra
@@ -146,7 +145,7 @@ class GatedLinear(Leaf):
             kernel, signal.seq_len, mean, width=self.fan_out, kurtosis=kurtosis, notes=notes
         )
         if signal.fluctuation is not None:
-            of_gate = values.sent(AT_FACTOR, inner.kernel.with_ones())
+            of_gate = values.gradient(AT_FACTOR, inner.kernel.with_ones())
             kurtosis = kernel.average(kurtosis)
             norms = self._norms(signal, inner, factor, of_gate, kurtosis / 3)
             step = None if moved is None else moved.step
@@ -160,15 +159,15 @@ class GatedLinear(Leaf):
     def _back(
         self, output: Signal, values: _Values, maps: list[Pullback], gradient: Gradient
     ) -> Pulled:
-        """The way back: to both factors, and through the map before each."""
-        at_gate, at_factor = (values.sent(one, gradient.kernel) for one in (AT_GATE, AT_FACTOR))
+        """Gradient at the input, through both factors and their linear maps."""
+        at_gate, at_factor = (values.gradient(x, gradient.kernel) for x in (AT_GATE, AT_FACTOR))
         if output.fluctuation is not None and knows_directions(gradient):
             # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
             law = self.activation.under("refined")["alignment"]
             slopes = faintly(law, values.algebra, values.one)
             at_gate = realigned(at_gate, output, gradient, 3 * slopes)
             at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
-        # The two matrices are independent, and so are what they send back.
+        # The matrices are independent, and so are the gradients through them.
         parts = [
             back(gradient.with_kernel(kernel))
             for back, kernel in zip(maps, (at_gate, at_factor), strict=True)
@@ -177,7 +176,7 @@ class GatedLinear(Leaf):
         return Pulled(Gradient(total, gradient.seq_len), functools.partial(weights_of, *parts))
 
     def _bound(self, inner: Signal, factor: Signal) -> tuple[str, ...]:
-        """A note where `clamp` binds."""
+        """A note if `clamp` bounds too many entries."""
         if self.clamp is None:
             return ()
         other = np.max(factor.kernel.diagonal) - self.shift**2
@@ -190,31 +189,33 @@ class GatedLinear(Leaf):
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        # Of its hidden features, unlike an activation's, it takes the tokens' overlap itself.
+        # `elasticity` is taken per unit of the input's overlap, before the linear maps.
         before, after = record.input, record.output
-        moved = elasticity(self, before, after, walk.real)
-        maps = [part.forward(before)[0].kernel for part in self._maps()]
-        sizes = [float(one.mean_diagonal(walk.real)) for one in maps]
-        common = [float(one.mean_off_diagonal(walk.real)) for one in maps]
+        rate = elasticity(self, before, after, walk.real)
+        maps = [linear.forward(before)[0].kernel for linear in self._maps()]
+        sizes = [float(kernel.mean_diagonal(walk.real)) for kernel in maps]
+        common = [float(kernel.mean_off_diagonal(walk.real)) for kernel in maps]
         gate, factor = zip(sizes, map(ratio_or_zero, common, sizes), strict=True)
         units = concentration(self.activation, *gate, (*factor, self.shift))
-        return at.mapped(after.width).activated(moved, (after.width, after.width), units)
+        return at.mapped(after.width).activated(rate, (after.width, after.width), units)
 
-    def _entering(self, signal: Signal) -> tuple[tuple[Signal, Signal], Pullback, Pullback]:
-        """What enters the activation and the other factor, about zero; and the maps' ways back."""
-        (inner, gate_back), (factor, factor_back) = (one.forward(signal) for one in self._maps())
-        if self.shift:  # whose square enters everywhere
-            moved = factor.kernel.with_ones().scaled(self.shift**2)
-            factor = factor.replace(kernel=factor.kernel + moved)
+    def _factors(self, signal: Signal) -> tuple[tuple[Signal, Signal], Pullback, Pullback]:
+        """Inputs of the activation and second factor, as second moments about 0; and the pullbacks
+        of both linear maps."""
+        (inner, gate_back), (factor, factor_back) = (x.forward(signal) for x in self._maps())
+        if self.shift:
+            shift = factor.kernel.with_ones().scaled(self.shift**2)
+            factor = factor.replace(kernel=factor.kernel + shift)
         return (inner, factor), gate_back, factor_back
 
     def _at_pairs(self, signal: Signal) -> Values:
-        (inner, factor), *_ = self._entering(signal)
+        """Values of the laws' symbols for pairs."""
+        (inner, factor), *_ = self._factors(signal)
         correlation, covariance = inner.correlation(), factor.kernel.off_diagonal
         return {"x_correlation": correlation, "factor_covariance": covariance}
 
     def _maps(self) -> tuple[Linear, Linear]:
-        """To the gate and to the other factor."""
+        """The linear maps of the gate and of the second factor."""
         gate = self._map("gate", self.gate, self.gate_bias)
         return gate, self._map("ffn_in", self.ffn_in, self.bias)
 
@@ -233,51 +234,51 @@ class GatedLinear(Leaf):
     def _norms(
         self, signal: Signal, inner: Signal, factor: Signal, of_gate: Kernel, kurtosis: Any
     ) -> Kernel:
-        """Covariance of the squared norms of two tokens.
+        """Covariance of the squared norms of two tokens of the output.
 
         Given the input, features are independent, each f(a)^2 u^2, with E f(a)^2 f(a')^2 taken as
-        P_ii P_jj + (kurtosis - 1) P_ij^2 (exact for a token with itself). What the input's squared
-        norm had beyond its mean moves E f(a)^2, as a function of degree 1 would, and E u^2 in
-        proportion, as far as they are not their biases'.
+        P_ii P_jj + (kurtosis - 1) P_ij^2 (exact for a token with itself). The fluctuation of the
+        input's squared norm changes E f(a)^2, as for f of degree 1, and E u^2 in proportion, apart
+        from the biases' part.
         """
         assert signal.fluctuation is not None
-        more, more_pairs = of_gate.lift(kurtosis - 1)
+        excess, pair_excess = of_gate.lift(kurtosis - 1)
         gate, other = of_gate * of_gate, factor.kernel * factor.kernel
-        alone = of_gate.over_tokens(of_gate.diagonal), other.over_tokens(factor.kernel.diagonal)
-        (p, p_other), (u, u_other) = alone
-        own_pairs = (
+        p, p_other = of_gate.over_tokens(of_gate.diagonal)
+        u, u_other = other.over_tokens(factor.kernel.diagonal)
+        off_diagonal = (
             2 * p * p_other * other.off_diagonal
-            + more_pairs * gate.off_diagonal * (u * u_other + 2 * other.off_diagonal)
+            + pair_excess * gate.off_diagonal * (u * u_other + 2 * other.off_diagonal)
         ) / self.fan_out
-        diagonal = (2 + 3 * more) * gate.diagonal * other.diagonal / self.fan_out
-        moves = 1 - ratio_or_zero(self.gate_bias, inner.kernel.diagonal)
-        moves = moves + (1 - ratio_or_zero(self.bias, factor.kernel.diagonal))
-        moves = moves * of_gate.diagonal * factor.kernel.diagonal
-        moves = ratio_or_zero(moves, signal.second_moment().diagonal)
-        first, second = of_gate.over_tokens(moves)
-        shared = signal.fluctuation.norms.weighted(moves * moves, first * second)
-        return shared + Kernel.joined(diagonal, own_pairs, of_gate.resolved)
+        diagonal = (2 + 3 * excess) * gate.diagonal * other.diagonal / self.fan_out
+        rate = 1 - ratio_or_zero(self.gate_bias, inner.kernel.diagonal)
+        rate = rate + (1 - ratio_or_zero(self.bias, factor.kernel.diagonal))
+        rate = rate * of_gate.diagonal * factor.kernel.diagonal
+        rate = ratio_or_zero(rate, signal.second_moment().diagonal)
+        first, second = of_gate.over_tokens(rate)
+        inherited = signal.fluctuation.norms.weighted(rate * rate, first * second)
+        return inherited + Kernel.joined(diagonal, off_diagonal, of_gate.resolved)
 
 
 BOUND = 1e-3
-"""Share of entries that a clamp may bind at without a note."""
+"""Fraction of clamped entries beyond which a note warns."""
 
 
 def _outside(limit: float, variance: Any) -> float:
-    """Probability that a centred Gaussian's size is beyond a limit."""
+    """Probability that a centred Gaussian exceeds a limit in absolute value."""
     return math.erfc(limit / math.sqrt(2 * max(float(variance), 1e-300)))
 
 
 def _unsteady(signal: Signal) -> tuple[str, ...]:
-    """A note where the tokens' norms, taken at their means, vary by much."""
+    """A note if the tokens' norms, which are taken at their means, fluctuate much."""
     if signal.fluctuation is None:
         return ()
     tokens, norms = signal.second_moment().diagonal, signal.fluctuation.norms.diagonal
-    varies = float(np.max(ratio_or_zero(norms, tokens * tokens)))
-    if varies <= 0.1:
+    spread = float(np.max(ratio_or_zero(norms, tokens * tokens)))
+    if spread <= 0.1:
         return ()
     return (
-        f"squared norms of the tokens vary by {varies:.2g} (relative variance) before a gated unit "
+        f"squared norms of the tokens vary by {spread:.2g} (relative variance) before a gated unit "
         "without a normalisation: its second moments are low by about that",
     )
 
@@ -285,10 +286,8 @@ def _unsteady(signal: Signal) -> tuple[str, ...]:
 def _fluctuation(
     signal: Signal, output: Signal, norms: Kernel, ends: Any, step: Array | None
 ) -> Fluctuation:
-    """Behind the unit, whose covariance follows the realised overlap where that is followed.
-
-    The slope between the two points, squared and as it is, in the mean over pairs of tokens.
-    """
+    """Fluctuation of the unit's output: overlaps change with those of the input, by the mean slope
+    between the `ends`, off-diagonal moments at two overlaps a `step` from the mean."""
     if step is None:
         return Fluctuation(norms)
     overlaps, moment = followed(signal), output.second_moment()
@@ -299,9 +298,9 @@ def _fluctuation(
     size = _mean_pairs(overlaps, 0.5 * (first * second + overlaps.off_diagonal))
     square = ratio_or_zero(_mean_pairs(overlaps, change * change), size)
     slope = ratio_or_zero(_mean_pairs(overlaps, change * step), size)
-    mixed = overlaps.mixed(square, moment * moment, 2 / output.width)
-    kept, of_norms = shared_with(signal)
-    return Fluctuation(norms, mixed, shared=(kept.scaled(slope), of_norms.scaled(0.0)))
+    total = overlaps.mixed(square, moment * moment, 2 / output.width)
+    shared, of_norms = shared_with(signal)
+    return Fluctuation(norms, total, shared=(shared.scaled(slope), of_norms.scaled(0.0)))
 
 
 def _mean_pairs(like: Kernel, off_diagonal: Array) -> Array:
@@ -310,12 +309,12 @@ def _mean_pairs(like: Kernel, off_diagonal: Array) -> Array:
 
 AT_GATE = "grad_variance", "grad_covariance"
 AT_FACTOR = "grad_factor", "grad_factor_covariance"
-"""Laws of the gradients at the two factors, of a token and of a pair."""
+"""Names of the laws of the gradients at both factors, for a token and for a pair."""
 
 
 class _Values(NamedTuple):
-    """Values of the laws' symbols: for a token, for a pair, and at the two overlaps of a pair that
-    are averaged (`engine.fluctuation.moved_overlaps`)."""
+    """Values of the laws' symbols for a token, for a pair, and for a pair at the two overlaps whose
+    mean is taken (`engine.fluctuation.moved_overlaps`)."""
 
     activation: ComponentLaws
     kept: Keeping | None
@@ -328,14 +327,14 @@ class _Values(NamedTuple):
         return number_system(self.one["x_variance"]) if self.kept is None else self.kept
 
     def at_ends(self, quantity: str, **more: Array) -> tuple[Array, Array]:
-        """A law of a pair at its two overlaps."""
+        """Evaluate a law of a pair at both overlaps."""
         law = gated(self.activation).law(quantity)
         return evaluate_sides(law, self.algebra, self.two | more, self.sides)
 
-    def sent(self, quantities: tuple[str, str], gradient: Kernel) -> Kernel:
-        """The gradient at a factor."""
-        given = {"grad_variance": gradient.diagonal}
+    def gradient(self, quantities: tuple[str, str], gradient: Kernel) -> Kernel:
+        """The gradient's kernel at a factor."""
+        variance = {"grad_variance": gradient.diagonal}
         law = gated(self.activation).law(quantities[0])
-        diagonal = evaluate(law, self.algebra, self.one | given)
+        diagonal = evaluate(law, self.algebra, self.one | variance)
         above, below = self.at_ends(quantities[1], grad_covariance=gradient.off_diagonal)
         return Kernel.joined(diagonal, 0.5 * (above + below), gradient.resolved)

@@ -1,4 +1,4 @@
-"""Second moments of embedded images and sound, the gradients of what embeds them, a photograph."""
+"""Second moments of embedded images and sound, gradients of the embedding, a sample photograph."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..model.patches import PatchEmbedding, SoundEmbedding
 from .embedding import FixedPart
 
 ReadsPixels = PatchEmbedding | SoundEmbedding
-"""What an embedding of images is, a spectrogram being one of one channel."""
+"""Embeddings of images; a spectrogram is an image of one channel."""
 
 
 def check_pixels(embedding: ReadsPixels, pixels: Any) -> np.ndarray:
-    """Images of shape (B, C, H, W).
+    """Check images and return them with shape (B, C, H, W).
 
     Raises:
         DomainError: another shape, or values that are not finite.
@@ -42,13 +42,14 @@ def cut_patches(embedding: PatchEmbedding, pixels: Any) -> np.ndarray:
     images = check_pixels(embedding, pixels)
     size, (down, across) = embedding.patch_size, embedding.strides
     windows = np.lib.stride_tricks.sliding_window_view(images, (size, size), axis=(2, 3))
-    cut = windows[:, :, ::down, ::across].transpose(0, 2, 3, 1, 4, 5)
-    return np.ascontiguousarray(cut.reshape(len(images), embedding.patches, embedding.patch_width))
+    patches = windows[:, :, ::down, ::across].transpose(0, 2, 3, 1, 4, 5)
+    shape = len(images), embedding.patches, embedding.patch_width
+    return np.ascontiguousarray(patches.reshape(shape))
 
 
 def entering(embedding: ReadsPixels, pixels: Any, d_model: int) -> tuple[Kernel, FixedPart | None]:
-    """What images are to layer 1 but for norm and dropout, one kernel (B L, B L), and of it what no
-    weight is drawn for; None: nothing.
+    """Kernel (B L, B L) of embedded images before norm and dropout, and its deterministic part
+    (None if there is none).
 
     Raises:
         DomainError: pixels of another shape.
@@ -62,29 +63,30 @@ def entering(embedding: ReadsPixels, pixels: Any, d_model: int) -> tuple[Kernel,
 
 
 def image_kernel(embedding: PatchEmbedding, pixels: Any, d_model: int) -> Kernel:
-    """Sum of projected patches, bias, learned vectors and positions: one kernel (B L, B L).
+    """Kernel (B L, B L) of the sum of projected patches, bias, learned vectors and positions.
 
-    With Gaussian weights, E (W p_i)_k (W p_j)_k = variance p_i . p_j; the learned vectors and a
-    position's row are shared by the images.
+    With Gaussian weights, E (W p_i)_k (W p_j)_k = variance p_i . p_j; learned vectors and rows of
+    positions are shared by all images.
 
     Args:
-        pixels: images of shape (B, C, H, W) as the model reads them, normalised.
-        d_model: width, of which sinusoidal positions are.
+        pixels: images of shape (B, C, H, W), normalised as for the model.
+        d_model: width of sinusoidal positions.
 
     Raises:
         DomainError: pixels of another shape.
     """
     features, added = patch_layout(embedding, pixels)
     matrix = embedding.patch_variance * features @ features.T
-    for one in added.values():
-        matrix += one.variance * one.same
+    for vectors in added.values():
+        matrix += vectors.variance * vectors.same
     fixed = patch_positions(embedding, d_model, len(matrix) // embedding.seq_len)
     return Kernel.of_matrix(matrix if fixed is None else matrix + fixed.kernel.off_diagonal)
 
 
 def patch_positions(embedding: PatchEmbedding, d_model: int, images: int) -> FixedPart | None:
-    """Sinusoidal positions of patches: sines and cosines of d/4 angles w_m = 10000^(-4 m/d) times
-    the place down, and as many of that across; zero where a token is no patch. None: no such.
+    """Sinusoidal positions of patches: sines and cosines of d/4 frequencies w_m = 10000^(-4 m/d)
+    times the vertical position, and the same for the horizontal one; 0 for other tokens. None
+    without sinusoidal positions.
 
     Raises:
         DomainError: a width that is no multiple of 4.
@@ -104,19 +106,19 @@ def image_gradients(
 ) -> dict[str, Array]:
     """Squared gradient norms of projection, bias, learned vectors and position table.
 
-    dW = sum_i g_i p_i^T, so E |dW|^2 = d sum_ij G_ij p_i . p_j; the others gather the gradients of
-    the tokens that share them.
+    dW = sum_i g_i p_i^T, so E |dW|^2 = d sum_ij G_ij p_i . p_j; other gradients are sums over the
+    tokens that share a vector.
 
     Args:
         pixels: images of shape (B, C, H, W).
         gradient: at the sum, (B L, B L).
 
     Returns:
-        "patch", and "patch.bias", "class", "register" and "position" where there are such
-        parameters; of convolutions "convolution_1" and so on.
+        "patch", and "patch.bias", "class", "register" and "position" if there are such parameters;
+        for convolutions "convolution_1" and so on.
 
     Raises:
-        DomainError: pixels of another shape, or not as many tokens as the gradient has.
+        DomainError: pixels of another shape, or a gradient of another number of tokens.
     """
     grad_out = gradient.off_diagonal
     if isinstance(embedding, SoundEmbedding):
@@ -132,9 +134,9 @@ def image_gradients(
     return result
 
 
-class Looked(NamedTuple):
-    """A learned vector or table: which of its rows every token reads (-1: none), the variance of
-    its entries, and how many rows it has."""
+class LearnedVectors(NamedTuple):
+    """A learned table: the row of every token (-1: none), the variance of its entries, and its
+    number of rows."""
 
     rows: np.ndarray
     variance: float
@@ -142,49 +144,49 @@ class Looked(NamedTuple):
 
     @property
     def same(self) -> np.ndarray:
-        """(B L, B L) whether two tokens read one row."""
+        """(B L, B L) whether two tokens have the same row."""
         return np.asarray((self.rows[:, None] == self.rows) & (self.rows >= 0))
 
 
-def patch_layout(embedding: PatchEmbedding, pixels: Any) -> tuple[np.ndarray, dict[str, Looked]]:
-    """What the projection reads, (B L, patch width), and what is added to it by name."""
-    cut, before, first = cut_patches(embedding, pixels), embedding.before, embedding.class_token
-    place = np.tile(np.arange(embedding.seq_len), len(cut))
+def patch_layout(
+    embedding: PatchEmbedding, pixels: Any
+) -> tuple[np.ndarray, dict[str, LearnedVectors]]:
+    """Input of the projection, (B L, patch width), and the learned vectors added to it, by name."""
+    patches, before = cut_patches(embedding, pixels), embedding.before
+    first, place = embedding.class_token, np.tile(np.arange(embedding.seq_len), len(patches))
     register = np.where((place >= first) & (place < before), place - first, -1)
     added = {
-        "class": Looked(np.where(place == 0, 0, -1), embedding.class_variance, int(first)),
-        "register": Looked(register, embedding.register_variance, embedding.registers),
+        "class": LearnedVectors(np.where(place == 0, 0, -1), embedding.class_variance, int(first)),
+        "register": LearnedVectors(register, embedding.register_variance, embedding.registers),
     }
     if embedding.placed == "learned":
-        added["position"] = Looked(place, embedding.position_variance, embedding.seq_len)
+        added["position"] = LearnedVectors(place, embedding.position_variance, embedding.seq_len)
     if embedding.bias_variance is not None:
         bias = np.where(place < before, -1, 0)
-        added["patch.bias"] = Looked(bias, embedding.bias_variance, 1)
-    read = np.pad(cut, ((0, 0), (before, 0), (0, 0))).reshape(len(place), -1)
-    return read, {name: one for name, one in added.items() if one.length}
+        added["patch.bias"] = LearnedVectors(bias, embedding.bias_variance, 1)
+    inputs = np.pad(patches, ((0, 0), (before, 0), (0, 0))).reshape(len(place), -1)
+    return inputs, {name: vectors for name, vectors in added.items() if vectors.length}
 
 
 # --- sound ----------------------------------------------------------------------------------------
-# A convolution's output is Gaussian given its input, with the covariance of two places a sum over
-# its taps of what they read; at infinite width that holds layer by layer (derived here; a test
+# Given its input, a convolution's output is Gaussian, and the covariance of two positions is a sum
+# of the input's over its taps; at infinite width this holds layer by layer (derived here; a test
 # compares a real module). Derivatives are those of two replicas (`engine.laws`).
 
 
 def sound_kernel(
     embedding: SoundEmbedding, pixels: np.ndarray, d_model: int
 ) -> tuple[Kernel, FixedPart]:
-    """What enters layer 1 but for dropout, (B L, B L), and of it what no feature has of its own:
-    positions, and the means that activations leave.
+    """Kernel (B L, B L) of embedded sound before dropout, and its part that is the same for all
+    draws: positions, and the means after activations.
 
     Args:
-        embedding: the declaration.
         pixels: spectrograms as images, (B, 1, bins, frames).
-        d_model: width.
     """
-    behind, inner = _convolved(embedding, _products(pixels), d_model)
-    own = laws.Layout(True, len(pixels)).joined(behind)
-    read = np.diagonal(laws.Layout(True, len(pixels)).joined(inner))
-    mean = np.asarray(activation_laws(embedding.activation).law("mean")(x_variance=read))
+    output, inner = _convolved(embedding, _products(pixels), d_model)
+    moments = laws.Layout(True, len(pixels)).joined(output)
+    variance = np.diagonal(laws.Layout(True, len(pixels)).joined(inner))
+    mean = np.asarray(activation_laws(embedding.activation).law("mean")(x_variance=variance))
     rows = np.zeros((embedding.seq_len, d_model))
     if embedding.positions == "sinusoidal":
         half = d_model // 2
@@ -192,7 +194,7 @@ def sound_kernel(
         angles = np.outer(np.arange(embedding.seq_len), speeds)
         rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     fixed = FixedPart.of_rows(np.tile(rows, (len(pixels), 1)) + mean[:, None])
-    return Kernel.of_matrix(own - np.outer(mean, mean) + fixed.kernel.off_diagonal), fixed
+    return Kernel.of_matrix(moments - np.outer(mean, mean) + fixed.kernel.off_diagonal), fixed
 
 
 def sound_gradients(
@@ -201,8 +203,8 @@ def sound_gradients(
     """Squared gradient norms of the convolutions and of their biases, by name.
 
     Args:
-        embedding, pixels, d_model: as of `sound_kernel`.
-        gradient: at the sum, (B L, B L).
+        pixels: as in `sound_kernel`.
+        gradient: at the output, (B L, B L).
     """
     names = []
     for number in range(1, len(embedding.kernels) + 1):
@@ -219,7 +221,7 @@ def sound_gradients(
 
 
 def _products(pixels: np.ndarray) -> Array:
-    """Of frames, summed over their numbers: (B, B, frames, frames), or (frames, frames) of one."""
+    """Products of frames, summed over bins: (B, B, frames, frames), (frames, frames) if B = 1."""
     products = np.einsum("aif,big->abfg", pixels[:, 0], pixels[:, 0])
     return products if len(pixels) > 1 else products[0, 0]
 
@@ -227,49 +229,48 @@ def _products(pixels: np.ndarray) -> Array:
 def _convolved(
     embedding: SoundEmbedding, frames: Array, d_model: int, *extra: Array
 ) -> tuple[Array, Array]:
-    """Second moments behind the last activation, and before it.
+    """Second moments after the last activation, and before it.
 
     Args:
-        embedding: the declaration.
-        frames: products of what is read.
-        d_model: features behind every convolution.
-        extra: covariances across replicas of every convolution's entries, each followed by that of
-            its bias where there is one; none: 0.
+        frames: of `_products`.
+        d_model: features of every convolution's output.
+        extra: additional covariances across replicas of every convolution's entries, each followed
+            by that of its bias if there is one.
     """
-    given, behind, inner = list(extra), frames, frames
+    covariances, output, inner = list(extra), frames, frames
     sequences = len(frames) if np.ndim(frames) == 4 else 1
-    level = extra[0].level if extra else math.inf  # what a replica has by itself is held constant
+    level = extra[0].level if extra else math.inf  # moments within a replica are constants
     with laws.evaluating(laws.Layout(True, sequences), level):
         for number, kernel in enumerate(embedding.kernels):
-            inner = _taps(behind, kernel, embedding.strides[number]) * (d_model if number else 1)
-            inner = inner * (embedding.variance + (given.pop(0) if given else 0.0))
+            inner = _taps(output, kernel, embedding.strides[number]) * (d_model if number else 1)
+            inner = inner * (embedding.variance + (covariances.pop(0) if extra else 0.0))
             if embedding.bias_variance is not None:
-                inner = inner + (embedding.bias_variance + (given.pop(0) if given else 0.0))
-            behind = laws.activation(embedding.activation, inner)
-    return behind, inner
+                inner = inner + (embedding.bias_variance + (covariances.pop(0) if extra else 0.0))
+            output = laws.activation(embedding.activation, inner)
+    return output, inner
 
 
 def _taps(x: Array, kernel: int, stride: int) -> Array:
-    """Sums over a convolution's taps of x at both places, padding being zero."""
+    """Sums of x over a convolution's taps, the same tap at both positions; padding is 0."""
     length, edge = x.shape[-1], kernel // 2
     places = np.arange((length + 2 * edge - kernel) // stride + 1) * stride - edge
     total: Array = 0.0
     for tap in range(kernel):
-        read = places + tap
-        there = (read >= 0) & (read < length)
-        read = np.clip(read, 0, length - 1)
-        total = total + x[..., read[:, None], read] * np.outer(there, there)
+        index = places + tap
+        inside = (index >= 0) & (index < length)
+        index = np.clip(index, 0, length - 1)
+        total = total + x[..., index[:, None], index] * np.outer(inside, inside)
     return total
 
 
-# --- a picture to predict with --------------------------------------------------------------------
+# --- a sample image -------------------------------------------------------------------------------
 
 
 def photograph(image_size: int, top: bool = True) -> np.ndarray:
-    """A real image to predict with: matplotlib's portrait of Grace Hopper, (1, 3, size, size).
+    """A sample image: matplotlib's portrait of Grace Hopper, (1, 3, size, size).
 
-    The largest square at the top (or bottom) of the photograph, resampled, its values mapped from
-    [0, 1] to [-1, 1] as vision transformers expect them.
+    The largest square at the top (or bottom) of the photograph, resampled, with values mapped from
+    [0, 1] to [-1, 1] as vision transformers expect.
 
     >>> photograph(32).shape
     (1, 3, 32, 32)

@@ -1,10 +1,10 @@
-"""What layers before are added to what enters a layer: x <- r x + sum_k s_k p_k.
+"""Earlier points of the stream added to the input of a layer: x <- r x + sum_k s_k p_k.
 
-p_0 is what enters layer 1, p_n what leaves layer n. What blocks add between two of these points is
-behind random matrices of its own, so that every point and the stream are sums c_i S_i of
-independent parts with declared factors: kernels are sums of c_i^2 K_i, and those of the parts
-follow from the points' own. On the way back each K' = r^2 K + sum_k m_k K_k sends m_k of its
-gradient's kernel to p_k. See docs/theory/streams.md, Earlier layers added again.
+p_0 is the input of layer 1, p_n the output of layer n. The branches between two of these points
+have their own random matrices, so every point and the stream are sums c_i S_i of independent parts
+with declared factors; kernels are sums of c_i^2 K_i, from which those of the parts follow. In the
+backward pass of K' = r^2 K + sum_k m_k K_k the gradient's kernel at p_k is m_k times that of x'.
+See docs/theory/streams.md, Earlier layers added again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..engine.trace import Record, Run
 from ..model.transformer import Transformer
 
 LEAST = 1e-12
-"""Of a factor, what the rounding of products leaves where points are added in reverse order."""
+"""Factors below are rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class InputMix(Component):
     Attributes:
         label: site name in a trace.
         keep: r.
-        points: numbers of the layers behind which p_k are.
-        shares: m_k, of K'.
-        fourth: likewise of the fourth powers of factors.
-        crosses: of x . (x' - r x), a sum of |p_k|^2.
-        carries: by how much x_0 is larger in x' than in x.
+        points: numbers of the layers after which the p_k are.
+        shares: m_k in K'.
+        fourth: the same for fourth powers of the factors.
+        crosses: coefficients of |p_k|^2 in x . (x' - r x).
+        carries: amplitude of x_0 in x' over that in x.
     """
 
     label: str
@@ -53,9 +53,9 @@ class InputMix(Component):
     def propagate(self, signal: Signal, run: Run) -> Record:
         points = [run.kept[number] for number in self.points]
         centred = None
-        if signal.centred is not None and all(one.centred is not None for one in points):
-            centred = self._sum(signal.centred, [one.centred for one in points])
-        kernel = self._sum(signal.kernel, [one.kernel for one in points])
+        if signal.centred is not None and all(point.centred is not None for point in points):
+            centred = self._sum(signal.centred, [point.centred for point in points])
+        kernel = self._sum(signal.kernel, [point.kernel for point in points])
         output = signal.replace(
             kernel=kernel, centred=centred, fluctuation=self._fluctuation(signal, points, kernel)
         )
@@ -63,45 +63,46 @@ class InputMix(Component):
 
     def _sum(self, kernel: Kernel, points: list[Any], power: int = 2) -> Kernel:
         shares = self.shares if power == 2 else self.fourth
-        scaled = [one.scaled(share) for one, share in zip(points, shares, strict=True)]
+        scaled = [point.scaled(share) for point, share in zip(points, shares, strict=True)]
         summed: Kernel = sum_of([kernel.scaled(self.keep**power), *scaled])
         return summed
 
     def _fluctuation(
         self, signal: Signal, points: list[Signal], kernel: Kernel
     ) -> Fluctuation | None:
-        """Of independent parts U - 2 K o K/width adds up with the fourth powers of factors."""
+        """Fluctuation of the sum: U - 2 K o K/width of independent parts adds up with the fourth
+        powers of the factors."""
         if signal.fluctuation is None:
             return None
 
-        def excess(one: Signal, square: Kernel) -> Kernel:
-            return square.mixed(1.0, one.kernel * one.kernel, -2.0 / one.width)
+        def excess(point: Signal, square: Kernel) -> Kernel:
+            return square.mixed(1.0, point.kernel * point.kernel, -2.0 / point.width)
 
         def summed(squares: list[Kernel]) -> Kernel:
             first, *others = map(excess, [signal, *points], squares)
             gaussian = (kernel * kernel).scaled(2.0 / signal.width)
             return self._sum(first, others, 4) + gaussian
 
-        every = [signal, *points]
-        norms = summed([one.fluctuation.norms for one in every])  # type: ignore[union-attr]
-        overlaps = [followed(one) for one in every]
-        known = [one for one in overlaps if one is not None]
-        return Fluctuation(norms, summed(known) if len(known) == len(every) else None)
+        signals = [signal, *points]
+        norms = summed([s.fluctuation.norms for s in signals])  # type: ignore[union-attr]
+        overlaps = [followed(s) for s in signals]
+        known = [square for square in overlaps if square is not None]
+        return Fluctuation(norms, summed(known) if len(known) == len(signals) else None)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        """What lacks a part along x' lacks cos^2 of it along x, whose length moves that of x' by
-        r x.x'/|x'|^2."""
+        """A gradient that lacks its part along x' lacks cos^2 of that along x; the relative change
+        of |x'| per that of |x| is r x.x'/|x'|^2."""
         run.returning(record, gradient)
         for number, share in zip(self.points, self.shares, strict=True):
             run.send(number, gradient.kernel.scaled(share))
-        before, after = (one.kernel.mean_diagonal() for one in (record.input, record.output))
-        sizes = [one.kernel.mean_diagonal() for one in record.pullback]
+        before, after = (s.kernel.mean_diagonal() for s in (record.input, record.output))
+        sizes = [point.kernel.mean_diagonal() for point in record.pullback]
         both = self.keep * before + sum(map(np.multiply, self.crosses, sizes))
         cosine, known = both * both / (before * after), gradient.averaged()
 
         def at_tokens(value: Array) -> Array:
-            one, _ = gradient.kernel.lift(value)
-            return one if np.ndim(one) == 0 else one + 0.0 * gradient.kernel.diagonal
+            lifted, _ = gradient.kernel.lift(value)
+            return lifted if np.ndim(lifted) == 0 else lifted + 0.0 * gradient.kernel.diagonal
 
         grad_in = Gradient(
             gradient.kernel.scaled(self.keep**2),
@@ -117,7 +118,7 @@ class InputMix(Component):
 
 @functools.lru_cache(maxsize=8)
 def mixes(model: Transformer) -> tuple[InputMix, ...]:
-    """Of every layer, by which factors it holds the parts that the points before are made of."""
+    """The mix at the input of every layer, from the factors of the parts in stream and points."""
     additions = model.additions
     kept = {number for _, added in additions for number in added}
     coefficients, rows, result = np.ones(1), {0: np.ones(1)}, []
@@ -132,16 +133,16 @@ def mixes(model: Transformer) -> tuple[InputMix, ...]:
             return np.linalg.solve(parts.T**power, sums)
 
         crossed = sum(s * coefficients * parts[places[point]] for point, s in added.items())
-        several = np.array(
+        factors = np.array(
             [
                 solved(after**2 - keep**2 * coefficients**2, 2),
                 solved(after**4 - keep**4 * coefficients**4, 4),
                 solved(crossed + 0.0 * coefficients, 2),
             ]
         )
-        used = np.flatnonzero(np.any(np.abs(several) > LEAST, axis=0))
+        used = np.flatnonzero(np.any(np.abs(factors) > LEAST, axis=0))
         points = tuple(list(rows)[place] for place in used)
-        shares, fourth, crosses = (tuple(one[used].tolist()) for one in several)
+        shares, fourth, crosses = (tuple(row[used].tolist()) for row in factors)
         mixed = keep, points, shares, fourth, crosses, after[0] / coefficients[0]
         result.append(InputMix("input.mix", *mixed))
         coefficients = after

@@ -1,6 +1,4 @@
-"""Normalisation at finite width: centring, the constant under the root, and the norms' spread.
-
-And Dynamic Tanh, which stands where a normalisation would and is none.
+"""Normalisation at finite width: centring, epsilon and fluctuating norms; and Dynamic Tanh.
 
 See docs/theory/norms.md, Dividing by a norm.
 """
@@ -31,14 +29,14 @@ class FiniteNormalization(Leaf):
     """A normalisation over features.
 
     Attributes:
-        laws: the component's laws, of which the refined ones are used.
+        laws: of the component; the refined ones are used.
         label: site name in a trace.
         epsilon: added to the variance under the root.
         centres: whether the mean over features is removed (LayerNorm) or not (RMSNorm).
-        gain: root mean square of the gain, which multiplies what is normalised.
+        gain: root mean square of the gain on the normalised tensor.
         affine: whether the gain is a parameter per feature that receives a gradient.
-        bias: whether there is a bias too; it is zero.
-        groups: into how many groups of features, each normalised by itself.
+        bias: whether there is a bias, which is 0, too.
+        groups: number of groups of features that are normalised separately.
     """
 
     laws: ComponentLaws
@@ -55,7 +53,7 @@ class FiniteNormalization(Leaf):
 
     @classmethod
     def of(cls, model: Transformer, label: str, gain: float = 1.0, groups: int = 1) -> Self:
-        """That of a declaration; DyT has none."""
+        """The normalisation of a model (not for DyT)."""
         centres = model.normalization != "rmsnorm"
         return cls(
             LAYERNORM if centres else RMSNORM,
@@ -79,7 +77,7 @@ class FiniteNormalization(Leaf):
             loose = kernel if signal.centred is None else kernel - signal.centred
             kernel = kernel - loose.scaled(1 / width)
             if self.groups > 1:
-                # A group's features need not average to zero where all of them do.
+                # The mean of one group need not be 0 if that of all features is.
                 kernel = kernel - signal.second_moment().scaled((self.groups - 1) / width)
         inner = Signal(kernel, signal.seq_len)
         epsilon = self._epsilon(kernel)
@@ -87,17 +85,17 @@ class FiniteNormalization(Leaf):
         algebra = inner.algebra
         variance = evaluate(laws["variance"], algebra, one)
         spreads = two
-        if self.groups > 1:  # whose norms fluctuate too much to expand
+        if self.groups > 1:  # norms of groups fluctuate too much for an expansion
             spreads = two | {name: 0.0 for name in two if name.endswith("norm_spread")}
         off_diagonal = evaluate(laws["covariance"], algebra, spreads)
         if self.groups > 1:
             off_diagonal = off_diagonal * expected_cosine(
                 self.freedom(signal.width), two["x_correlation"]
             )
-        varies = one["norm_spread"]
-        if np.any(varies > _EXPANDED):
+        spread = one["norm_spread"]
+        if np.any(spread > _EXPANDED):
             normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
-            first, second = kernel.over_tokens(varies)
+            first, second = kernel.over_tokens(spread)
             far = np.maximum(first, second) > _EXPANDED
             bounded: Array = np.where(far, _possible(normal, inner), off_diagonal)
             off_diagonal = float(bounded) if algebra.scalar else bounded
@@ -112,7 +110,7 @@ class FiniteNormalization(Leaf):
             fluctuation=normalised(signal, kernel, normal, self.epsilon, square),
             centred=scaled if self.centres else None,
             kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
-            notes=(_unexpandable(varies) if self.groups == 1 else ()) + _undefined(epsilon),
+            notes=(_unexpandable(spread) if self.groups == 1 else ()) + _undefined(epsilon),
         )
         return output, functools.partial(self._back, signal, normal, one, two, epsilon)
 
@@ -125,8 +123,8 @@ class FiniteNormalization(Leaf):
         epsilon: Array,
         gradient: Gradient,
     ) -> Pulled:
-        """The way back; `normal` is the kernel of what the gain multiplies, and the next two are
-        values of the laws' symbols, for a token and for a pair."""
+        """Gradient at the input; `normal` is the kernel before the gain, `one` and `two` are values
+        of the laws' symbols for a token and for a pair."""
         laws, algebra, width = self.laws.under("refined"), signal.algebra, signal.width
         grad_out = gradient.kernel.scaled(self.gain * self.gain)
         radial, mean = self._lost_directions(gradient)
@@ -143,7 +141,7 @@ class FiniteNormalization(Leaf):
         if self.groups > 1:
             variance, off_diagonal = self._by_group(signal, grad_out, epsilon)
         kernel = Kernel.joined(variance, off_diagonal, grad_out.resolved)
-        # What is normalised has no scale, so its gradient is orthogonal to it.
+        # The output does not depend on the input's norm, so the gradient is orthogonal to it.
         centred = 1.0 if self.centres else gradient.centred_share
         grad_in = Gradient(
             kernel, gradient.seq_len, 0.0, centred, norm_response=1.0, alone=gradient.alone
@@ -155,20 +153,17 @@ class FiniteNormalization(Leaf):
         return float(width / self.groups - (1.0 if self.centres else 0.0))
 
     def _epsilon(self, kernel: Kernel) -> Array:
-        """Epsilon, to meet a diagonal. Infinite where neither it nor the token has any size:
-        nothing leaves then, and no gradient returns, where both would be 0/0."""
-        one, _ = kernel.lift(self.epsilon)
-        if np.all(kernel.diagonal + one):
-            return one
-        result = np.where(kernel.diagonal + one == 0.0, np.inf, one)[()]
+        """Epsilon, broadcast to a diagonal; infinite for a token of variance 0 without an epsilon,
+        whose output and gradient, 0/0, are then 0."""
+        epsilon, _ = kernel.lift(self.epsilon)
+        if np.all(kernel.diagonal + epsilon):
+            return epsilon
+        result = np.where(kernel.diagonal + epsilon == 0.0, np.inf, epsilon)[()]
         return float(result) if is_number(kernel.diagonal) else result
 
     def _by_group(self, signal: Signal, grad_out: Kernel, epsilon: Array) -> tuple[Array, Array]:
-        """The gradient behind small groups, whose norms fluctuate too much to expand.
-
-        A group's m Gaussian features leave a chi-square norm of n degrees of freedom: n = m, or
-        m - 1 about their mean.
-        """
+        """The gradient for groups, whose norms fluctuate too much for an expansion: the norm of m
+        Gaussian features is chi-square with n = m degrees of freedom, or m - 1 if centred."""
         tokens, n = signal.second_moment(), self.freedom(signal.width)
         first, second = tokens.over_tokens(tokens.diagonal + epsilon)
         scale = (first * second) ** 0.5
@@ -176,26 +171,27 @@ class FiniteNormalization(Leaf):
         off_diagonal = grad_out.off_diagonal * expected_pull(n, signal.correlation()) / scale
         if signal.fluctuation is None:
             return variance, off_diagonal
-        # what all groups' norms share
+        # the fluctuation common to all groups
         diagonal, common = relative_spread(signal, features=False)
         v, w = tokens.over_tokens(diagonal)
         return variance * (1 + diagonal), off_diagonal * (1 + 0.375 * (v + w) + common / 4)
 
     def _norms(self, signal: Signal) -> Kernel | None:
-        """Covariance of the squared norms that are divided by."""
+        """Covariance of the squared norms that tokens are divided by."""
         if signal.fluctuation is None:
             return None
         norms = signal.fluctuation.norms
         if not self.groups > 1:
             return norms
-        # Given the overlaps of earlier layers, features are independent: a group's norm has as
-        # many times the fluctuation 2 C o C/width as there are groups.
+        # Given the overlaps of earlier layers, features are independent: the norm of one of g
+        # groups has g times the fluctuation 2 C o C/width.
         squared = signal.kernel * signal.kernel
         return norms.mixed(1.0, squared, 2 * (self.groups - 1) / signal.width)
 
     def _bind(
         self, inner: Signal, spread: Kernel | None, eps: Array
     ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Values of the laws' symbols, for a token and for a pair."""
         kernel = inner.kernel
         first, second = kernel.over_tokens(kernel.diagonal)
         eps_pairs = kernel.lift(self.epsilon)[1]
@@ -222,25 +218,22 @@ class FiniteNormalization(Leaf):
         return one, two
 
     def _lost_directions(self, gradient: Gradient) -> tuple[Any, Any]:
-        """How many directions a token's gradient loses: the signal's own, the mean over features.
-
-        A gradient that is orthogonal or centred already loses nothing there. Of several groups'
-        directions, that takes away one.
-        """
+        """Number of directions that are removed from a token's gradient: along the signal, and the
+        mean over features, per group; one less if the gradient is orthogonal or centred already."""
         radial = self.groups - 1.0 + gradient.radial
         return radial, self.groups - gradient.centred_share if self.centres else 0.0
 
 
 _EXPANDED = 0.05
-"""Relative variance of squared norms up to which covariances need no bound: what the expansion
-leaves out is of the order of its square."""
+"""Relative variance of squared norms beyond which covariances are bounded: the expansion's error is
+of the order of its square."""
 
 _FAR = 0.3
-"""Relative variance of squared norms beyond which a note says that it is expanded."""
+"""Relative variance of squared norms beyond which a note warns of the expansion."""
 
 
 def _possible(normal: Kernel, inner: Signal) -> Array:
-    """Covariances no larger than the variances allow, and of the sign they had."""
+    """Covariances bounded by the variances, with the sign of the input's."""
     first, second = normal.over_tokens(normal.diagonal)
     sign = np.sign(inner.kernel.off_diagonal)
     off_diagonal = sign * np.clip(sign * normal.off_diagonal, 0.0, (first * second) ** 0.5)
@@ -257,17 +250,17 @@ def _undefined(epsilon: Array) -> tuple[str, ...]:
 
 
 def _unexpandable(spread: Array) -> tuple[str, ...]:
-    varies = float(np.max(spread))
-    if varies <= _FAR:
+    largest = float(np.max(spread))
+    if largest <= _FAR:
         return ()
     return (
-        f"squared norms of the tokens vary by {varies:.2g} (relative variance), and normalisation "
+        f"squared norms of the tokens vary by {largest:.2g} (relative variance), and normalisation "
         "is expanded to second order in that",
     )
 
 
 _NOT_GAUSSIAN = 0.5
-"""How far from a Gaussian's 3 a kurtosis is beyond which a note says so."""
+"""Difference of the kurtosis from a Gaussian's 3 beyond which a note warns."""
 
 NOT_GAUSSIAN = (
     "DyT behind another function of single entries, whose laws take these for Gaussian: behind a "
@@ -280,12 +273,12 @@ NOT_GAUSSIAN = (
 class DynamicTanh(Leaf):
     """gain tanh(alpha x), entry by entry (DyT).
 
-    It keeps the scale of its input up to saturation, so that gradients do not become orthogonal.
+    Below saturation it preserves the input's scale, so gradients do not become orthogonal.
 
     Attributes:
         label: site name in a trace.
-        alpha: multiplies the input; its own gradient is not given.
-        gain: root mean square of the gain, which multiplies the output.
+        alpha: factor on the input; its gradient is not predicted.
+        gain: root mean square of the gain on the output.
         affine: whether gain and bias are parameters per feature that receive gradients.
     """
 
@@ -299,30 +292,29 @@ class DynamicTanh(Leaf):
 
     @property
     def bias(self) -> bool:
-        """A bias comes with the gain."""
+        """Whether there is a bias: always with a learned gain."""
         return self.affine
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         inner = Activation(self.laws, "refined", self.label, {"alpha": self.alpha})
         output, back = inner.forward(signal)
-        limit = self.laws.law("variance").domain["x_variance"]  # where alpha is 1
+        limit = self.laws.law("variance").domain["x_variance"]  # of alpha x
         notes: tuple[str, ...] = ()
         if not limit.contains(self.alpha * self.alpha * signal.kernel.mean_diagonal()):
             notes = (f"the variance of alpha x is outside {limit}, where laws are resolved",)
-        off = float(np.max(np.abs(np.asarray(signal.kurtosis) - 3.0)))
-        if off > _NOT_GAUSSIAN:
+        if float(np.max(np.abs(np.asarray(signal.kurtosis) - 3.0))) > _NOT_GAUSSIAN:
             notes += (NOT_GAUSSIAN,)
         normal, square = output.kernel, self.gain * self.gain
-        varies = output.fluctuation
+        fluctuation = output.fluctuation
         output = output.replace(
             kernel=normal.scaled(square),
-            fluctuation=None if varies is None else varies.scaled(square),
+            fluctuation=None if fluctuation is None else fluctuation.scaled(square),
             notes=notes,
         )
         return output, functools.partial(self._back, back, signal.width, normal)
 
     def _back(self, inner: Pullback, width: Any, normal: Kernel, gradient: Gradient) -> Pulled:
-        """The way back: the gain, and the entrywise function behind it."""
+        """Gradient at the input, through the gain and the entrywise function."""
         pulled = inner(gradient.with_kernel(gradient.kernel.scaled(self.gain * self.gain)))
         weights = functools.partial(affine_weights, self, width, normal, gradient)
         return Pulled(pulled.gradient, weights)
@@ -337,11 +329,11 @@ class DynamicTanh(Leaf):
 def affine_weights(
     norm: FiniteNormalization | DynamicTanh, width: Any, normal: Kernel, gradient: Gradient
 ) -> Values:
-    """Of a norm's gain and bias per feature.
+    """Squared gradient norms of a norm's gain and bias.
 
-    d gain_k = sum_i g_ik n_ik and d bias_k = sum_i g_ik, n of kernel `normal` what the gain
-    multiplies: gradients and signal are independent entry by entry, up to order 1/width where the
-    gradient is orthogonal.
+    dgain_k = sum_i g_ik n_ik and dbias_k = sum_i g_ik, n of kernel `normal` the input of the gain:
+    gradient and signal are independent entry by entry, up to order 1/width if the gradient is
+    orthogonal.
     """
     if not norm.affine:
         return {}

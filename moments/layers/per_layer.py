@@ -1,8 +1,7 @@
-"""A block that every layer has besides: what it reads of a token is gated by the stream.
+"""Per-layer embeddings: an additional block in every layer, gated by the stream.
 
-y = f(W_g x) * p, p = (N(W_p x_0) + s e)/sqrt(2). Matrices and tables are independent: kernels of
-x_0's part and of rows add up to that of p, the product's is the gate's times it, and on the way
-back either factor receives the other's second moments times the gradient's. See
+y = f(W_g x) * p, p = (N(W_p x_0) + s e)/sqrt(2), e a row of the layer's token table. Matrices and
+tables are independent, so the kernel of p is a sum of two and that of y a product (`Product`). See
 docs/theory/streams.md, Embeddings of every layer.
 """
 
@@ -29,10 +28,10 @@ from .product import Product
 
 @dataclass(frozen=True)
 class ReadRows(Component):
-    """p, whatever enters.
+    """p, independent of the stream.
 
     Attributes:
-        context: gives N(W_p x_0), of what entered layer 1.
+        context: N(W_p x_0), of the input of layer 1.
         declared: scale and variance of the rows.
     """
 
@@ -42,9 +41,10 @@ class ReadRows(Component):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         context = self.context.propagate(run.kept[0], run)
-        of, rows = self.declared, run.kept[ROWS]
-        kernel = context.output.kernel.mixed(0.5, rows, 0.5 * of.scale**2 * of.table_variance)
-        output = Signal(kernel, signal.seq_len, 0.0 * kernel.diagonal, float(of.width))
+        declared, rows = self.declared, run.kept[ROWS]
+        variance = declared.scale**2 * declared.table_variance
+        kernel = context.output.kernel.mixed(0.5, rows, 0.5 * variance)
+        output = Signal(kernel, signal.seq_len, 0.0 * kernel.diagonal, float(declared.width))
         if signal.fluctuation is not None:
             drawn = Fluctuation.of_gaussian(kernel, output.width)
             output = output.replace(fluctuation=drawn._replace(overlaps=drawn.norms))
@@ -54,13 +54,15 @@ class ReadRows(Component):
         kernel = gradient.kernel.scaled(0.5)
         context = record.children[0].backward(gradient.with_kernel(kernel), run)
         run.send(0, context.grad_in.kernel)
-        nothing = Gradient(kernel.scaled(0.0), gradient.seq_len)
+        zero = Gradient(kernel.scaled(0.0), gradient.seq_len)
         weights = functools.partial(self._table, kernel * record.pullback, gradient.seq_len)
-        return record.completed(gradient, nothing, (context,), Pulled(nothing, weights))
+        return record.completed(gradient, zero, (context,), Pulled(zero, weights))
 
-    def _table(self, alike: Kernel, length: int) -> Mapping[str, Array]:
-        of = self.declared
-        return {"per_layer_table": of.width * of.scale**2 * alike.total(length)}
+    def _table(self, gradient: Kernel, length: int) -> Mapping[str, Array]:
+        """Squared gradient norm of the table, from the gradient's kernel at equal rows."""
+        declared = self.declared
+        norm = declared.width * declared.scale**2 * gradient.total(length)
+        return {"per_layer_table": norm}
 
     @property
     def children(self) -> tuple[Component, ...]:
@@ -68,13 +70,13 @@ class ReadRows(Component):
 
 
 def per_layer(model: Transformer, post_norm: Component) -> Residual:
-    """The block with its norm, around the stream."""
-    of = model.per_layer_embedding
-    assert of is not None
+    """The block with its norm, in a residual connection."""
+    declared = model.per_layer_embedding
+    assert declared is not None
 
     def linear(site: str, name: str) -> Linear:
-        fan_in, fan_out = of.shapes(model.d_model)[name]
-        variance = of.variances[name]
+        fan_in, fan_out = declared.shapes(model.d_model)[name]
+        variance = declared.variances[name]
         parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
         return Linear(LINEAR, "refined", site, parameters, fan_out, name)
 
@@ -84,12 +86,12 @@ def per_layer(model: Transformer, post_norm: Component) -> Residual:
     norm = FiniteNormalization(
         RMSNORM,
         "per_layer.context",
-        model.norm_epsilon / of.projection_scale**2,
+        model.norm_epsilon / declared.projection_scale**2,
         centres=False,
         affine=model.norm_affine,
     )
     context = Chain((linear("per_layer.projection", "per_layer_projection"), norm))
-    rows: Any = ReadRows(context, of)
+    rows: Any = ReadRows(context, declared)
     product = Product(rows, gate, label="per_layer.product", laws=laws)
     branch = Chain((product, linear("per_layer.out", "per_layer_output"), post_norm))
     return Residual(branch, label="per_layer.sum")

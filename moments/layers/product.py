@@ -1,8 +1,8 @@
-"""A product, entry by entry, of two tensors made of independent matrices.
+"""Entrywise product of two tensors with independent matrices.
 
-Second moments multiply, and a gradient reaches either factor by the other's. Attention's output
-times a gate of what attention reads: y = attention(x) * sigmoid(x W_g), entry by entry or a number
-per head. See docs/theory/latent_attention.md.
+Second moments multiply, and the gradient at either factor is the output's times the other factor's
+second moments. For instance gated attention, y = attention(x) * sigmoid(x W_g), with a gate per
+entry or per head. See docs/theory/latent_attention.md.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .elementary import faintly
 
 @dataclass(frozen=True)
 class Product(Component):
-    """first(x) * gate(x), both of the same tokens.
+    """first(x) * gate(x).
 
     Attributes:
         first: of mean 0, Gaussian given its input.
-        gate: gives what it is multiplied by: as many features, or one for several.
+        gate: the other factor, with as many features or fewer.
         each: features of the first that share a gate; 1: every entry has its own.
         label: site of the product.
-        laws: of the activation that the gate ends in, where what a gradient knows of its signal is
-            followed through the product; None: it is not.
+        laws: of the gate's activation, to propagate the gradient's alignment with the signal
+            through the product; None: alignment is not propagated.
     """
 
     first: Component
@@ -57,13 +57,12 @@ class Product(Component):
         square, kernel = gate.second_moment(), first.kernel
         fluctuation, (excess, _) = None, kernel.lift(gate.kurtosis - 1.0)
         if first.fluctuation is not None:
-            # Of independent features: the first's, and E g^4 - E^2 g^2 of the gates, which several
+            # Fluctuations of the first factor, and E g^4 - E^2 g^2 of the gates, which groups of
             # features share.
             both = kernel * kernel * square * square
-            more = (2.0 + self.each) / first.width
-            one, two = both.lift(more)
-            at_one, at_two = both.over_tokens(excess + 0.0 * kernel.diagonal)
-            added = both.weighted(excess * one, 0.5 * (at_one + at_two) * two)
+            of_token, of_pair = both.lift((2.0 + self.each) / first.width)
+            excess_i, excess_j = both.over_tokens(excess + 0.0 * kernel.diagonal)
+            added = both.weighted(excess * of_token, 0.5 * (excess_i + excess_j) * of_pair)
             norms, overlaps, _, shared = first.fluctuation
             if shared is not None:
                 shared = (shared[0] * square, shared[1] * square)
@@ -94,17 +93,17 @@ class Product(Component):
             first.backward(Gradient(to_first, length), run),
             gate.backward(Gradient(to_gate, length), run),
         )
-        grad_in = sum_of([one.grad_in.kernel for one in back])
+        grad_in = sum_of([factor.grad_in.kernel for factor in back])
         return record.completed(gradient, Gradient(grad_in, length), back)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return walk.through(record.children[0], at)  # of the gates, which hardly vary, nothing
+        return walk.through(record.children[0], at)  # that of the gates is neglected
 
     def response(self, record: Record, around: Around) -> Response:
         first, gate = record.children
-        parts = tuple(one.component.response(one, around) for one in record.children)
+        parts = tuple(child.component.response(child, around) for child in record.children)
         of_gate = matrix_of(gate.output.second_moment(), gate.output.seq_len)
         of_first = matrix_of(first.output.kernel, first.output.seq_len)
         return _Factors(parts, (of_gate, of_first), (1.0, self.each))
@@ -122,11 +121,12 @@ class Product(Component):
 
 @dataclass(frozen=True)
 class _Factors:
-    """How sensitivities pass the product of two functions of the same tokens.
+    """Adjoint maps of the product of two functions of the same tokens.
 
     Attributes:
-        factors: second moments of each one's other factor.
-        units: how many entries that it multiplies a feature of each gathers gradients of.
+        parts: of both functions.
+        factors: second moments of the other factor of each.
+        units: for each, entries of the product per feature.
     """
 
     parts: tuple[Response, ...]
@@ -137,8 +137,8 @@ class _Factors:
         steps = [part.gradient_adjoint(sensitivity) for part in self.parts]
         onward, exposures, noises, coherences = zip(*steps, strict=True)
         back = [
-            per_pair(unit) * factor * one
-            for unit, factor, one in zip(self.units, self.factors, onward, strict=True)
+            per_pair(unit) * factor * adjoint
+            for unit, factor, adjoint in zip(self.units, self.factors, onward, strict=True)
         ]
         return GradientAdjoint(sum_of(back), list(exposures), sum_of(noises), coherences[0])
 

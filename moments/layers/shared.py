@@ -1,22 +1,22 @@
 """Post-LN layers that share one set of weights (ALBERT): signals of different depths correlate.
 
-With z(0) the input and z(t+1) = n(u(t) + f(t)), u(t) = n(z(t) + a(t)), where a(t) and f(t) are what
-attention and the feed-forward block, the same at every depth, make of z(t) and u(t): the streams of
-all depths are combinations of z(0), a(0), a(1), ..., f(0), f(1), ... Of these, a's and f's are made
-by independent output matrices and share nothing, while E a(s).a(t) and E f(s).f(t) follow from
-E z(s).z(t) and E u(s).u(t) as two tokens' do within one layer: no matrix meets its transpose on the
-way up, so that all projections of all depths are jointly Gaussian at infinite width (Yang 2019,
-Tensor Programs I, for recurrent networks). E z(s).a(t) follows from these along the residual sums.
+Let z(0) be the input, z(t+1) = n(u(t) + f(t)) and u(t) = n(z(t) + a(t)), with a(t) and f(t) the
+outputs of attention and feed-forward block, of the same weights at every depth. The streams of all
+depths are combinations of z(0), a(0), a(1), ..., f(0), f(1), ... The a's and f's have independent
+output matrices and are uncorrelated, while E a(s).a(t) and E f(s).f(t) follow from E z(s).z(t) and
+E u(s).u(t) as for two tokens of one layer: no matrix is multiplied by its transpose in the forward
+pass, so all projections of all depths are jointly Gaussian at infinite width (Yang 2019, Tensor
+Programs I, for recurrent networks). E z(s).a(t) follows from these along the residual sums.
 
 The map from the input's covariance across two replicas of the network to that of the last layer is
-written for `moments.engine.derivative`, whose derivative gives gradients at every depth and, in the
-covariance of a weight between two depths, what both depths send it together
-(docs/theory/gradients.md, Two replicas). Derived here; of order 1/width nothing is kept.
+differentiated by `moments.engine.derivative`: this gives gradients at every depth and, in the
+covariance of a weight between two depths, the correlation of its gradients from both depths
+(docs/theory/gradients.md, Two replicas). Derived here, to leading order in 1/width.
 
-Tokens are alike: every covariance is a pair, of a token with itself and with another. Rows of
-attention weights overlap by the exact statistics of softmax, where the logits of two depths differ
-in variance by those at its geometric mean. Overlaps of tokens, which vary over draws as those of
-the embedding's rows, enter queries' and keys' gradients to first order in the logits.
+Tokens are exchangeable: every covariance is a pair, of a token with itself and with another. Rows
+of attention weights overlap by the exact statistics of softmax, at the geometric mean of the logit
+variances of two depths. Overlaps of tokens, which fluctuate as those of the embedding's rows, enter
+queries' and keys' gradients to first order in the logits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NORMS = ("attention.norm", "ffn.norm")
 
 @dataclass(frozen=True)
 class SharedLayer(Leaf):
-    """One pass through the shared layer: its numbers come from `SharedStack`."""
+    """One depth of the shared layer; `SharedStack` computes its moments."""
 
     label: str = ""
 
@@ -54,10 +54,10 @@ class SharedLayer(Leaf):
 
 @dataclass(frozen=True)
 class SharedStack(Chain):
-    """All layers, which are one layer's weights used again and again.
+    """All layers, with the weights of one.
 
     Attributes:
-        model: the declaration; its first layer says what every layer is.
+        model: the declaration, of which the first layer applies to all.
     """
 
     model: Any = None
@@ -79,9 +79,9 @@ class SharedStack(Chain):
             )
         if np.ndim(signal.kernel.diagonal) or np.ndim(signal.kernel.off_diagonal):
             raise DomainError("shared_layers: one configuration at a time")
-        own, pairs = (float(one) for one in (signal.kernel.diagonal, signal.kernel.off_diagonal))
-        nothing = (np.zeros(shape) for shape in self._shapes().values())
-        points, pull = pullback(self._points, np.array([own, pairs]), *nothing)
+        entering_pair = np.array([float(signal.kernel.diagonal), float(signal.kernel.off_diagonal)])
+        zeros = (np.zeros(shape) for shape in self._shapes().values())
+        points, pull = pullback(self._points, entering_pair, *zeros)
         records, entering = [], signal
         for layer, point in zip(self.components, points, strict=True):
             assert isinstance(layer, Layer)
@@ -104,19 +104,18 @@ class SharedStack(Chain):
         last[-1] = counts * top
         entered, at_points, *shares = record.pullback(last)
 
-        def sent(cotangent: Array) -> Gradient:
-            own, pairs = (cotangent / counts).tolist()
-            return Gradient(Kernel(own, pairs), length)
+        def gradient_of(cotangent: Array) -> Gradient:
+            return Gradient(Kernel(*(cotangent / counts).tolist()), length)
 
-        received = [*(sent(one) for one in at_points[:-1]), gradient]
-        below = [sent(entered), *received[:-1]]
+        received = [*map(gradient_of, at_points[:-1]), gradient]
+        below = [gradient_of(entered), *received[:-1]]
         children = []
         for number in reversed(range(len(record.children))):
             layer = record.children[number]
             norms = {n: s[number].sum() for n, s in zip(names[1:], shares, strict=True)}
             (inner,) = layer.children
             run.returning(layer, received[number])
-            pulled = Pulled(below[number], norms.copy)  # what this depth adds
+            pulled = Pulled(below[number], norms.copy)  # this depth's part of the norms
             done = inner.completed(received[number], below[number], (), pulled)
             children.append(layer.completed(received[number], below[number], (done,)))
             run.layer_done()
@@ -125,29 +124,29 @@ class SharedStack(Chain):
     # --- the map -------------------------------------------------------------------------------
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all that receives a gradient: what every depth's stream gains afresh, and by how much
-        the covariance of every parameter between two depths exceeds its variance."""
+        """Shapes of the variables to differentiate in: an addition to every depth's stream, and to
+        the covariance of every parameter between two depths."""
         model, count = self.model, self.model.layers
-        each = (count, count)
-        shapes = {"stream": (count, 2)} | dict.fromkeys(MATRICES, each)
+        depths = (count, count)
+        shapes = {"stream": (count, 2)} | dict.fromkeys(MATRICES, depths)
         if model.biases is not None:
-            shapes |= {f"{name}.bias": each for name in MATRICES if name != "key"}
+            shapes |= {f"{name}.bias": depths for name in MATRICES if name != "key"}
         if model.norm_affine:
             biased = model.norm_bias and model.normalization == "layernorm"
             ends = ("gain", "bias") if biased else ("gain",)
-            shapes |= {f"{norm}.{end}": each for norm in _NORMS for end in ends}
+            shapes |= {f"{norm}.{end}": depths for norm in _NORMS for end in ends}
         return shapes
 
     def _points(self, entering: Array, *extra: Array) -> Array:
-        """(N, 2) moments of the stream behind every layer across two replicas, of those that enter
-        the first and of what `_shapes` names."""
+        """(N, 2) moments of every layer's output across two replicas, from those of the input and
+        the additions of `_shapes`."""
         return np.stack(self._streams(entering, dict(zip(self._shapes(), extra, strict=True))))
 
     def _streams(self, entering: Array, extra: Mapping[str, Array]) -> list[Array]:
-        """The same, layer by layer."""
+        """Moments of every layer's output, layer by layer."""
         model, epsilon = self.model, self.model.norm_epsilon
         z, points = entering[None, None], []
-        first: list[Any] = []  # deviations before either norm
+        first: list[Any] = []  # standard deviations before either norm
         second: list[Any] = []
         for depth in range(model.layers):
             a = self._attention(z, extra)
@@ -163,7 +162,7 @@ class SharedStack(Chain):
             with_f = _along(f, first, second, "ffn")
             y = u[depth, depth] + f[depth, depth] + 2 * with_f[depth, depth] / first[depth]
             second.append(np.sqrt(plain(y)[0] + epsilon))
-            # E z(depth + 1).z(s), but for what the second norm's gain and bias share
+            # E z(depth + 1).z(s), before the additions of the second norm's gain and bias
             across = (z + np.swapaxes(with_a, 0, 1))[depth] / first[depth]
             across = (across + np.swapaxes(with_b + with_f, 0, 1)[depth]) / second[depth]
             own = y / second[depth] ** 2
@@ -179,7 +178,7 @@ class SharedStack(Chain):
         return points
 
     def _learned(self, norm: str, normal: Array, extra: Mapping[str, Array]) -> Array:
-        """What a norm's gain and bias add to moments behind it, beyond gains of 1."""
+        """Additions of a norm's gain and bias to the moments after it, beyond gains of 1."""
         count = normal.shape[0]
         added = 0.0 * normal
         if f"{norm}.gain" in extra:
@@ -188,8 +187,8 @@ class SharedStack(Chain):
             added = added + extra[f"{norm}.bias"][:count, :count][..., None]
         return added
 
-    def _behind(self, x: Array, name: str, extra: Mapping[str, Array]) -> Array:
-        """Moments behind a matrix and its bias."""
+    def _after_matrix(self, x: Array, name: str, extra: Mapping[str, Array]) -> Array:
+        """Moments after a matrix and its bias."""
         count = x.shape[0]
         fan_in = self.model.matrix_shapes[name][0]
         variance = getattr(self.model.layer_weights(1), name)
@@ -205,41 +204,43 @@ class SharedStack(Chain):
         if isinstance(model.embedding, Embedding):
             overlaps = model.embedding.unshared_overlap(model.d_model)
         gap = z[..., :1] - z[..., 1:]
-        # by how much overlaps of what two tokens have of their own vary
-        alone = np.diagonal(plain(gap)[..., 0])
-        chance = (np.multiply.outer(alone, alone) * overlaps)[..., None]
+        # variance of the overlap of the unshared parts of two tokens
+        unshared = np.diagonal(plain(gap)[..., 0])
+        chance = (np.multiply.outer(unshared, unshared) * overlaps)[..., None]
         scale = float(model.temperatures[0]) ** -2
-        queries = self._behind(z, "query", extra) * scale
-        keys = self._behind(gap, "key", {"key": extra["key"]})  # a bias of all keys changes nothing
+        queries = self._after_matrix(z, "query", extra) * scale
+        keys = self._after_matrix(
+            gap, "key", {"key": extra["key"]}
+        )  # a common bias of keys cancels
         logits = queries * keys
         own = np.diagonal(plain(logits)[..., 0])
         sizes = np.sqrt(np.multiply.outer(own, own))[..., None]
         weights = _overlap(logits, sizes, length)
         kept = _dropped(count, model.attention_dropout)
-        values = self._behind(z, "value", extra)
-        apart = values[..., :1] - values[..., 1:]
-        heads = values[..., 1:] + apart * (weights * kept)
+        values = self._after_matrix(z, "value", extra)
+        unshared_values = values[..., :1] - values[..., 1:]
+        heads = values[..., 1:] + unshared_values * (weights * kept)
         for name in ("key", "value"):
-            chance = self._behind(chance, name, {name: extra[name]})
+            chance = self._after_matrix(chance, name, {name: extra[name]})
         slopes = _slopes(plain(logits), sizes, length) * length
         heads = heads + slopes * queries * chance
-        return self._behind(heads, "output", extra) * _dropped(count, model.dropout)
+        return self._after_matrix(heads, "output", extra) * _dropped(count, model.dropout)
 
     def _feed_forward(self, u: Array, extra: Mapping[str, Array]) -> Array:
-        hidden, count = self._behind(u, "ffn_in", extra), u.shape[0]
+        hidden, count = self._after_matrix(u, "ffn_in", extra), u.shape[0]
         own, pairs = hidden[..., 0], hidden[..., 1]
-        # two tokens at every depth
+        # activations take the full matrix of two tokens at every depth
         both = np.concatenate([np.concatenate([own, pairs], 1), np.concatenate([pairs, own], 1)])
         with laws.evaluating(laws.Layout(True), _level(both)):
             active = laws.activation(self.model.activation, both)
         pair = np.stack([active[:count, :count], active[:count, count:]], -1)
         pair = pair * _dropped(count, self.model.activation_dropout)
-        out = self._behind(pair, "ffn_out", extra)
+        out = self._after_matrix(pair, "ffn_out", extra)
         return out * _dropped(count, self.model.ffn_dropout)
 
 
 def _pairs(psi: Array, theta: Array, keys: int) -> PairStatistics:
-    """Of rows of softmax weights whose logits covary by psi, at one variance."""
+    """Statistics of two softmax rows of logit variance theta and covariance psi."""
     rho = np.clip(ratio_or_zero(psi, theta + 0.0 * psi), -1.0, 1.0)
     return AlikeRows.of(float(keys)).pairs(theta + 0.0 * psi, keys, rho)
 
@@ -260,20 +261,20 @@ def _level(x: Array) -> float:
 
 
 def _dropped(count: int, drop_prob: float) -> Array:
-    """What dropout multiplies (count, count, 2) moments by: those of a token with itself."""
+    """(count, count, 2) factors of dropout: on a token with itself, at one depth."""
     factors = np.ones((count, count, 2))
     factors[np.arange(count), np.arange(count), 0] = 1 / (1 - drop_prob)
     return factors
 
 
 def _along(made: Array, first: list[Any], second: list[Any], where: str) -> Array:
-    """E z(s).x(t) of what enters at one place of all layers up to this one, (depth + 1, depth + 1,
-    2), of which different layers' share something.
+    """E z(s).x(t) for additions x(t) to the stream at one place of every layer, (depth + 1,
+    depth + 1, 2), whose layers are correlated.
 
     Args:
         made: E x(s).x(t).
-        first, second: deviations before the norms behind attention and the feed-forward block.
-        where: "attention": before the first norm; "ffn": between both; "norm": behind the second.
+        first, second: standard deviations before the norms after attention and feed-forward block.
+        where: "attention": before the first norm; "ffn": between both; "norm": after the second.
     """
     rows = [0.0 * made[0]]
     for s in range(made.shape[0] - 1):
@@ -288,6 +289,6 @@ def _along(made: Array, first: list[Any], second: list[Any], where: str) -> Arra
 
 
 def _grown(z: Array, across: Array, own: Array) -> Array:
-    """Moments of one depth more, from what it shares with those before and with itself."""
+    """Append a depth to moments, from its moments with earlier depths and with itself."""
     rows = np.concatenate([z, across[:, None]], 1)
     return np.concatenate([rows, np.concatenate([across, own[None]])[None]])

@@ -1,9 +1,9 @@
-"""Latent attention: attention of one set of latent tokens to another, both made of the same.
+"""Latent attention: queries, keys and values from low-rank latents of the tokens.
 
-Queries ask from N(W x) of r_q features, keys and values stand in N(W' x) of r features, and every
-head's keys have a part in common that is linear in x. Kernels of all three are those of the tokens,
-to 1/rank. The shared part is taken on the kernel of the latents, and the two parts of the keys'
-gradient in proportion to their shares in the logits: positions turn one of them alone. See
+Queries are made of N(W x) with r_q features, keys and values of N(W' x) with r features, and the
+keys of all heads share a part that is linear in x and has the rotary positions. The kernels of all
+three are those of the tokens, up to 1/rank; the shared part is given the kernel of the latents, and
+the keys' gradient is split between both parts by their shares in the logits. See
 docs/theory/latent_attention.md.
 """
 
@@ -33,12 +33,12 @@ QUERY_LATENT, KV_LATENT = "attention.query_latent", "attention.kv_latent"
 
 
 @dataclass(frozen=True)
-class _PartTurned:
-    """Rotary positions that turn the part of a key that all heads share.
+class _SharedRotary:
+    """Rotary positions of the part of the keys that all heads share.
 
     Attributes:
         rotary: on the features of that part.
-        width: how many these are.
+        width: number of these features.
         share: of that part in the logits' variance.
     """
 
@@ -48,17 +48,17 @@ class _PartTurned:
     grid: None = None
 
     def frequencies(self, d_head: int) -> tuple[Array, Array]:
-        """As of `Rotary`: the rest of the features does not turn."""
+        """As in `Rotary`; other features have frequency 0."""
         speeds, shares = self.rotary.frequencies(self.width)
         return np.append(0.0, speeds), np.append(1.0 - self.share, self.share * shares)
 
 
 @dataclass(frozen=True)
 class _Core(SelfAttention):
-    """Attention of latents to latents.
+    """Attention from the queries' latents to the keys' latents.
 
     Attributes:
-        attended_width: features of those attended to.
+        attended_width: features of the latter.
         value_dim: features of a head's values.
     """
 
@@ -80,9 +80,9 @@ class LatentHeads(Leaf):
 
     Attributes:
         attention: heads, mask, positions and temperature; `query`, `key` and `value` are variances
-            of the matrices behind the latents, and `d_model` the tokens' width.
-        block: ranks, widths of a head's parts, and the other matrices' variances.
-        affine: whether the latents' norms have gains that receive gradients.
+            of the matrices after the latents, `d_model` is the tokens' width.
+        block: ranks, widths of a head's parts, and variances of the other matrices.
+        affine: whether the norms of the latents have gains that receive gradients.
     """
 
     attention: SelfAttention
@@ -109,9 +109,8 @@ class LatentHeads(Leaf):
     def unplaced(self) -> LatentHeads:
         return replace(self, attention=self.attention.unplaced())
 
-    # --- what is made of the tokens --------------------------------------------------------------
-
     def _latent(self, weight: str, label: str, rank: Any, factor: float) -> tuple[Any, Any]:
+        """The matrix to a latent, and its norm."""
         block, width = self.block, self.attention.d_model
         variance = block.down_variances[weight]
         parameters = {"fan_in": width, "fan_out": rank, "weight_variance": variance}
@@ -123,8 +122,8 @@ class LatentHeads(Leaf):
         return down, norm
 
     def _shares(self, size: float) -> tuple[float, float]:
-        """Variance of a key's entry, averaged over both parts, and the shared one's part of it, of
-        tokens of that size."""
+        """Variance of a key's entry, averaged over both parts, and the shared part's fraction of
+        it, for tokens of second moment `size`."""
         block, leaf = self.block, self.attention
         diagonal = block.nope_dim * block.kv_rank * float(leaf.key) * block.kv_factor**2
         shared = block.rope_dim * float(leaf.d_model) * block.kv_down * size
@@ -132,13 +131,13 @@ class LatentHeads(Leaf):
         return total / float(leaf.d_head), shared / total if total > 0.0 else 0.0
 
     def core(self, size: float) -> _Core:
-        """Attention of latents to latents, behind tokens of that size."""
+        """Attention between the latents of tokens of second moment `size`."""
         block, leaf = self.block, self.attention
         entry, share = self._shares(size)
         rotary: Any = leaf.rotary
         if rotary is not None:
-            rotary = _PartTurned(rotary, block.rope_dim, share)
-        given = {name: getattr(leaf, name) for name in _AS_THEY_ARE}
+            rotary = _SharedRotary(rotary, block.rope_dim, share)
+        copied = {name: getattr(leaf, name) for name in _COPIED}
         unit = block.kv_factor**2
         return _Core(
             leaf.label,
@@ -148,68 +147,70 @@ class LatentHeads(Leaf):
             rotary=rotary,
             attended_width=block.kv_rank,
             value_dim=block.value_dim,
-            **given,
+            **copied,
         )
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         block = self.block
-        queries, asks = signal, []
+        queries, query_maps = signal, []
         if block.query_rank is not None:
             for part in self._latent(
                 "query_down", QUERY_LATENT, block.query_rank, block.query_factor
             ):
                 queries, back = part.forward(queries)
-                asks.append(back)
-        latent, stands = signal, []
+                query_maps.append(back)
+        latent, key_maps = signal, []
         for part in self._latent("kv_down", KV_LATENT, block.kv_rank, block.kv_factor):
             latent, back = part.forward(latent)
-            stands.append(back)
+            key_maps.append(back)
         core = self.core(mean_size(signal))
         if block.query_rank is None and block.query_factor != 1.0:
             core = replace(core, query=core.query * block.query_factor**2)
         if not signal.resolved:
-            core._check_alike(signal.seq_len)
-        way = attended(core, queries, latent)
-        return way.output, functools.partial(self._back, signal, way, tuple(asks), tuple(stands))
+            core._check_exchangeable(signal.seq_len)
+        pullback = attended(core, queries, latent)
+        maps = tuple(query_maps), tuple(key_maps)
+        return pullback.output, functools.partial(self._back, signal, pullback, *maps)
 
     def _back(
         self,
         signal: Signal,
-        way: AttentionPullback,
-        asks: tuple[Pullback, ...],
-        stands: tuple[Pullback, ...],
+        attention: AttentionPullback,
+        query_maps: tuple[Pullback, ...],
+        key_maps: tuple[Pullback, ...],
         gradient: Gradient,
     ) -> Pulled:
-        """The way back, around `signal`: through attention, and through what made the latents."""
+        """Gradient at `signal`, through attention and both latents."""
         block, length, parts = self.block, gradient.seq_len, list[Pulled]()
-        query, key, sides = way._sent(gradient.kernel)
+        query, key, sides = attention._paths(gradient.kernel)
         _, share = self._shares(mean_size(signal))
-        total = _down(asks, query, length, parts)
+        total = _down(query_maps, query, length, parts)
         rest = sides.value + sides.cross + key.scaled(1.0 - share)
-        total = total + _down(stands, rest, length, parts)
-        # of the parts that all heads share, per feature of theirs: gradient's kernel at tokens that
-        # these would be made of with matrices of unit gain
+        total = total + _down(key_maps, rest, length, parts)
+        # gradient's kernel per feature at the keys' shared part, for a matrix of unit gain
         shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
         total = total + shared.scaled(1.0 / (float(self.attention.d_model) * mean_size(signal)))
         return Pulled(
             Gradient(total, length),
-            functools.partial(self._weights, signal, way, (gradient.kernel, sides), shared, parts),
-            response=functools.partial(_response, way, asks),
+            functools.partial(
+                self._weights, signal, attention, (gradient.kernel, sides), shared, parts
+            ),
+            response=functools.partial(_response, attention, query_maps),
         )
 
     def _weights(
         self,
         signal: Signal,
-        way: AttentionPullback,
-        given: tuple[Kernel, Any],
+        attention: AttentionPullback,
+        paths: tuple[Kernel, Any],
         shared: Kernel,
         parts: list[Pulled],
     ) -> Values:
-        """Of the gradient's kernel at the heads and attention's paths, and of norms and matrices
-        before the latents."""
+        """Squared gradient norms, from the gradient's kernel at the heads with attention's paths,
+        and from the pullbacks `parts` through the latents."""
         block = self.block
-        result = dict(way.weights(*given))
-        # The matrix of the keys' own part has nope_dim of d_head features, and its own variance.
+        result = dict(attention.weights(*paths))
+        # The matrix of the keys without positions has nope_dim of d_head features.
         result["key"] = result["key"] * (block.nope_dim / (block.nope_dim + block.rope_dim))
         result |= weights_of(*parts)
         for name, factor in ((QUERY_LATENT, block.query_factor), (KV_LATENT, block.kv_factor)):
@@ -223,20 +224,18 @@ class LatentHeads(Leaf):
             result["kv_down"] += total / max(block.kv_down * mean_size(signal), 1e-300)
         return result
 
-    # --- one draw of it --------------------------------------------------------------------------
-
-    def _alone(self, signal: Signal) -> SelfAttention:
-        """Attention to the tokens with the same logits and values: latents of many features."""
+    def _without_latents(self, signal: Signal) -> SelfAttention:
+        """Self-attention with the same logits and values: the limit of large ranks."""
         size, block, leaf = mean_size(signal), self.block, self.attention
         core, width = self.core(size), float(leaf.d_model)
-        asked = core.d_model * core.query * block.query_factor**2
+        query_gain = core.d_model * core.query * block.query_factor**2
         if block.query_rank is not None:
-            asked = asked / size
+            query_gain = query_gain / size
         unit = block.kv_rank * block.kv_factor**2 / size
         return replace(
             leaf,
             d_head=block.value_dim,
-            query=asked / width,
+            query=query_gain / width,
             key=core.key * unit / width,
             value=float(leaf.value) * unit / width,
             rotary=None,
@@ -244,28 +243,28 @@ class LatentHeads(Leaf):
 
     def response(self, record: Record, around: Around) -> Response:
         signal = record.input
-        return AttentionSublayer.of(self._alone(signal), signal, around.grad_out(record))
+        return AttentionSublayer.of(self._without_latents(signal), signal, around.grad_out(record))
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
-        return through_attention(self._alone(record.input), record, at, walk)
+        return through_attention(self._without_latents(record.input), record, at, walk)
 
 
-_AS_THEY_ARE = (
+_COPIED = (
     *("heads", "d_head", "value", "drop_prob", "temperature", "causal", "padding"),
     *("window", "sequences"),
 )
 
 
-def _down(ways: tuple[Pullback, ...], kernel: Kernel, length: int, parts: list[Pulled]) -> Kernel:
-    """What returns to the tokens of a gradient at a latent."""
+def _down(maps: tuple[Pullback, ...], kernel: Kernel, length: int, parts: list[Pulled]) -> Kernel:
+    """Gradient at the tokens from that at a latent; appends every pullback's result to `parts`."""
     gradient = Gradient(kernel, length)
-    for way in reversed(ways):
-        parts.append(way(gradient))
+    for pullback in reversed(maps):
+        parts.append(pullback(gradient))
         gradient = parts[-1].gradient
     return gradient.kernel
 
 
-def _response(way: AttentionPullback, asks: tuple[Pullback, ...]) -> Kernel:
-    return _down(asks, way.response(), way.signal.seq_len, [])
+def _response(attention: AttentionPullback, query_maps: tuple[Pullback, ...]) -> Kernel:
+    return _down(query_maps, attention.response(), attention.signal.seq_len, [])

@@ -174,10 +174,8 @@ class AlikeLayer(Layer):
         self.keys = float(key_count)
         self._values, self.wanted = values, wanted
         self._noise = drop_prob / (1 - drop_prob)
-        unshared_value, unshared_key = (
-            values.diagonal - values.off_diagonal,
-            keys.diagonal - keys.off_diagonal,
-        )
+        unshared_value = values.diagonal - values.off_diagonal
+        unshared_key = keys.diagonal - keys.off_diagonal
         size = queries.diagonal
         if queries.resolved:  # geometric mean of two rows, as for log-odds token by token
             first, second = queries.over_tokens(size)

@@ -380,16 +380,11 @@ class ClassLayer(RowsLayer):
         size = len(self._classes.nodes)
         diagonal, off_diagonal = kernel.diagonal, kernel.off_diagonal
         if self._alike:
-            diagonal, off_diagonal = (
-                np.asarray(diagonal)[..., None],
-                np.asarray(off_diagonal)[..., None, None],
-            )
+            diagonal = np.asarray(diagonal)[..., None]
+            off_diagonal = np.asarray(off_diagonal)[..., None, None]
         shape = (*self._lead, size)
-        if diagonal.shape != shape or off_diagonal.shape != (*shape, size):
-            diagonal, off_diagonal = (
-                np.broadcast_to(diagonal, shape),
-                np.broadcast_to(off_diagonal, (*shape, size)),
-            )
+        diagonal = np.broadcast_to(diagonal, shape)
+        off_diagonal = np.broadcast_to(off_diagonal, (*shape, size))
         blocks = self._classes.blocks if means else self._classes.blocks_by_relation
         matrices = diagonal.reshape(-1, size), off_diagonal.reshape(-1, size, size)
         return [blocks(*matrix) for matrix in zip(*matrices, strict=True)]
@@ -399,10 +394,8 @@ class ClassLayer(RowsLayer):
         if self._lead:
             shape = diagonal.shape, off_diagonal.shape
             diagonal, off_diagonal = (np.stack(part) for part in zip(*kernels, strict=True))
-            diagonal, off_diagonal = (
-                diagonal.reshape(*self._lead, *shape[0]),
-                off_diagonal.reshape(*self._lead, *shape[1]),
-            )
+            diagonal = diagonal.reshape(*self._lead, *shape[0])
+            off_diagonal = off_diagonal.reshape(*self._lead, *shape[1])
         if self._alike:
             return Kernel(diagonal[..., 0][()], off_diagonal[..., 0, 0][()])
         return Kernel(diagonal, off_diagonal, self._classes)

@@ -159,14 +159,14 @@ class SelfAttention(Attention, Leaf):
             DomainError: tokens are exchangeable in `signal`, but not under this mask.
         """
         if not signal.resolved:
-            self._check_alike(signal.seq_len)
+            self._check_exchangeable(signal.seq_len)
         pullback = attended(self, signal, signal)
         return pullback.output, pullback
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """`forward` with keys and values from other tokens, at the same positions."""
         if not signal.resolved:
-            self._check_alike(signal.seq_len)
+            self._check_exchangeable(signal.seq_len)
         pullback = attended(self, signal, memory)
         return pullback.output, pullback.to_both
 
@@ -174,7 +174,7 @@ class SelfAttention(Attention, Leaf):
         """(queries, keys) masks of the keys that each query attends to, one per kernel."""
         return self_masks(self, keys, matrices)
 
-    def _check_alike(self, length: int) -> None:
+    def _check_exchangeable(self, length: int) -> None:
         """Raise if the mask distinguishes tokens by position."""
         if length == 1:
             return
@@ -230,12 +230,12 @@ class AttentionPullback:
 
     def __call__(self, gradient: Gradient) -> Pulled:
         """Gradient at the input of self-attention."""
-        query, key, sides = self._sent(gradient.kernel)
+        query, key, sides = self._paths(gradient.kernel)
         return self._pulled(sides.value + sides.cross + key + query, gradient, sides)
 
     def to_both(self, gradient: Gradient) -> tuple[Pulled, Gradient]:
         """Gradients at the tokens of the queries, and at those of keys and values."""
-        query, key, sides = self._sent(gradient.kernel)
+        query, key, sides = self._paths(gradient.kernel)
         rest = sides.value + sides.cross + key
         return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
 
@@ -251,7 +251,7 @@ class AttentionPullback:
             sides=sides,
         )
 
-    def _sent(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
+    def _paths(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
         """Gradients at the tokens through queries and through keys, and all paths."""
         sides: Paths[Kernel] = self.layer.backward(grad_out.scaled(self.gain))
         if np.any(self.aligned != 1.0):

@@ -71,7 +71,7 @@ class MixedValues(AroundHeads):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         if not signal.resolved:
-            self.heads._check_alike(signal.seq_len)
+            self.heads._check_exchangeable(signal.seq_len)
         leaf, values, tokens = self.heads, self.values, signal.second_moment()
         gain = leaf.d_model * leaf.value
         own = tokens.scaled(gain)
@@ -110,7 +110,7 @@ class MixedValues(AroundHeads):
         run.returning(record, gradient)
         leaf, values, length = self.heads, self.values, gradient.seq_len
         attention, rows = record.pullback
-        query, key, sides = attention._sent(gradient.kernel)
+        query, key, sides = attention._paths(gradient.kernel)
         at_values = sides.value.scaled(leaf.d_model / leaf.value_width)
         from_later = run.sent.pop(FIRST, []) if self.keeps else []
         own = sum_of([at_values.scaled(self._own), *from_later])

@@ -1,10 +1,10 @@
-"""Experts that give back what they read, and what is added a layer later than it was made.
+"""Identity experts, and experts whose output joins the stream later than their input leaves it.
 
     h = N(x),   z = x + u + sum_{a > Z} g_a F_a(h) + g h,   g = sum_{a <= Z} g_a,
 
-u being what blocks between the reading and the adding gave. h lies along x: z has (1 + g/|x|) x,
-|x| a token's root mean square, and the rest is independent of it in direction. Where tokens differ
-in g, z is scattered by it. See docs/theory/experts.md, Experts that give back what they read.
+with u the outputs of the blocks in between. h is along x, so z contains (1 + g/|x|) x, |x| the
+token's root mean square, and other terms are independent in direction. As g differs between tokens,
+it adds to the fluctuation of z. See docs/theory/experts.md, Experts that give back what they read.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from ...engine.trace import Record, Run
 from .routing import together
 
 FORK, TAP = "shortcut from", "shortcut"
-"""Names, with a layer's number, of what is kept: the stream, and what experts make of it."""
+"""Keys in `Run`, with a layer's number: the stream that experts read, and their output."""
 
 
-class Left(NamedTuple):
-    """What is left for the adding.
+class ExpertOutput(NamedTuple):
+    """Output of a mixture, to be added by `Join`.
 
     Attributes:
         tokens: h.
-        given: what experts with matrices give.
+        output: of the experts with matrices.
         mean: E g.
-        twice: E g g' of two tokens.
+        square: E g g' of two tokens.
         slopes: E sum_e T_e T'_e, T_e = dg/dz_e.
-        leaning, steeper: both with the factor (g + g')/2 - E g.
+        square_tilt, slopes_tilt: both with the factor (g + g')/2 - E g.
     """
 
     tokens: Kernel
-    given: Signal
+    output: Signal
     mean: Array
-    twice: Kernel
+    square: Kernel
     slopes: Kernel
-    leaning: Kernel
-    steeper: Kernel
+    square_tilt: Kernel
+    slopes_tilt: Kernel
 
 
 @dataclass(frozen=True)
 class _Through(Component):
-    """Hands on what it reads."""
+    """Base of components that leave the stream's direction unchanged."""
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -73,14 +73,14 @@ class Fork(_Through):
         return Record(self, run.layer, signal, signal)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        # what came down beside the experts, with what came through g h
+        # the gradient of the stream, correlated with that through g h
         (along,) = run.sent.pop((FORK, self.number))
         return record.completed(gradient, gradient.joined(along), ())
 
 
 @dataclass(frozen=True)
 class Tap(_Through):
-    """Behind the norm: a mixture reads what a dense block reads too."""
+    """A mixture that reads the normalised stream, which a dense block reads too."""
 
     mixture: Any
     number: int
@@ -99,35 +99,37 @@ class Tap(_Through):
         pairs = [tokens.scaled(0.0)] * 4
         if leaf.identity:
             logits, correlation = leaf.logits(tokens)
-            given = leaf.router, leaf.identity, logits
-            mean, single = together(*given, 1.0 + 0.0 * logits)
-            _, joint = together(*given, correlation)
+            identity = leaf.router, leaf.identity, logits
+            mean, single = together(*identity, 1.0 + 0.0 * logits)
+            _, joint = together(*identity, correlation)
             pairs = [at_tokens(tokens, *both) for both in zip(single, joint, strict=True)]
-        left = Left(tokens, child.output, mean, *pairs)
-        run.kept[TAP, self.number] = left
-        return Record(self, run.layer, signal, signal, (child,), left)
+        experts = ExpertOutput(tokens, child.output, mean, *pairs)
+        run.kept[TAP, self.number] = experts
+        return Record(self, run.layer, signal, signal, (child,), experts)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        """With G of the gradient and H of h, (h.G)(h'.G') has the mean d H_ij G_ij, less by what
-        the gradient lacks along z, of which h has cos^2; and behind norms the more a token has
-        of h, the less comes back."""
-        (child,), left = record.children, record.pullback
-        ((sent, lacks, falls),) = run.sent.pop((TAP, self.number))
-        child = child.backward(sent, run)
-        slopes = left.slopes + left.steeper.scaled(-falls)
-        logits = (sent.kernel * left.tokens * slopes).scaled(record.input.width * (1.0 - lacks))
-        through = sent.kernel * (left.twice + left.leaning.scaled(-falls)) + logits.scaled(
-            self.mixture.router_variance
-        )
-        weights = functools.partial(self._weights, child.pulled, left, logits, gradient.seq_len)
+        """With kernels G of the gradient and H of h, (h.g)(h'.g') has the mean d H_ij G_ij, reduced
+        by the part of the gradient that is lacking along z, of which h has cos^2; and later norms
+        reduce the gradient of tokens with a large g."""
+        (child,), experts = record.children, record.pullback
+        ((at_output, lacks, response),) = run.sent.pop((TAP, self.number))
+        child = child.backward(at_output, run)
+        slopes = experts.slopes + experts.slopes_tilt.scaled(-response)
+        logits = at_output.kernel * experts.tokens * slopes
+        logits = logits.scaled(record.input.width * (1.0 - lacks))
+        square = experts.square + experts.square_tilt.scaled(-response)
+        through = at_output.kernel * square + logits.scaled(self.mixture.router_variance)
+        weights = functools.partial(self._weights, child.pulled, experts, logits, gradient.seq_len)
         pulled = dataclasses.replace(child.pulled, weights=weights)
         child = child.completed(child.grad_out, child.grad_in, (), pulled)
         total = gradient.kernel + child.grad_in.kernel + through
         return record.completed(gradient, Gradient(total, gradient.seq_len), (child,))
 
-    def _weights(self, pulled: Pulled, left: Left, logits: Kernel, length: int) -> Values:
+    def _weights(
+        self, pulled: Pulled, experts: ExpertOutput, logits: Kernel, length: int
+    ) -> Values:
         leaf, result = self.mixture, dict(pulled.weights())
-        result[leaf.name] += leaf.d_model * (left.tokens * logits).total(length)
+        result[leaf.name] += leaf.d_model * (experts.tokens * logits).total(length)
         if leaf.has_bias:
             result[f"{leaf.name}.bias"] += logits.total(length)
         return result
@@ -135,52 +137,53 @@ class Tap(_Through):
 
 @dataclass(frozen=True)
 class Join(_Through):
-    """What the experts of layer `number` give, added."""
+    """Adds the output of the experts of layer `number` to the stream."""
 
     number: int
     label: str = "ffn.shortcut"
 
     def propagate(self, signal: Signal, run: Run) -> Record:
-        source, left = run.kept[FORK, self.number], run.kept[TAP, self.number]
-        kernel, tokens = source.kernel, left.tokens
-        held = left.mean * np.sqrt(ratio_or_zero(tokens.diagonal, kernel.diagonal))
-        with_given = added(signal, left.given, 1.0, 1.0)
-        output = with_given.replace(
-            kernel=with_given.kernel + crossed(kernel, held) + tokens * left.twice,
-            fluctuation=_fluctuation(source, with_given, left, held),
+        source, experts = run.kept[FORK, self.number], run.kept[TAP, self.number]
+        kernel, tokens = source.kernel, experts.tokens
+        gain = experts.mean * np.sqrt(ratio_or_zero(tokens.diagonal, kernel.diagonal))  # E g/|x|
+        total = added(signal, experts.output, 1.0, 1.0)
+        output = total.replace(
+            kernel=total.kernel + crossed(kernel, gain) + tokens * experts.square,
+            fluctuation=_fluctuation(source, total, experts, gain),
             centred=None,
         )
-        return run.passed(Record(self, run.layer, signal, output, (), (source, left, held)))
+        return run.passed(Record(self, run.layer, signal, output, (), (source, experts, gain)))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         run.returning(record, gradient)
-        (source, left, held), known = record.pullback, gradient.averaged()
+        (source, experts, gain), known = record.pullback, gradient.averaged()
         length, above = gradient.seq_len, gradient.kernel
         before, after, first = (
-            one.kernel.mean_diagonal() for one in (record.input, record.output, source)
+            signal.kernel.mean_diagonal() for signal in (record.input, record.output, source)
         )
-        grown = above.average(held) if np.ndim(held) else held
+        mean_gain = above.average(gain) if np.ndim(gain) else gain
         lost = 1.0 - known.radial
-        given = ratio_or_zero(left.given.kernel.mean_diagonal(), after)
-        sent = Gradient(
-            above, length, 1.0 - given * lost, norm_response=given * known.norm_response
+        share = ratio_or_zero(experts.output.kernel.mean_diagonal(), after)
+        at_output = Gradient(
+            above, length, 1.0 - share * lost, norm_response=share * known.norm_response
         )
-        along = ratio_or_zero((1.0 + grown) ** 2 * first, after)
-        # of a token's square per g; its root is of the gradient at either token
-        size = left.tokens.mean_diagonal() ** 0.5
-        falls = 2.0 * size * ratio_or_zero((1.0 + grown) * first**0.5, after) * known.norm_response
-        run.send((TAP, self.number), (sent, lost * along, falls))
-        one, two = above.lift(left.mean)
-        varies = at_tokens(above, 1.0, 1.0)
-        if np.any(left.mean):
-            own, pairs = left.twice.diagonal - one * one, left.twice.off_diagonal - two * two
-            mean_own, _ = above.lift(above.average(own) if np.ndim(own) else own)
-            _, alone = above.lift(np.mean(mean_own))
-            varies = Kernel.joined(
-                1.0 - falls * own / one, 1.0 - falls * (alone + pairs) / (2 * two), above.resolved
-            )
-        run.send((FORK, self.number), crossed(above, held) * varies)
-        both = before + grown * first
+        along = ratio_or_zero((1.0 + mean_gain) ** 2 * first, after)
+        # relative decrease of the squared gradient of a token per unit of g
+        size = experts.tokens.mean_diagonal() ** 0.5
+        response = 2.0 * size * ratio_or_zero((1.0 + mean_gain) * first**0.5, after)
+        response = response * known.norm_response
+        run.send((TAP, self.number), (at_output, lost * along, response))
+        mean, pair_mean = above.lift(experts.mean)
+        factors = at_tokens(above, 1.0, 1.0)
+        if np.any(experts.mean):
+            variance = experts.square.diagonal - mean * mean
+            covariance = experts.square.off_diagonal - pair_mean * pair_mean
+            averaged, _ = above.lift(above.average(variance) if np.ndim(variance) else variance)
+            _, pair_variance = above.lift(np.mean(averaged))
+            pairs = 1.0 - response * (pair_variance + covariance) / (2 * pair_mean)
+            factors = Kernel.joined(1.0 - response * variance / mean, pairs, above.resolved)
+        run.send((FORK, self.number), crossed(above, gain) * factors)
+        both = before + mean_gain * first
         cosine = ratio_or_zero(both * both, before * after)
         grad_in = Gradient(
             above,
@@ -191,37 +194,38 @@ class Join(_Through):
         return record.completed(gradient, grad_in, ())
 
     def carried(self, record: Record, amplitude: Array) -> Array:
-        _, _, held = record.pullback
-        return amplitude * (1.0 + held)
+        _, _, gain = record.pullback
+        return amplitude * (1.0 + gain)
 
 
-def _fluctuation(source: Signal, given: Signal, left: Left, held: Array) -> Fluctuation | None:
-    """Of (1 + g/|x|) x and the rest. As |h| is fixed, |x + g h|^2 answers to |x|^2 by 1 + g/|x|;
-    and it is scattered by g: of pairs, such that Cov(o_ij, o_ii) = y_ii y_ij (`engine.fluctuation`)
-    is that of a scale of either token."""
-    if given.fluctuation is None or source.fluctuation is None:
+def _fluctuation(
+    source: Signal, total: Signal, experts: ExpertOutput, gain: Array
+) -> Fluctuation | None:
+    """Fluctuation of (1 + g/|x|) x and the other terms, `total` being the sum without g h. As |h|
+    is fixed, d|x + g h|^2 = (1 + g/|x|) d|x|^2. The fluctuation of g adds that of a scale of either
+    token, in pairs such that Cov(o_ij, o_ii) = y_ii y_ij (`engine.fluctuation`)."""
+    if total.fluctuation is None or source.fluctuation is None:
         return None
     kernel = source.kernel
-    grown = at_both(kernel, 1.0 + held)
-    crosses = ((grown - kernel) * (given.kernel - kernel)).scaled(4 / source.width)
+    grown = at_both(kernel, 1.0 + gain)
+    crosses = ((grown - kernel) * (total.kernel - kernel)).scaled(4 / source.width)
 
-    def varies(before: Kernel, behind: Kernel) -> Kernel:
-        return behind + at_both(before, 1.0 + held) - before + crosses
+    def with_gain(of_source: Kernel, of_total: Kernel) -> Kernel:
+        return of_total + at_both(of_source, 1.0 + gain) - of_source + crosses
 
-    norms = varies(source.fluctuation.norms, given.fluctuation.norms)
-    square = left.mean * left.mean
-    one, two = left.twice.lift(square)
-    own, pairs = left.twice.diagonal - one, left.twice.off_diagonal - two
-    like = ratio_or_zero(pairs, 0.0 * pairs + np.mean(own))
-    size = np.sqrt(ratio_or_zero(left.tokens.diagonal, kernel.diagonal)) / (1.0 + held)
-    scatter = np.mean(4.0 * own * size * size)
-    norms = norms + (grown * grown).weighted(scatter, scatter * (0.5 + 0.5 * like) ** 2)
-    before, behind = followed(source), followed(given)
-    overlaps = None if before is None or behind is None else varies(before, behind)
+    norms = with_gain(source.fluctuation.norms, total.fluctuation.norms)
+    mean, pair_mean = experts.square.lift(experts.mean * experts.mean)
+    variance, pairs = experts.square.diagonal - mean, experts.square.off_diagonal - pair_mean
+    correlation = ratio_or_zero(pairs, 0.0 * pairs + np.mean(variance))
+    size = np.sqrt(ratio_or_zero(experts.tokens.diagonal, kernel.diagonal)) / (1.0 + gain)
+    scatter = np.mean(4.0 * variance * size * size)
+    norms = norms + (grown * grown).weighted(scatter, scatter * (0.5 + 0.5 * correlation) ** 2)
+    of_source, of_total = followed(source), followed(total)
+    overlaps = None if of_source is None or of_total is None else with_gain(of_source, of_total)
     return Fluctuation(norms, overlaps)
 
 
-def at_tokens(tokens: Kernel, alone: Array, both: Array) -> Kernel:
-    """A kernel like another of a number for every token and one for every pair."""
-    diagonal = tokens.lift(alone)[0] + 0.0 * tokens.diagonal
-    return Kernel.joined(diagonal, both + 0.0 * tokens.off_diagonal, tokens.resolved)
+def at_tokens(tokens: Kernel, diagonal: Array, pairs: Array) -> Kernel:
+    """Kernel at the resolution of another, from a value for tokens and values for pairs."""
+    diagonal = tokens.lift(diagonal)[0] + 0.0 * tokens.diagonal
+    return Kernel.joined(diagonal, pairs + 0.0 * tokens.off_diagonal, tokens.resolved)

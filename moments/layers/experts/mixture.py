@@ -1,8 +1,8 @@
-"""Experts behind a router: the law of one of them, times what the router makes of a pair of tokens.
+"""A mixture of experts: the law of one expert, times the router's functions of two tokens.
 
-Experts are independent of each other and of the router, so that of a sum over experts only terms of
-one expert have a mean: the output's kernel is M(r_ij) K_ij, K the kernel of one expert, and r the
-correlation of two tokens' logits (`routing`). See docs/theory/experts.md, A mixture.
+Experts are independent of each other and of the router, so that in a sum over pairs of experts only
+terms with the same expert have a mean: the output's kernel is M(r_ij) K_ij, K the kernel of one
+expert, r the correlation of two tokens' logits (`routing`). See docs/theory/experts.md, A mixture.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .routing import LARGEST, LEAST, Router, functions
 
 
 class Routed(NamedTuple):
-    """The router's three functions at tokens' correlations, as kernels.
+    """The router's three functions at the tokens' correlations, as kernels.
 
     Attributes:
         gates, slopes, load: M, N and P.
@@ -68,14 +68,14 @@ class Mixture(Leaf):
 
     Attributes:
         label: site name of the sum in a trace.
-        router: how gates follow from logits.
-        expert: one of them, from the tokens to what it gives.
+        router: gates as functions of logits.
+        expert: components of one expert.
         d_model: features of the input.
-        router_variance, bias_variance: of W's and b's entries.
+        router_variance, bias_variance: of the entries of W and b.
         name: of W in the table of weight gradients; that of b is `name`.bias.
-        has_bias: whether there is b, of any variance, that receives a gradient.
-        inward: whether the gate multiplies what the expert reads (`_outward`).
-        identity: how many of the router's experts are none of these (`identity`).
+        has_bias: whether b (of any variance) receives a gradient.
+        inward: whether the gate multiplies the input of the expert (`_outward`).
+        identity: number of the router's experts that are identities (`identity`).
     """
 
     label: str
@@ -91,7 +91,7 @@ class Mixture(Leaf):
 
     @property
     def share(self) -> float:
-        """Of the router's experts, those that are such as `expert`."""
+        """Fraction of the router's experts that are not identities."""
         return 1.0 - self.identity / self.router.experts
 
     @property
@@ -120,21 +120,18 @@ class Mixture(Leaf):
         return self.expert.components[0].domain_share(mean, variance, algebra)
 
     def routed(self, signal: Signal, moved: Array = 0.0) -> Routed:
-        """What the router makes of pairs of tokens.
-
-        Args:
-            moved: added to the tokens' overlaps.
-        """
+        """The router's functions at all tokens and pairs of tokens, with `moved` added to the
+        tokens' overlaps."""
         tokens = signal.second_moment()
-        logits, off_diagonal = self.logits(tokens, moved)
+        logits, correlation = self.logits(tokens, moved)
         single = functions(self.router, logits, 1.0 + 0.0 * tokens.mean_diagonal())
-        joint = functions(self.router, logits, off_diagonal)
-        of_pairs = zip(single, joint, (self.share, self.share, 1.0), strict=True)
-        result = [at_tokens(tokens, alone, both).scaled(share) for alone, both, share in of_pairs]
-        return Routed(result[0], result[1], result[2], logits)
+        joint = functions(self.router, logits, correlation)
+        both = zip(single, joint, strict=True)
+        gates, slopes, load = (at_tokens(tokens, *values) for values in both)
+        return Routed(gates.scaled(self.share), slopes.scaled(self.share), load, logits)
 
     def logits(self, tokens: Kernel, moved: Array = 0.0) -> tuple[Array, Array]:
-        """Their variance, and the correlation of two tokens'."""
+        """Variance of the logits, and correlation of those of two tokens."""
         own = tokens.mean_diagonal()
         gain = self.d_model * self.router_variance
         logits = gain * own + self.bias_variance
@@ -142,15 +139,15 @@ class Mixture(Leaf):
         cosine = np.clip(
             ratio_or_zero(tokens.off_diagonal + moved, (first * second) ** 0.5), -1.0, 1.0
         )
-        _, two = tokens.lift(ratio_or_zero(gain * own, logits))
-        # a constant shared by all tokens' logits is a bias, which they have in common
-        return logits, 1.0 - two * (1.0 - cosine)
+        # the bias is common to all tokens
+        _, share = tokens.lift(ratio_or_zero(gain * own, logits))
+        return logits, 1.0 - share * (1.0 - cosine)
 
     def _outward(self, signal: Signal) -> Mixture:
-        """The same with the gate on what the expert gives, where it multiplies what it reads.
+        """The equivalent mixture with gates on the experts' outputs instead of their inputs.
 
-        Around the gates' root mean square g, an expert is taken to grow by the power e of its
-        input's size, F(h x) = (h/g)^e F(g x), which it has there: gates are then (h/g)^e.
+        Around the gates' root mean square g, an expert is approximated as a power of its input's
+        size, F(h x) = (h/g)^e F(g x), with e its local exponent: gates on outputs are (h/g)^e.
 
         Raises:
             DomainError: configurations whose logits differ.
@@ -161,36 +158,36 @@ class Mixture(Leaf):
                 "rule = 'sigmoid_input' takes one variance of the tokens at a time: predict its "
                 "configurations one by one"
             )
-        one = float(own.mean())
-        logits = self.d_model * self.router_variance * one + self.bias_variance
+        variance = float(own.mean())
+        logits = self.d_model * self.router_variance * variance + self.bias_variance
         square = float(functions(self.router, logits, 1.0)[0])
 
         def size(variance: float) -> float:
-            given = Signal(Kernel(variance, 0.0), 2, width=signal.width)
-            return float(passed(self.expert, given)[0].second_moment().diagonal)
+            token = Signal(Kernel(variance, 0.0), 2, width=signal.width)
+            return float(passed(self.expert, token)[0].second_moment().diagonal)
 
-        above, below = (size(square * one * (1 + side)) for side in (0.05, -0.05))
-        grows = np.log(above / below) / np.log(1.05 / 0.95) if below > 0 else 1.0
-        power = round(float(grows), 2)
+        above, below = (size(square * variance * (1 + side)) for side in (0.05, -0.05))
+        exponent = np.log(above / below) / np.log(1.05 / 0.95) if below > 0 else 1.0
+        power = round(float(exponent), 2)
         router = replace(self.router, power=power, scale=square ** (-power / 2))
         entering = Scale(SCALE, "refined", "", {"weight_variance": square})
         expert = Chain((entering, *self.expert.components))
         return replace(self, router=router, expert=expert, inward=False)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        with observed(None):  # laws inside are of one expert, some at two overlaps
+        with observed(None):  # `explain` does not show laws of a single expert
             return (self._outward(signal) if self.inward else self)._forward(signal)
 
     def _forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         inner, record = passed(self.expert, signal)
         at = self.routed(signal)
         sides = _Sides.of(self, signal)
-        below = (note for one in record.leaves() for note in one.output.notes)
+        inside = (note for leaf in record.leaves() for note in leaf.output.notes)
         weight = at.gates if sides is None else sides.weighted(at.gates, "gates", "out")
         output = inner.replace(
             kernel=inner.kernel * weight,
             fluctuation=self._fluctuation(inner, at, weight),
-            notes=(*below, *self._notes(signal, at)),
+            notes=(*inside, *self._notes(signal, at)),
             diagnostics={"logit_variance": at.logits},
         )
         return output, functools.partial(self._back, signal, inner, record, at, weight, sides)
@@ -205,21 +202,21 @@ class Mixture(Leaf):
         sides: _Sides | None,
         gradient: Gradient,
     ) -> Pulled:
-        """The way back: through the experts, and through the router's logits.
+        """Gradient at the input, through the experts and through the router's logits.
 
         dL/dz_e = sum_a (dg_a/dz_e) F_a.g has the covariance d G_ij K_ij N(r_ij), summed over
-        experts. What the gradient lacks along the output, it lacks along one of k equal experts by
-        its share 1/k; sums of dg_a/dz_e F_a over the chosen, which a common factor of gates does
-        not change, lie across the output. Of a pair either token lacks its own. And as |F_a|^2
-        varies by v, relatively, by their few hidden units, F_a - y has a part of its square along
-        y, v/k, and a norm behind sends the less back the larger F_a is: with all of both,
+        experts. A gradient without its part along the output lacks 1/k of that along each of k
+        equal experts. Sums of dg_a/dz_e F_a over the chosen experts, which a common factor of the
+        gates does not change, are orthogonal to the output. In pairs this holds for both tokens. As
+        |F_a|^2 has a relative variance v (the hidden units are few), F_a - y has the fraction v/k
+        of its square along y, and a later norm reduces the gradient of large F_a: in total by
         (1 - v/k)/(1 + v/k).
         """
-        several = self.router.chosen * self.share
-        lacks = (1.0 - gradient.averaged().radial) / several
-        falls = gradient.averaged().norm_response / several
+        chosen = self.router.chosen * self.share
+        lacks = (1.0 - gradient.averaged().radial) / chosen
+        response = gradient.averaged().norm_response / chosen
         grad_out = Gradient(
-            gradient.kernel * weight, gradient.seq_len, 1.0 - lacks, norm_response=falls
+            gradient.kernel * weight, gradient.seq_len, 1.0 - lacks, norm_response=response
         )
         with observed(None):
             record = record.backward(grad_out)
@@ -233,19 +230,19 @@ class Mixture(Leaf):
             slopes = sides.weighted(slopes, "slopes", "out")
         sizes = inner.second_moment()
         if inner.fluctuation is not None:
-            sizes = shortened(sizes, inner.fluctuation.norms, falls + lacks)
+            sizes = shortened(sizes, inner.fluctuation.norms, response + lacks)
         logits = (gradient.kernel * sizes * slopes).scaled(inner.width)
         if self.router.normalised != "chosen":
-            one, two = logits.lift(1.0 - lacks)
-            logits = logits.weighted(one, two * two)
+            of_token, of_pair = logits.lift(1.0 - lacks)
+            logits = logits.weighted(of_token, of_pair * of_pair)
         total = through + logits.scaled(self.router_variance)
         weights = functools.partial(self._weights, signal, record, logits)
         return Pulled(Gradient(total, gradient.seq_len), weights)
 
     def _weights(self, signal: Signal, experts: Record, logits: Kernel) -> Values:
-        """Of all experts together, E of them, each with its share of the tokens: of the record of
-        one with the gradient of all, and of the gradient's kernel at the logits."""
-        result = {k: v for one in experts.leaves() for k, v in one.weights().items()}
+        """Squared gradient norms, summed over experts: each receives its fraction of the tokens,
+        so they are those of one expert with the gradient of all tokens."""
+        result = {k: v for leaf in experts.leaves() for k, v in leaf.weights().items()}
         overlap = (signal.second_moment() * logits).total(signal.seq_len)
         result[self.name] = self.d_model * overlap
         if self.has_bias:
@@ -253,11 +250,11 @@ class Mixture(Leaf):
         return result
 
     def _fluctuation(self, inner: Signal, at: Routed, weight: Kernel) -> Any:
-        """Of experts' outputs, Gaussian features given what they sum over.
+        """Fluctuation of the mixture's output, whose features are Gaussian given the hidden ones.
 
-        What the sum over hidden features varies by is of every expert by itself: the less, the more
-        of them two tokens share. How the choice varies over draws of the router is the band's
-        alone (`_Routing`).
+        The fluctuation due to an expert's hidden features is independent between experts, and is
+        divided by the number of experts that two tokens share. The fluctuation of the choice over
+        draws of the router is in the band alone (`_Routing`).
         """
         result = inner.fluctuation
         if result is None:
@@ -271,15 +268,15 @@ class Mixture(Leaf):
             load.resolved,
         )
 
-        def of(kernel: Kernel) -> Kernel:
+        def mixed(kernel: Kernel) -> Kernel:
             return square * (gaussian + (kernel - gaussian) * shares)
 
         shared = None
         if result.shared is not None:
             shared = result.shared[0] * weight, result.shared[1] * weight
-        overlaps = None if result.overlaps is None else of(result.overlaps)
+        overlaps = None if result.overlaps is None else mixed(result.overlaps)
         return result._replace(
-            norms=of(result.norms), overlaps=overlaps, free_norms=None, shared=shared
+            norms=mixed(result.norms), overlaps=overlaps, free_norms=None, shared=shared
         )
 
     def _notes(self, signal: Signal, at: Routed) -> tuple[str, ...]:
@@ -312,25 +309,24 @@ class Mixture(Leaf):
         assert isinstance(inner, Elementwise)
         signal = record.input
         logits, correlation = _mean_logits(self, signal)
-        drawn = [
+        spreads = [
             gate_spread(self.router, float(s), float(r), signal.seq_len)
             for s, r in zip(np.ravel(logits), np.ravel(correlation), strict=True)
         ]
-        shape = np.shape(logits)
-        spread = np.stack(drawn).reshape(*shape, 2, 2)
+        spread = np.stack(spreads).reshape(*np.shape(logits), 2, 2)
         output = matrix_of(record.output.second_moment(), signal.seq_len)
         return _Routing(inner, output, spread)
 
 
 @dataclass(frozen=True)
 class _Routing:
-    """How sensitivities pass a mixture whose router is drawn: to first order in what two tokens
-    have of gates in common, g.g' over its mean, by its means over tokens and over pairs.
+    """Adjoint maps of a mixture with a random router, to first order in the fluctuation of two
+    tokens' gate products g.g' over their mean, averaged over tokens and over pairs.
 
     Attributes:
-        inner: for gates that all draws share.
-        output: kernel there.
-        spread: (..., 2, 2) covariance of the two means over draws of the router.
+        inner: the maps at the mean over draws of the router.
+        output: kernel at the output.
+        spread: (..., 2, 2) covariance of both averages over draws of the router.
     """
 
     inner: Elementwise
@@ -343,29 +339,29 @@ class _Routing:
         return result._replace(exposure=(result.exposure, share))
 
     def signal_adjoint(self, sensitivity: Matrix, exposure: Any) -> SignalAdjoint:
-        inner, passed_on = exposure
+        inner, of_gradient = exposure
         share = _own_and_pairs(sensitivity * self.output)
-        share[: len(passed_on)] += passed_on
+        share[: len(of_gradient)] += of_gradient
         result = self.inner.signal_adjoint(sensitivity, inner)
         noise = np.einsum("...i,...ij,...j->...", share, self.spread, share)
         return result._replace(noise=result.noise + noise)
 
 
 def _own_and_pairs(matrix: Matrix) -> Array:
-    """(..., 2) sums over tokens' own entries, and over those of two."""
+    """(..., 2) sums of the diagonal and of the off-diagonal entries."""
     own = trace_of(matrix)
     return np.stack([own, total(matrix) - own], -1).astype(float)
 
 
 class _Sides(NamedTuple):
-    """A pair at the two values of its realised overlap that are averaged over (`GatedLinear`).
+    """Pairs of tokens at the two overlaps whose mean is taken (`GatedLinear`).
 
-    Router and expert see the same overlap o, and the mean over it of their product is wanted:
-    factors of the router are weighted by the size of the expert's at either value.
+    Router and expert depend on the same fluctuating overlap, and the mean of their product is
+    needed: the router's functions are weighted by the size of the expert's at each overlap.
 
     Attributes:
-        routed: the router's functions at both.
-        out, back: of an expert, the output's covariance and the factor on a gradient's, at both.
+        routed: the router's functions at both overlaps.
+        out, back: covariance of an expert's output, and its factor on a gradient's, at both.
     """
 
     routed: tuple[Routed, Routed]
@@ -378,40 +374,40 @@ class _Sides(NamedTuple):
         if moved is None:
             return None
         routed, out, back = [], [], []
-        for side, still in ((1.0, moved.above), (-1.0, moved.below)):
-            given, record = passed(leaf.expert, still)
-            even = Gradient(still.kernel.with_ones(), signal.seq_len)
+        for side, tokens in ((1.0, moved.above), (-1.0, moved.below)):
+            output, record = passed(leaf.expert, tokens)
+            ones = Gradient(tokens.kernel.with_ones(), signal.seq_len)
             routed.append(leaf.routed(signal, side * moved.step))
-            out.append(abs(given.second_moment().off_diagonal))
-            back.append(abs(record.backward(even).grad_in.kernel.off_diagonal))
+            out.append(abs(output.second_moment().off_diagonal))
+            back.append(abs(record.backward(ones).grad_in.kernel.off_diagonal))
         return cls(tuple(routed), tuple(out), tuple(back))  # type: ignore[arg-type]
 
     def weighted(self, kernel: Kernel, name: str, by: str) -> Kernel:
-        """A factor of the router, its pairs weighted by an expert's size at either value."""
-        one, two = (getattr(at, name).off_diagonal for at in self.routed)
+        """A function of the router, with pairs weighted by an expert's size at both overlaps."""
+        above, below = (getattr(at, name).off_diagonal for at in self.routed)
         first, second = getattr(self, by)
         total = first + second
         share = np.where(total > 0, ratio_or_zero(first, total), 0.5)
-        off_diagonal = two + share * (one - two)
+        off_diagonal = below + share * (above - below)
         if np.ndim(off_diagonal) == 0 and np.ndim(kernel.off_diagonal) == 0:
             off_diagonal = float(off_diagonal)
         return Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
 
 
-# --- how evenly tokens are routed in one draw ----------------------------------------------------
+# --- fluctuation of the load in one draw of the router -------------------------------------------
 
 DRAWS, TOKENS = 200, 256
-"""Of the router, and tokens of each, where one draw is sampled."""
+"""Sampled draws of the router, and tokens of each."""
 STARVING = 0.1
-"""An expert starves with less than this part of an even share."""
+"""Load over an even load below which an expert counts as starving."""
 
 
 def gate_spread(router: Router, s: float, r: float, tokens: int) -> Array:
-    """Covariance over draws of the router of the means over tokens and over pairs of what gates
-    have in common, over its mean.
+    """(2, 2) covariance, over draws of the router, of g.g' over its mean, averaged over tokens and
+    over pairs.
 
-    Sampled, as `one_draw`, at the nearest of logits' variances a tenth apart in the logarithm and
-    of correlations a fiftieth apart.
+    Sampled, like `one_draw`, at the logit variance rounded to .1 in its logarithm and the
+    correlation rounded to .02.
     """
     steps = round(10 * float(np.log(max(s, 1e-12)))), round(50 * r)
     return _gate_spread(router, *steps, min(tokens, max(8, 4096 // router.experts), 64))
@@ -435,14 +431,14 @@ def _gate_spread(router: Router, log_s: int, r: int, tokens: int) -> Array:
 def _equal_logits(
     router: Router, s: float, r: float, count: int, random: np.random.Generator
 ) -> Array:
-    """(count, E) of tokens whose logits have variance s and correlate alike, by r: given what they
-    have in common, sqrt(r) c, they are independent."""
+    """(count, E) logits of variance s with correlation r between all tokens: independent given a
+    common part sqrt(r) c."""
     common, own = (random.standard_normal((n, router.experts)) for n in (1, count))
     return np.sqrt(s) * (np.sqrt(max(r, 0.0)) * common + np.sqrt(1 - max(r, 0.0)) * own)
 
 
 def _mean_logits(leaf: Mixture, signal: Signal) -> tuple[Array, Array]:
-    """Variance of tokens' logits, and the mean correlation of two tokens'."""
+    """Variance of the logits, and the mean correlation of those of two tokens."""
     tokens, gain = signal.second_moment(), leaf.d_model * leaf.router_variance
     logits = gain * tokens.mean_diagonal() + leaf.bias_variance
     covariance = gain * tokens.mean_off_diagonal() + leaf.bias_variance
@@ -450,15 +446,15 @@ def _mean_logits(leaf: Mixture, signal: Signal) -> tuple[Array, Array]:
 
 
 class OneDraw(NamedTuple):
-    """What one draw of the router does, in the mean over draws.
+    """Load balance in one draw of the router, averaged over draws.
 
     Attributes:
-        largest: tokens of the expert that has most of them, over an even share.
-        starving: part of the experts with less than `STARVING` of an even share.
-        balance: E sum_e f_e p_e of the tokens' shares f and the mean probabilities p (Switch
-            Transformer's auxiliary loss without its coefficient; k where all is even).
-        own, pairs: E sum_e of its gradient at a token's logits, times the number of tokens, with
-            itself and with another token's.
+        largest: largest load of an expert over an even load.
+        starving: fraction of the experts with less than `STARVING` of an even load.
+        balance: E sum_e f_e p_e of the loads f and the mean probabilities p (Switch Transformer's
+            auxiliary loss without its coefficient; k for an even load).
+        own, pairs: E sum_e of the squared gradient of `balance` at a token's logits and of the
+            product of two tokens' gradients, times the number of tokens.
     """
 
     largest: float
@@ -469,10 +465,7 @@ class OneDraw(NamedTuple):
 
 
 def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
-    """Of tokens whose logits have variance s and correlate alike, by r.
-
-    Sampled.
-    """
+    """`OneDraw` at logits of variance s and correlation r between all tokens, by sampling."""
     random = np.random.default_rng(0)
     count, experts = min(tokens, TOKENS), router.experts
     result = []
@@ -485,16 +478,15 @@ def one_draw(router: Router, s: float, r: float, tokens: int) -> OneDraw:
         load = share * experts / router.chosen
         balance = experts * (share * part.mean(0)).sum()
         # dp_a/dz_e = w'_e/sum(w) (1 (a = e) - p_a); the choice has no derivative
-        sent = experts * slope / total * (share - part @ share[:, None])
-        own = (sent * sent).sum() / count
-        both = ((sent.sum(0) ** 2).sum() - count * own) / max(count * (count - 1), 1)
+        gradient = experts * slope / total * (share - part @ share[:, None])
+        own = (gradient * gradient).sum() / count
+        both = ((gradient.sum(0) ** 2).sum() - count * own) / max(count * (count - 1), 1)
         result.append((load.max(), (load < STARVING).mean(), balance, own, both))
     return OneDraw(*map(float, np.mean(result, axis=0)))
 
 
 def rows(stack: Record) -> Iterator[dict[str, Any]]:
-    """A row for every mixture of several experts that a signal has passed, as
-    `moments.Prediction.experts` has them."""
+    """Rows of `moments.Prediction.experts`, one for every mixture of several experts."""
     for record in stack.leaves():
         leaf = record.component
         if not isinstance(leaf, Mixture) or leaf.router.experts == 1:
@@ -502,14 +494,14 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
         signal, router = record.input, leaf.router
         at, length = leaf.routed(signal), signal.seq_len
         ones = at.load.with_ones().total(length)
-        s, correlation = (float(np.mean(one)) for one in _mean_logits(leaf, signal))
+        s, correlation = (float(np.mean(x)) for x in _mean_logits(leaf, signal))
         shared = float(np.mean(at.load.total(length) / ones))
         even = router.chosen / router.experts
         count = round(float(np.mean(ones)) ** 0.5)
-        drawn = one_draw(router, s, correlation, count)
+        draw = one_draw(router, s, correlation, count)
         tokens = signal.second_moment()
-        own = float(np.mean(tokens.mean_diagonal())) * drawn.own / count
-        pairs = float(np.mean(tokens.mean_off_diagonal())) * drawn.pairs * (1 - 1 / count)
+        own = float(np.mean(tokens.mean_diagonal())) * draw.own / count
+        pairs = float(np.mean(tokens.mean_off_diagonal())) * draw.pairs * (1 - 1 / count)
         yield {
             "layer": record.layer,
             "experts": router.experts,
@@ -520,9 +512,9 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
             "gate_overlap": float(np.mean(at.gates.mean_off_diagonal())),
             "load": even,
             "load_variance": max(shared / router.experts / even**2 - 1.0, 0.0),
-            "largest_load": drawn.largest,
-            "starving": drawn.starving,
-            "balance_loss": drawn.balance,
+            "largest_load": draw.largest,
+            "starving": draw.starving,
+            "balance_loss": draw.balance,
             "balance_gradient": leaf.d_model * (own + pairs),
             "learns": bool(np.any(at.slopes.diagonal > 0)),
         }
@@ -531,11 +523,11 @@ def rows(stack: Record) -> Iterator[dict[str, Any]]:
 # --- a block of experts ---------------------------------------------------------------------------
 
 GATE = Router(1, 1, logistic=True, normalised="none")
-"""A sigmoid in front of one expert that every token passes."""
+"""The router of a single expert with a sigmoid gate."""
 
 
 def router_of(block: Experts) -> Router:
-    """How a block's gates follow from its logits."""
+    """The router of a declared block."""
     return Router(
         block.experts,
         block.chosen,
@@ -549,7 +541,7 @@ def router_of(block: Experts) -> Router:
 
 
 def experts(parts: Any, block: Experts) -> Iterator[Component]:
-    """The mixture, and the shared expert."""
+    """Components of a block of experts: the mixture, and the shared expert if any."""
     model = parts.model
     if parts.theory != "refined":
         raise domain_error("theory", parts.theory, "'refined' with experts")
@@ -570,14 +562,15 @@ def experts(parts: Any, block: Experts) -> Iterator[Component]:
     if block.apart:
         yield from (Tap(routed, parts.number), _shared_expert(parts, block))
         return
-    given: list[Component] = [routed, *([_shared_expert(parts, block)] if block.shared else [])]
+    branches: list[Component] = [routed, *([_shared_expert(parts, block)] if block.shared else [])]
     if block.output_norms:
         norms = [FiniteNormalization.of(model, label) for label in OUTPUT_NORMS]
-        given = [Chain(pair) for pair in zip(given, norms, strict=False)]
-    yield Parallel(tuple(given)) if block.shared else given[0]
+        branches = [Chain(pair) for pair in zip(branches, norms, strict=False)]
+    yield Parallel(tuple(branches)) if block.shared else branches[0]
 
 
 def _shared_expert(parts: Any, block: Experts) -> Component:
+    """The expert of all tokens, with its gate if it has one."""
     model = parts.model
     gated = block.shared_gate_variance is not None
     hidden = parts._hidden(block.shared, SHARED, "", block.shift, block.clamp)
@@ -585,6 +578,6 @@ def _shared_expert(parts: Any, block: Experts) -> Component:
     out = parts._linear(label, f"{SHARED}ffn_out", block.shared, model.d_model)
     shared: Component = Chain((*hidden, out))
     if block.shared_gate_variance is not None:
-        every, name = (model.d_model, block.shared_gate_variance), f"{SHARED}router"
-        shared = Mixture("ffn.shared", GATE, Chain((*hidden, out)), *every, name=name)
+        gate, name = (model.d_model, block.shared_gate_variance), f"{SHARED}router"
+        shared = Mixture("ffn.shared", GATE, Chain((*hidden, out)), *gate, name=name)
     return shared

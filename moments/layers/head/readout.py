@@ -221,15 +221,9 @@ class Readout:
         blank: Array,
         deviation: Array = 0.0,
     ) -> Array:
-        """E sum_v d_i(v) d_j(v) of two tokens' logits.
-
-        Args:
-            correlation, deviation: mean and standard deviation over draws of their correlation.
-            same: probabilities of the coincidences `same_target`, `same_token`, `hit` and its
-                transpose, of `Targets`.
-            lift: broadcasts values of both tokens to pairs.
-            blank: whether a target is left out of the sum.
-        """
+        """E sum_v d_i(v) d_j(v) at a correlation of the logits with a standard `deviation` over
+        draws. `same` are the probabilities `same_target`, `same_token`, `hit` and its transpose of
+        `Targets`; `lift` broadcasts tokens to pairs; a `blank` target is left out of the sum."""
         same_target, same_token, hit, swapped = same
         own, other, vocab_size = self.softmax.own, self.softmax.other, self.vocab_size
         target_weight, uniform = 1 - self.smoothing, self.smoothing / self.vocab_size

@@ -36,7 +36,7 @@ from .logits import (
 )
 from .row_groups import JointLaws, rotation_factor, row_scale, single
 from .row_statistics import AttentionRows, mean_attention, rows_of_kernel
-from .rows import FAINT, PathFactors, Paths, RowAttention
+from .rows import FAINT, Paths, RowAttention
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -182,11 +182,8 @@ class KernelAttention(RowAttention):
     # --- rows ----------------------------------------------------------------------------------
 
     def _group_rows(self) -> Array:
-        """Group rows into patterns, numbered class by class, and patterns into classes.
-
-        Returns:
-            (Lq,) norm of a row's query over that of its pattern.
-        """
+        """Group rows into patterns, numbered class by class, and these into classes; returns the
+        (Lq,) norms of the queries over those of their patterns."""
         logits, temperature, kernel = self.logits, self.logits.temperature, self.logits.within
         first, pattern = find_patterns(logits.prior, temperature, logits.biased)
         groups = group_patterns(logits.prior[first], _means(temperature, pattern), logits.biased)
@@ -242,16 +239,7 @@ class KernelAttention(RowAttention):
         self._read, self._read_slope = ((scales * x).astype(np.float32) for x in (value, slope))
         self._rows = rows = stats.of(self._pattern)
         self._calibration = Calibration(*(x[self._group[self._pattern]] for x in calibration))
-        self._factors = factors = PathFactors.of(
-            self._calibration,
-            nodes,
-            value,
-            self._two_rows,
-            rows,
-            self._correlation,
-            self._widths,
-            None if rotation is None else self._bare,
-        )
+        self._factors = factors = self._path_factors(nodes, value, rotation is not None)
         self._key, self._terms = factors.key, None
         if rotation is not None and factors.along is not None:
             self._key = factors.key + rotation.queries * factors.along
@@ -397,16 +385,9 @@ def _make_class(
         own, every, ones = weights[-1:], slice(0, len(inside)), np.ones((1, len(inside)))
         targets = ones[..., None]
         sums = Sums.of(ALIKE, (every, every), (own, own), (own, own), (targets, targets))
-        ((excess, off_diagonal),), _ = softmax_response(
-            sums,
-            np.diagonal(inside),
-            [inside[None]],
-            [ones],
-            ones > 0.0,
-            prior[-1:],
-            stats.of(members[-1:]),
-            scale,
-        )
+        entries = np.diagonal(inside), [inside[None]]
+        row = prior[-1:], stats.of(members[-1:])
+        ((excess, off_diagonal),), _ = softmax_response(sums, *entries, [ones], *row, scale)
         response = off_diagonal[0] + np.diag(excess[0])
     return RowClass(span, keys, leader, weights[:-1], weights[-1], response)
 

@@ -154,13 +154,9 @@ class Mixture(NamedTuple):
         return [self.mean_of(relations, diagonal_of), (excess + diagonal_of(beyond), beyond)]
 
     def joined(self, parts: Sequence[Matrix], single: Array, placed: Any = 0.0) -> ByRelation:
-        """The matrix with these parts.
-
-        Args:
-            parts: with the excess over two tokens of the same word as the second one's diagonal.
-            single: (..., o) excess of a token whose word occurs once.
-            placed: (..., o) excess of two different words at the same position.
-        """
+        """The matrix with these parts (the second one's diagonal is the excess over two tokens of
+        the same word), and (..., o) excesses of `single` tokens, whose word occurs once, and of two
+        different words `placed` at the same position."""
         if self.share is None:
             return [parts[0]]
         (_, mean), (excess, beyond) = parts
@@ -211,11 +207,8 @@ class WordAgreement(NamedTuple):
     def of(
         cls, mixture: Mixture, common: tuple[slice, slice], counts: tuple[Array, Array]
     ) -> WordAgreement:
-        """Args:
-        mixture: with words distinguished.
-        common: ranges of the common keys within the keys of either row.
-        counts: (c, o) tokens of these that each row attends to.
-        """
+        """From ranges of the common keys within the keys of either row, and the (c, o) counts of
+        their tokens in each row."""
         assert mixture.share is not None
         (once, again), (_, level) = mixture.portions, mixture.levels
         same = np.minimum(level * mixture.share, 1.0)
@@ -299,13 +292,7 @@ class Sums(NamedTuple):
         self, law: ByRelation, sweeps: int, initial: Array | None = None
     ) -> tuple[ByRelation, Array]:
         """The law scaled as by `balanced_with`, divided by the first key's targets, and the first
-        key's Sinkhorn factors.
-
-        Args:
-            law: unscaled.
-            sweeps: of Sinkhorn's scaling.
-            initial: factors to start from, of a law close to this one.
-        """
+        key's Sinkhorn factors; `initial`: factors of a law close to this one to start from."""
         left, right = self._factors_by_word(self._maps_by_word(law), sweeps, initial)
         targets = np.where(left > 0.0, self._targets[0], 1.0)
         return self._times(law, self._products((left / targets)[None], right[None])), left
@@ -316,11 +303,7 @@ class Sums(NamedTuple):
         """Scale a law to means `targets_first` and `targets_second` over either key (Sinkhorn); and
         form its derivatives law o (direction + u 1^T + 1 v^T), u and v such that their means over
         either key are 0. The sweeps for these contract, as the law's spectrum is in [-1, 1].
-
-        Args:
-            law: unscaled.
-            sweeps: of Sinkhorn's scaling.
-            directions: (whole diagonal, off-diagonal) by relation; overwritten.
+        Directions are (whole diagonal, off-diagonal) by relation, and are overwritten.
         """
         maps = self._maps_by_word(law)
         targets = self._targets
@@ -513,7 +496,6 @@ def softmax_response(
     diagonal: Array,
     relations: Sequence[Array],
     counts: Sequence[Array],
-    visible: NDArray[np.bool_],
     prior: Array,
     reference: AttentionRows,
     logit_scale: float,
@@ -527,8 +509,7 @@ def softmax_response(
         diagonal: (n,) C of a key with itself.
         relations: (c, n, n) C of two keys, per relation.
         counts: (c, n) counts of the keys, per part of `Mixture`.
-        visible: (c, n) keys of every row.
-        prior: (c, n) weight of one token where logits vanish.
+        prior: (c, n) weight of one token where logits vanish; 0 for keys that a row does not have.
         reference: statistics of these rows.
         logit_scale: tau, per unit of their temperature.
 
@@ -540,7 +521,7 @@ def softmax_response(
     scale = reference.odds * logit_scale * reference.temperature * reference.variance_kept
     # a single key has all attention, whatever its logit
     scale = np.where(reference.keys > 1.0, scale, 0.0)
-    mask = visible.astype(float)
+    mask = (prior > 0.0).astype(float)
     both = mask[:, :, None] * mask[:, None, :]
     kernel = mixture.parts_of([diagonal], relations, diagonal_of)
     kernel_map = []  # acts on values at nodes from the left
@@ -549,7 +530,7 @@ def softmax_response(
         entries = on_diagonal(kernel_map[-1])
         entries += excess
     scales = scale[:, None, None]
-    overlap = _first_overlap(mixture, diagonal, relations, keys, visible, prior, scale)
+    overlap = _first_overlap(mixture, diagonal, relations, keys, prior, scale)
     exponent = scales / np.maximum(reference.strength, 1e-6)[:, None, None] ** 2
     last, factors = None, None
     for _ in range(ITERATIONS):
@@ -598,7 +579,6 @@ def _first_overlap(
     diagonal: Array,
     relations: Sequence[Array],
     keys: Array,
-    visible: NDArray[np.bool_],
     prior: Array,
     scale: Array,
 ) -> ByRelation:
@@ -608,23 +588,18 @@ def _first_overlap(
     mean, same_token = mixture.mean(tilted), np.exp(scale[:, None] * (diagonal - top))
     total = np.einsum("pr,pqr->pq", keys * prior, mean)
     total += prior * (same_token - diagonal_of(mean))
-    both = visible[:, :, None] & visible[:, None, :]
-    result = []
+    mask, result = prior > 0.0, []
     for tilt in tilted:
-        excess = np.where(visible, prior * (same_token - diagonal_of(tilt)) / total, 0.0)
-        result.append((excess, both * (prior[:, None, :] * tilt / total[:, :, None])))
+        excess = np.where(mask, prior * (same_token - diagonal_of(tilt)) / total, 0.0)
+        result.append((excess, mask[:, :, None] * (prior[:, None, :] * tilt / total[:, :, None])))
     return result
 
 
 def _project_part(
     overlap: Matrix, kernel: Matrix, kernel_map: Array, count: Array, same_word: bool
 ) -> Matrix:
-    """(1 - A) C (1 - A)^T for one part of `Mixture`.
-
-    Args:
-        kernel_map: C as it acts on values at nodes.
-        same_word: whether the excess is returned relative to two tokens of the same word.
-    """
+    """(1 - A) C (1 - A)^T for one part of `Mixture`, `kernel_map` being C as it acts on values at
+    nodes; with `same_word` the excess is relative to two tokens of the same word."""
     excess, matrix = overlap
     response = 1.0 - excess
     middle = response[:, :, None] * kernel[1]

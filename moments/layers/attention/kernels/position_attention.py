@@ -39,7 +39,7 @@ from .joint_laws import (
 from .relative_positions import RotaryMeans
 from .row_groups import single
 from .row_statistics import AttentionRows, attention_rows, log_weights
-from .rows import PathFactors, Paths, RowAttention
+from .rows import Paths, RowAttention
 
 # --- pairs of rows --------------------------------------------------------------------------------
 
@@ -412,7 +412,8 @@ class PositionAttention(RowAttention):
         self.weights = by_word @ logits.mixture().portions
         self._by_word = ratio_or_zero(by_word, self.weights[:, :, None])
         self.counted = logits.key_counts.keys * self.weights
-        self._pairs = row_pairs(key_counts, logits.rotary_means)
+        self._pairs = pairs = row_pairs(key_counts, logits.rotary_means)
+        self._two_rows, self._self_pairs = (pairs.long, pairs.short), pairs.itself
         self._single_response = np.zeros_like(self.weights)
         self._response = self._softmax_response()
         self._project()
@@ -481,30 +482,15 @@ class PositionAttention(RowAttention):
     def _response_of(self, rows: slice, keys: slice) -> list[Matrix]:
         """1 - A for a range of rows, over the range of keys that these attend to."""
         logits = self.logits
-        counts, visible = (
-            logits.key_counts.keys[rows, keys],
-            logits.key_counts.visible[rows, keys],
-        )
-        weights, diagonal = self.weights[rows, keys], logits.keys[0][keys]
-        every, targets = slice(0, len(diagonal)), self._by_word[rows, keys]
-        class_weights = counts * weights
-        sums = Sums.of(
-            logits.mixture(keys, keys),
-            (every, every),
-            (class_weights, class_weights),
-            (weights, weights),
-            (targets, targets),
-        )
-        parts, self._single_response[rows, keys] = softmax_response(
-            sums,
-            diagonal,
-            logits.among(rows, keys),
-            self._counts(counts),
-            visible,
-            logits.prior[rows, keys],
-            self._rows.of(rows),
-            logits.scale,
-        )
+        counts, weights = logits.key_counts.keys[rows, keys], self.weights[rows, keys]
+        every, targets = slice(0, weights.shape[1]), self._by_word[rows, keys]
+        ranges, classes = (every, every), (counts * weights, counts * weights)
+        tokens = weights, weights
+        sums = Sums.of(logits.mixture(keys, keys), ranges, classes, tokens, (targets, targets))
+        kernel = logits.keys[0][keys], logits.among(rows, keys), self._counts(counts)
+        reference = logits.prior[rows, keys], self._rows.of(rows)
+        parts, single = softmax_response(sums, *kernel, *reference, logits.scale)
+        self._single_response[rows, keys] = single
         return parts
 
     # --- pairs of rows -------------------------------------------------------------------------
@@ -516,12 +502,8 @@ class PositionAttention(RowAttention):
     def _projected(
         self, tile: Tile, kernels: Sequence[tuple[list[Array], list[Array], bool]]
     ) -> list[ByRelation]:
-        """(1 - A) C (1 - A')^T for every pair of rows of a tile.
-
-        Args:
-            kernels: diagonals and off-diagonals of each C by relation, as `Mixture.parts_of` takes
-                them, and whether there is one per pair of rows, as in `Tile.projected`.
-        """
+        """(1 - A) C (1 - A')^T for every pair of rows of a tile, from the diagonals and
+        off-diagonals of each C by relation, and whether there is one per pair of rows."""
         mixture, long, short, keys = self._mixture(tile), tile.long, tile.short, tile.common
         kernel_parts = [
             mixture.parts_of(diagonals, relations, tile.diagonal_of)
@@ -611,7 +593,7 @@ class PositionAttention(RowAttention):
             self._nodes = nodes = nodes_for(lowest, float(rows.theta.max()))
             self._calibration = calibrate(rows, logits.scale, nodes, self._widths, True)
         # otherwise queries of the same word, whose higher correlations lie within these nodes
-        calibration, exponent = self._calibration, self._calibration.exponent
+        exponent = self._calibration.exponent
         exponent = geometric_mean(exponent[pairs.long], exponent[pairs.short])
 
         rotated, unrotated, along_values, rotation_factor = self._projections
@@ -648,14 +630,13 @@ class PositionAttention(RowAttention):
             )
         ]
 
-        given = calibration, nodes, basis, (pairs.long, pairs.short), rows, rho, self._widths
-        self._factors = paths = PathFactors.of(*given, None if rotary_means is None else bare)
+        self._factors = paths = self._path_factors(nodes, basis, rotary_means is not None)
         unrotated_factors = np.stack([paths.key, paths.cross])
         # factors of the derivative along keys rotated with their rows, and along keys alone
-        self._path_factors: tuple[Array, ...] = (unrotated_factors,)
+        self._derivative_factors: tuple[Array, ...] = (unrotated_factors,)
         if paths.along is not None:
             rotated_factors = np.stack([paths.along, 0.0 * paths.cross])
-            self._path_factors = rotated_factors, unrotated_factors
+            self._derivative_factors = rotated_factors, unrotated_factors
 
     def _between_keys(self, tile: Tile) -> tuple[list[Array], list[Array]]:
         """(o,) diagonals and (n, k) off-diagonals of the keys' kernel, one per relation."""
@@ -673,13 +654,12 @@ class PositionAttention(RowAttention):
         factor: Array | None,
         slope: Array,
     ) -> _Laws:
-        """The joint law of the row pairs of a tile, and its derivatives.
+        """The joint law of a tile's row pairs, with an exponent times a (c,) factor (None: 1), and
+        its derivatives.
 
         Args:
             directions: the projected kernel of the keys, then that of the values if it differs.
-            exponent: of the law, before the factor; overwritten if `factor` is None.
-            factor: (c,) multiplies the exponent; None: 1.
-            slope: (c,) derivative of the exponent's factor in the correlation of the queries.
+            slope: (c,) derivative of the factor in the correlation of the queries.
         """
         factor = None if factor is None else factor[:, None, None]
         law = bounded_exp(exponent, tile.diagonal_of, factor)
@@ -761,7 +741,6 @@ class PositionAttention(RowAttention):
 
     def _forward(self) -> None:
         kernels, pairs, weights = self._kernels, self._pairs, self.weights
-        self._two_rows, self._self_pairs = (pairs.long, pairs.short), pairs.itself
         mean = pairs.from_matrix(*self.mean_output())
         excess, slope = self._traces_of("joint") - mean, self._traces_of("slope")
         common_weights = None
@@ -894,7 +873,7 @@ class PositionAttention(RowAttention):
         scale, gradient = single(self._pairs.from_matrix(diagonal, off_diagonal))
         # paths 0: value, 1: key, 2: cross
         weighted = [(slice(0, 1), gradient[None])]
-        for factors in self._path_factors:
+        for factors in self._derivative_factors:
             weighted.append((slice(1, 3), (gradient * factors).astype(np.float32)))
         relations = len(self.logits.key_relations)
         total_diagonal, total = np.zeros((3, size)), np.zeros((3, relations, size, size))
@@ -962,11 +941,7 @@ def _over_key_pairs(weights: Array, kernel: Array) -> Array:
 
 
 def _crowding(logits: ClassLogits, rows: AttentionRows, level: float = 1.0) -> Array:
-    """(P, P) sum_k p_k e^{x tau C_jk} of `mean_attention`, up to a factor.
-
-    Args:
-        level: as in `Mixture.mean`.
-    """
+    """(P, P) sum_k p_k e^{x tau C_jk} of `mean_attention`, up to a factor; see `Mixture.levels`."""
     diagonal, prior, within = logits.keys[0], logits.prior, logits.within
     exponent = rows.own_response * logits.scale * logits.queries[0] * rows.softening
     top = max(diagonal.max(), *(kernel.max() for kernel in within))

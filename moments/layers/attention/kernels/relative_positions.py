@@ -67,12 +67,8 @@ class RotaryMeans:
     def between(
         self, long: Indices, short: Indices, rows: Phases, left: slice, right: slice
     ) -> Array:
-        """(C, n, k) mean rho(j' - j - (i' - i)) of two rows and a key of each.
-
-        Args:
-            rows: (C, m) of `of_rows`.
-            left, right: ranges of the keys of the longer and the shorter row.
-        """
+        """(C, n, k) mean rho(j' - j - (i' - i)) of two rows and a key of each, in the ranges `left`
+        and `right`; `rows` are their `of_rows`."""
         first = self.keys[long, left].conj() * (rows * self.shares)[:, None, :]
         total = (first @ np.swapaxes(self.keys[short, right], -1, -2)).real
         mass = self._mass[long, left][:, :, None] * self._mass[short, right][:, None, :]
@@ -112,12 +108,8 @@ LEAST_PAIRS = 1e-6
 
 
 def of_pairs(mean: Array, pairs: Array, itself: Array, of_itself: Any, otherwise: Any) -> Array:
-    """Mean over pairs of different tokens.
-
-    Args:
-        mean: over all `pairs`, of which `itself` are a token with itself, of value `of_itself`.
-        otherwise: result if there are no pairs of different tokens.
-    """
+    """Mean over pairs of different tokens, from the mean over all `pairs`, of which `itself` are a
+    token with itself, of value `of_itself`; `otherwise` if there are no different ones."""
     rest = pairs - itself
     usable = rest > LEAST_PAIRS * pairs
     result = (mean * pairs - itself * of_itself) / np.where(usable, rest, 1.0)

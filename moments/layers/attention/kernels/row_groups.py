@@ -106,12 +106,11 @@ Indices = NDArray[np.intp]
 
 
 def rotation_factor(rotation: Rotation, overlaps: Array, bare: Array, low: float) -> Array:
-    """Factor on the correlation of two queries with which the keys' unrotated kernel gives the
-    overlap of outputs that the rotated one gives to first order.
+    """Factor on the `bare` correlation of two queries with which the keys' unrotated kernel gives
+    the overlap of outputs that the rotated one gives to first order.
 
     Args:
         overlaps: (1 + t, Lq, Lq) of outputs, by each of `Rotation.kernels`.
-        bare: correlation of the queries before rotation.
         low: the least correlation at which joint laws are formed.
     """
     usable = np.abs(overlaps[0]) > 1e-12 * np.abs(overlaps[0]).max(initial=1e-300)

@@ -67,39 +67,6 @@ class PathFactors(NamedTuple):
     cross: Array
     along: Array | None
 
-    @classmethod
-    def of(
-        cls,
-        calibration: Calibration,
-        nodes: Nodes,
-        basis: Array,
-        pairs: tuple[Indices, Indices],
-        reference: AttentionRows,
-        correlation: Array,
-        widths: Widths,
-        query_correlation: Array | None,
-    ) -> PathFactors:
-        """Args:
-        calibration, reference: per row.
-        basis: (r, ...) interpolation weights of the nodes, per pair.
-        pairs: both rows of every pair.
-        correlation: at which the joint law is evaluated, per pair.
-        query_correlation: before rotation, with rotary positions; None otherwise.
-        """
-        first, second = pairs
-        weights, sharp = np.moveaxis(basis, 0, -1), sharpening(reference, *pairs, correlation)
-
-        def between(values: Array) -> Array:
-            return np.asarray(np.vecdot(weights, 0.5 * (values[first] + values[second])))
-
-        query, growth = between(calibration.query) * sharp, between(calibration.growth)
-        cross = 2.0 / widths.d_model * growth * sharp  # from overlaps that values and keys share
-        if query_correlation is None:
-            return cls(query, between(calibration.key) * sharp, cross, None)
-        # The fluctuating products depend on the keys' rotation alone, not on that of the rows.
-        key = between(calibration.key - nodes.rho * calibration.along) * sharp
-        return cls(query, key, cross, between(calibration.along) * query_correlation * sharp)
-
 
 class RowAttention:
     """Moments of an attention layer from the joint laws of its rows; subclasses group the rows.
@@ -170,6 +137,25 @@ class RowAttention:
         """Product of both rows' `_shift`, per pair."""
         first, second = self._two_rows
         return np.asarray(self._shift[first] * self._shift[second])
+
+    def _path_factors(self, nodes: Nodes, basis: Array, rotated: bool) -> PathFactors:
+        """Factors at `_correlation`, where `basis` (r, ...) are the interpolation weights of the
+        nodes."""
+        first, second = self._two_rows
+        weights, calibration = np.moveaxis(basis, 0, -1), self._calibration
+        sharp = sharpening(self._rows, first, second, self._correlation)
+
+        def between(values: Array) -> Array:
+            return np.asarray(np.vecdot(weights, 0.5 * (values[first] + values[second])))
+
+        query, growth = between(calibration.query) * sharp, between(calibration.growth)
+        cross = 2.0 / self._widths.d_model * growth * sharp  # overlaps that values and keys share
+        if not rotated:
+            return PathFactors(query, between(calibration.key) * sharp, cross, None)
+        # The fluctuating products depend on the keys' rotation alone, not on that of the rows.
+        key = between(calibration.key - nodes.rho * calibration.along) * sharp
+        along = between(calibration.along) * self._bare * sharp
+        return PathFactors(query, key, cross, along)
 
     def _dropped_terms(self) -> tuple[Array, Array]:
         """Two (rows,): sum_j E a_ij^2 C_jj of the values, and tr(E[J D J] C)."""
