@@ -29,13 +29,7 @@ from ..show.findings import Finding, Report, Row
 from ..show.health import Seen, first_off, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
-from .alike import (
-    BIDIRECTIONAL,
-    never_used,
-    normalised_over_queries,
-    not_masked,
-    shared_matrix,
-)
+from .alike import BIDIRECTIONAL, never_used, normalised_over_queries, not_masked, shared_matrix
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
 from .batches import (
@@ -56,20 +50,8 @@ from .expectation import model_of
 from .factory import seen_of, unwritten
 from .measure import Loss, measure
 from .open_check import FAR, NotRead, check_open, check_promised, not_read, random_outcome
-from .roles import (
-    block_of,
-    gathered,
-    gathered_names,
-    gathered_pattern,
-    split_at_layer,
-    tensors_of,
-)
-from .running import (
-    aliases,
-    as_named,
-    batch_on_cpu,
-    grouped,
-)
+from .roles import block_of, gathered, gathered_names, gathered_pattern, split_at_layer, tensors_of
+from .running import aliases, as_named, batch_on_cpu, grouped
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
 from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings, advise
 
