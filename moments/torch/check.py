@@ -169,8 +169,8 @@ class Checking:
         if promised is not None and promised.mixer is not None and self.scheme is None:
             said = f"{name}: its config has blocks in attention's place"
             raise not_read(self.module, batch, said)
-        one_stack = own and promised and own.encoder is None and promised.encoder is None
-        if own is not None and promised is not None and one_stack and self.promised_by == "class":
+        by_class = self.promised_by == "class" and own is not None and own.encoder is None
+        if own is not None and promised is not None and by_class and promised.encoder is None:
             # A class of torch's says how it draws itself; masks, tables and head are the module's.
             self.promised = own.replace(weights=promised.weights, biases=promised.biases)
         model = own or self.promised
@@ -207,14 +207,11 @@ class Checking:
                 model = described_as(model, self.tensors)
         encoder = model.encoder
         sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
-        if (
-            encoder is None
-            or encoder.embedding is not None
-            or not isinstance(sound, SoundEmbedding)
-        ):
-            return model
-        # A pass does not show that convolutions embed sound; its config does.
-        return model.replace(encoder=encoder.replace(embedding=sound, seq_len=sound.seq_len))
+        if encoder is not None and encoder.embedding is None and isinstance(sound, SoundEmbedding):
+            # A pass does not show that convolutions embed sound; its config does.
+            encoder = encoder.replace(embedding=sound, seq_len=sound.seq_len)
+            return model.replace(encoder=encoder)
+        return model
 
     def _unused(self) -> Iterator[str]:
         """Submodules whose parameters are not read and get no gradient."""
