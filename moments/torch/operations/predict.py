@@ -203,8 +203,8 @@ def predict(
     grad_variance = check_number("grad_variance", grad_variance, NONNEGATIVE)
     draws, seed = check_count("draws", draws), check_count("seed", seed, least=0)
     most = check_count("tokens", tokens), check_count("places", places)
-    done = lowered(built(module, seed), batch, loss, grad_variance, draws, seed, None, *most)
-    return summary(done, draws)
+    followed = lowered(built(module, seed), batch, loss, grad_variance, draws, seed, None, *most)
+    return summary(followed, draws)
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,19 +328,19 @@ def _with_gradient(
         )
     words = f"an independent gradient of variance {grad_variance:g} at every entry of the output"
     words = words if loss is None else "the cross-entropy of the next token"
-    done = Lowered(graph, end, lowering, Replicas(crossed=True), words)
+    followed = Lowered(graph, end, lowering, Replicas(crossed=True), words)
     for value, drawn in reversed(lowering.states.items()):  # the last first: draws are reused
         real = graph.tensor(value).is_floating_point() and value not in lowering.lost
         if real and isinstance(drawn, Field) and type(drawn.variable) is Sampled:
             lowering.sampler.law(drawn.variable)
-    covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
-    kernel = _cotangent(done, state, loss, grad_variance)
+    covariance = lowering.laws.covariance(state.variable, state.variable, followed.replicas)
+    kernel = _cotangent(followed, state, loss, grad_variance)
     if covariance.requires_grad:
         covariance.backward(kernel)
-        done.replicas.collect()
+        followed.replicas.collect()
     if scalars:
-        done.scalars.update(squared_gradients(lowering, state.variable, kernel))
-    return done
+        followed.scalars.update(squared_gradients(lowering, state.variable, kernel))
+    return followed
 
 
 @contextlib.contextmanager
@@ -369,14 +369,14 @@ def _output(graph: Graph, lowering: Lowering) -> tuple[int, Field]:
     raise MomentsError("the module gives no tensor that depends on the batch and on random weights")
 
 
-def _cotangent(done: Lowered, state: Field, loss: str | None, variance: float) -> Tensor:
+def _cotangent(followed: Lowered, state: Field, loss: str | None, variance: float) -> Tensor:
     """The gradient kernel at the output: (sites, sites) products, summed over features."""
     sites, features = torch.unique(state.site), torch.unique(state.feature)
     kernel = torch.zeros(state.variable.sites, state.variable.sites, dtype=F64)
     if loss is None:
         kernel[sites, sites] = variance * len(features)
         return kernel
-    logits, ids = done.graph.tensor(done.end), done.ids
+    logits, ids = followed.graph.tensor(followed.end), followed.ids
     if ids is None:
         allowed = f"None of an output of shape {tuple(logits.shape)}"
         raise domain_error("loss", loss, allowed, "it takes logits of every token id")
@@ -384,7 +384,7 @@ def _cotangent(done: Lowered, state: Field, loss: str | None, variance: float) -
         raise domain_error("loss", loss, "None of one token", "no other follows it: pass two")
     vocabulary = logits.shape[-1]
     at, targets = state.site[:, :-1, 0].reshape(-1), ids[:, 1:].reshape(-1)
-    z = done.lowering.laws.covariance(state.variable, state.variable)[at][:, at]
+    z = followed.lowering.laws.covariance(state.variable, state.variable)[at][:, at]
     same = (targets[:, None] == targets[None]).to(F64)
     products = _agreement(vocabulary, z) - 2 / vocabulary + same
     kernel[at[:, None], at[None]] = products / len(at) ** 2
@@ -402,10 +402,10 @@ def _agreement(vocabulary: int, logits: Tensor) -> Tensor:
     return vocabulary * torch.exp(apart + share * (np.log(square) - apart))
 
 
-def summary(done: Lowered, draws: int) -> ModulePrediction:
+def summary(followed: Lowered, draws: int) -> ModulePrediction:
     """The prediction of a lowered pass."""
-    graph, lowering, replicas = done.graph, done.lowering, done.replicas
-    paths, cut = _paths(graph), done.cut
+    graph, lowering, replicas = followed.graph, followed.lowering, followed.replicas
+    paths, cut = _paths(graph), followed.cut
     rows: dict[int, OperationRow] = {}
     passed = lowering.sampler.passed()
     for value, state in lowering.states.items():
@@ -424,7 +424,7 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
     for path, side, value, _ in graph.boundaries:
         if side == "output" and value in rows:
             outputs.append(rows[value]._replace(module=path))
-    weights = done.weights
+    weights = followed.weights
     notes = [
         f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
         for one, other in sorted(lowering.laws.left_out)
@@ -434,12 +434,12 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
             f"mean squares of what was drawn are known within {lowering.sampler.error:.0%} (one "
             "standard error of the least well known)"
         )
-    if lowering.tied and "cross-entropy" in done.gradient:
+    if lowering.tied and "cross-entropy" in followed.gradient:
         notes.append(
             f"{', '.join(sorted(lowering.tied))}: a table and a matrix behind it; in the loss a "
             "token's own logit is taken as any other (gradients up to twice)"
         )
-    if left := done.left:
+    if left := followed.left:
         notes.append(
             f"no gradients of {', '.join(gathered_names(left))}, one entry of which acts on all "
             "features of a place: it moves norms as well"
@@ -456,7 +456,7 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         tuple(notes),
         tokens,
         draws,
-        done.gradient,
+        followed.gradient,
     )
 
 
