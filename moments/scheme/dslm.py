@@ -266,9 +266,9 @@ def _once(model: Transformer, inputs: Mapping[str, Any], free: tuple[str, ...]) 
         model, stack.enter(), stack.layout, free, lambda number, block: 1.0, False, memory
     )
     if found.missed:
-        layer, block = found.missed[0]
+        first = found.missed[0]
         raise DomainError(
-            f"dslm: no weights give the {block} block of layer {layer} variance 1, only "
-            f"{found.nearest:.3g}: its activation saturates or its input vanishes"
+            f"dslm: no weights give the {first.block} block of layer {first.layer} variance 1, "
+            f"only {found.nearest:.3g}: its activation saturates or its input vanishes"
         )
     return model.replace(weights=scaled_weights(model, found.factors))
