@@ -620,7 +620,7 @@ class AttentionHead:
         if leaf.drop_prob:  # the same masks before and after a step
             kept = 1.0 - float(leaf.drop_prob)
             there = np.random.default_rng(6).random(weights.shape, np.float32) < kept
-            weights = weights * (there / kept)
+            weights = weights * there / kept
         result = weights @ value
         return result * sigmoid(entering["attention_gate"]) if self.gate else result
 
@@ -634,10 +634,14 @@ def entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
     def times(factor: Any) -> Callable[[Any], Any]:
         return lambda g: g * factor
 
+    def as_precise(y: Array, x: Array) -> Array:
+        return np.asarray(y, np.result_type(x))
+
     slope = primitive(
-        lambda x: np.asarray(derivative(NUMPY, x)), lambda r, x: times(bend(derivative, plain(x)))
+        lambda x: as_precise(derivative(NUMPY, x), x),
+        lambda r, x: times(as_precise(bend(derivative, plain(x)), plain(x))),
     )
-    return primitive(lambda x: np.asarray(function(NUMPY, x)), lambda r, x: times(slope(x)))
+    return primitive(lambda x: as_precise(function(NUMPY, x), x), lambda r, x: times(slope(x)))
 
 
 def bend(derivative: Callable[..., Array], x: Array) -> Array:
