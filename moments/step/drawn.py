@@ -375,12 +375,12 @@ class Block:
         )
         if along_delta > 0 and slope > 0:  # what probes scatter by
             coherent = coherent * (slope / along_delta)
-        rng = np.random.default_rng(3)
-        ways = dict(steps)
-        for name, way in along(self.sent).items():
+        ways, moved_by = dict(steps), along(self.sent)
+        fresh = _independent(tuple(way.shape for way in moved_by.values()))
+        for (name, way), one in zip(moved_by.items(), fresh, strict=True):
             scale = way.shape[0] * way.shape[2]
             rest = spread(changes[name].total - gram(way) / scale)
-            ways[name] = rest @ rng.standard_normal(way.shape) - way
+            ways[name] = rest @ one - way
         every = self.draws.entering | self.draws.own
         share = max(float(np.abs(ways[k]).max() / (np.abs(every[k]).max() or 1.0)) for k in ways)
         grown = max(TINY / share, 1.0) if share > 0 else 1.0
@@ -427,6 +427,13 @@ class Block:
         if self.head.pairs:
             return np.zeros((self.draws.output.shape[1],) * 2)
         return self._averaged(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _independent(shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    """Standard normal numbers, the same at every rate and in all layers alike."""
+    rng = np.random.default_rng(3)
+    return [rng.standard_normal(shape) for shape in shapes]
 
 
 def _of_all(sent: Array, shared: float) -> Array:
