@@ -284,7 +284,7 @@ def table() -> None:
         print(f"\n{kind}\n| module | edge | onset | over predicted | spike | over edge | ", end="")
         print("damaged | over predicted | best | ", end="")
         print("best over edge | middle over best | loss there above the best | ", end="")
-        print("damaged behind warm-up | over predicted |")
+        print("damaged after warm-up | over predicted |")
         print("| --- " * 14 + "|")
         for name, row in stored().items():
             if key not in row:

@@ -382,7 +382,7 @@ def own_rows(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 def halved(model: Any) -> dict[str, Any]:
     """The classes of today against twice as many."""
     found, seconds = timed(model)
-    of = PositionClasses.of
+    of = PositionClasses.for_length
 
     def finer(
         length: int,
@@ -394,11 +394,11 @@ def halved(model: Any) -> dict[str, Any]:
         steps = {"per_octave": 2.0 * per_octave, "widening": 0.5 * widening}
         return of(length, window, per_window=8.0, **steps)
 
-    PositionClasses.of = staticmethod(finer)  # type: ignore[method-assign, assignment]
+    PositionClasses.for_length = staticmethod(finer)  # type: ignore[method-assign, assignment]
     try:
         fine, longer = timed(model)
     finally:
-        PositionClasses.of = of  # type: ignore[method-assign]
+        PositionClasses.for_length = of  # type: ignore[method-assign]
     frames = [p.weight_gradients().set_index(["layer", "weight"]) for p in (found, fine)]
     ratio = (frames[0] / frames[1])["squared_norm"].dropna()
     names = ratio.index.get_level_values(1)

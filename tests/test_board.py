@@ -134,7 +134,7 @@ def test_how_long_a_state_remembers(bias: float) -> None:
     module, ids = Recurrent(bias), torch.arange(8)[None]
     (found,) = recurrences(record(module, lambda: module(ids), {"ids": ids}))
     assert found.bias == "bias"
-    assert found.alike == bias
+    assert found.constant == bias
     assert found.memory == pytest.approx(1 / math.log1p(math.exp(bias)), rel=1e-5)
     report = moments.check(module, ids)
     kinds = [finding.kind for finding in report.findings]

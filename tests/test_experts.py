@@ -110,6 +110,14 @@ def test_a_single_gate_that_is_normalised_teaches_the_router_nothing() -> None:
     assert at(Router(8, 1, normalised="all"), 1.0, 0.4)[1] > 0
 
 
+def test_slopes_of_a_sigmoid_that_fall_with_the_largest_logit() -> None:
+    """Between two tables in s, where they fall most: one of 32 experts, against drawn logits."""
+    router, s, r = Router(32, 1, logistic=True, normalised="none"), 9.3, 0.9
+    values, error = drawn(router, s, r, pairs=120_000)
+    assert error[1] < 0.02 * values[1]
+    assert functions(router, s, r)[1] == pytest.approx(values[1], abs=3 * error[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("router", [Router(8, 2), Router(16, 2, normalised="all")])
 def test_tables_between_their_nodes(router: Router) -> None:

@@ -215,7 +215,7 @@ def test_averages_on_classes_are_those_of_tokens(fixed: bool) -> None:
     What a row's average shares with a key (W K) is not what a key shares with it (K W).
     """
     length, rng = 6, np.random.default_rng(0)
-    classes = PositionClasses.of(length, length)
+    classes = PositionClasses.for_length(length, length)
     assert len(classes.nodes) == length
     features = rng.normal(size=(length, 9))
     matrix = features @ features.T

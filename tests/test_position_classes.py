@@ -64,7 +64,7 @@ def test_sums_over_positions(length: int, power: float, shift: float) -> None:
     From the third node from the end on two nodes are left beside the last position, where f is
     linear in log i over a step h: off by f'' h^2 / 12 of f, here by (p^2 + |p|/4) h^2 / 12 at most.
     """
-    classes = PositionClasses.of(length)
+    classes = PositionClasses.for_length(length)
     key_counts = classes.key_counts()
     positions = np.arange(1, length + 1)
     every, held = (positions + shift) ** power, (classes.nodes + shift) ** power
@@ -87,8 +87,8 @@ def test_sums_over_positions(length: int, power: float, shift: float) -> None:
 @pytest.mark.parametrize("length", [600, 8192, 131072])
 def test_nodes_that_widen_backwards(length: int) -> None:
     """Sums over positions of what is smooth in log position, with fewer nodes; steps grow."""
-    fine = PositionClasses.of(length, per_octave=1.0)
-    classes = PositionClasses.of(length, per_octave=1.25, widening=0.05)
+    fine = PositionClasses.for_length(length, per_octave=1.0)
+    classes = PositionClasses.for_length(length, per_octave=1.25, widening=0.05)
     assert len(classes.nodes) < len(fine.nodes)
     steps = np.diff(np.log(classes.nodes[classes.nodes > 20][:-1]))
     assert np.all(np.diff(steps) < 0.01)
@@ -103,7 +103,7 @@ def test_nodes_that_widen_backwards(length: int) -> None:
 def test_gradients_that_fall_by_orders_of_magnitude_from_position_to_position() -> None:
     """What 36 layers under Post-LN send to the first token is 1e7 times the second's, 1e16 the
     last's: between nodes none of it may reach the others."""
-    classes = PositionClasses.of(32)
+    classes = PositionClasses.for_length(32)
     every = 1e-6 * np.arange(1.0, 33.0) ** -7
     every[0] = 50.0
     both = np.stack([every, np.append(every[:-1], 0.0)])  # the last predicts nothing
@@ -111,7 +111,7 @@ def test_gradients_that_fall_by_orders_of_magnitude_from_position_to_position() 
 
 
 def test_a_million_positions_cost_nothing() -> None:
-    classes = PositionClasses.of(2**20)
+    classes = PositionClasses.for_length(2**20)
     assert len(classes.nodes) < 45
     np.testing.assert_allclose(classes.count.sum(), 2**20, rtol=1e-9)
     np.testing.assert_allclose(classes.pair_count.sum(), 2**20 * (2**20 - 1.0), rtol=1e-9)
@@ -273,7 +273,7 @@ def test_what_rows_send_is_split_where_they_begin_and_cease_to_see_the_other_key
     window: int | None,
 ) -> None:
     """Sums over rows that jump where another key begins and ceases to be seen."""
-    classes = PositionClasses.of(128, window)
+    classes = PositionClasses.for_length(128, window)
     key_counts, place = classes.key_counts(window), np.arange(1, 129)
     size = np.minimum(place, window or 128)
     begins = classes.nodes[:, None] <= place
@@ -293,7 +293,7 @@ def test_gradients_of_keys_sum_to_zero_over_classes(window: int | None) -> None:
     """Rows of a softmax's Jacobian sum to 0, and so does what all keys receive, of rows whose
     gradients correlate too: to 1.5 % of it, where sums that ran over the rows that do not see one
     of two keys left 14 and 22 %."""
-    classes = PositionClasses.of(128, window)
+    classes = PositionClasses.for_length(128, window)
     _, paths = one_layer(classes, 0.6, window)
     own, pairs = (paths.key[0] * classes.count).sum(), (paths.key[1] * classes.pair_count).sum()
     assert pairs == pytest.approx(-own, rel=0.02)
@@ -306,7 +306,7 @@ def test_what_turns_inside_cells_is_what_it_is_by_position(window: int | None) -
     measured: of the half queries' own 1.4 %, of pairs 4.5 %, keys' 2.3 and of pairs 3.5 %; of most
     7, 7.4, 4.4 and 7.1 %."""
     rotary, every = moments.Rotary(base=150.0), PositionClasses(72, np.arange(1, 73))
-    classes, apart = PositionClasses.of(72, window), ~np.eye(72, dtype=bool)
+    classes, apart = PositionClasses.for_length(72, window), ~np.eye(72, dtype=bool)
     for shared, off in ((0.5, (0.018, 0.057, 0.029, 0.044)), (0.8, (0.088, 0.093, 0.056, 0.089))):
         exact, sent = one_layer(every, shared, window, rotary)
         found, paths = one_layer(classes, shared, window, rotary)
@@ -437,7 +437,7 @@ def test_queries_and_keys_against_rows_of_their_own(monkeypatch: pytest.MonkeyPa
 
 
 def test_counts_of_windows_are_sums_over_every_token() -> None:
-    classes = PositionClasses.of(600, 150)
+    classes = PositionClasses.for_length(600, 150)
     key_counts, nodes = classes.key_counts(150), classes.nodes
     positions = np.arange(1, 601)
     every, held = (positions + 30.0) ** -0.5, (nodes + 30.0) ** -0.5
@@ -472,7 +472,7 @@ def test_counts_of_windows_are_sums_over_every_token() -> None:
 def test_means_over_cells_are_those_of_the_pairs_of_a_text() -> None:
     random = np.random.default_rng(7)
     ids = random.zipf(1.4, 300) % 40
-    classes = PositionClasses.of(300)
+    classes = PositionClasses.for_length(300)
     same = (ids[:, None] == ids[None, :]) & ~np.eye(300, dtype=bool)
     found = classes.pair_means(ids, ids)
     assert classes.basis.sum(0) == pytest.approx(1.0)
@@ -599,11 +599,11 @@ def test_gradients_that_fall_steeply_meet_those_by_token(monkeypatch: pytest.Mon
 def test_halving_the_classes_of_a_long_context(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2's by a third, whose words are not told apart."""
     model = moments.preset(name).replace(layers=2, seq_len=8192)
-    fine = PositionClasses.of(8192, per_octave=3.0 if name == "gpt2" else 2.0)
+    fine = PositionClasses.for_length(8192, per_octave=3.0 if name == "gpt2" else 2.0)
     coarse = predicted(model)
     assert coarse.layout.classes is not None
     assert len(coarse.layout.classes.inside.nodes) < len(fine.nodes)
-    monkeypatch.setattr(PositionClasses, "of", classmethod(lambda *_, **__: fine))
+    monkeypatch.setattr(PositionClasses, "for_length", classmethod(lambda *_, **__: fine))
     finer = predicted(model)
     np.testing.assert_allclose(coarse.variance, finer.variance, rtol=2e-3)
     np.testing.assert_allclose(coarse.grad_variance, finer.grad_variance, rtol=5e-3)
@@ -742,7 +742,7 @@ def shares_of_one_token(lengths: tuple[int, ...], ids: np.ndarray) -> tuple[floa
 @pytest.mark.parametrize("lengths", [(96, 96), (96, 40, 70), (40, 40, 96, 41, 7)])
 def test_counts_of_several_documents(lengths: tuple[int, ...]) -> None:
     """Of tokens and pairs as many as there are, and of pairs of one word as many as a text has."""
-    classes = documents_on(PositionClasses.of(max(lengths)), lengths)
+    classes = documents_on(PositionClasses.for_length(max(lengths)), lengths)
     every, size = np.array(lengths), len(classes.inside.nodes)
     np.testing.assert_allclose(classes.count.sum(), every.sum(), rtol=1e-9)
     whole = float(every.sum() * (every.sum() - 1))
@@ -771,7 +771,7 @@ def test_counts_of_several_documents(lengths: tuple[int, ...]) -> None:
 def test_documents_alike_are_one_that_shares_its_weights() -> None:
     """With every position a node: what is inside is one document by itself, and what two share at
     one place is where theirs is."""
-    classes = documents_on(PositionClasses.of(6), (6, 6))
+    classes = documents_on(PositionClasses.for_length(6), (6, 6))
     random = np.random.default_rng(2)
     inside, across = ((random.normal(size=6), random.normal(size=(6, 6))) for _ in range(2))
     across = across[0], across[1] + across[1].T
@@ -873,7 +873,7 @@ def test_windows_without_a_mask(own_rows: None) -> None:
 
 @pytest.mark.parametrize("window", [16, 128])
 def test_sums_over_what_rows_see_on_both_sides(window: int) -> None:
-    classes = both_sides(PositionClasses.of(128, 16))
+    classes = both_sides(PositionClasses.for_length(128, 16))
     key_counts, place = classes.key_counts(window), np.arange(1, 129)
     values = np.log(place + 10.0)
     held = values[classes.nodes - 1]
@@ -970,7 +970,7 @@ def test_buckets_that_two_rows_share_are_summed_over_every_pair(
     """Of rows that see their keys alike, against sums over every two of them; of keys of their own
     and of keys that have the less in common the later they are."""
     table = moments.RelativeBias(0.1)
-    classes = PositionClasses.of(length, window)
+    classes = PositionClasses.for_length(length, window)
     key_counts, size = classes.key_counts(window), len(classes.nodes)
     weights = np.where(key_counts.visible, 1.0 / key_counts.size[:, None], 0.0)
     later = shared * (8.0 / (8.0 + np.maximum.outer(classes.nodes, classes.nodes)))

@@ -30,10 +30,10 @@ def predicted(model: moments.Transformer, **given: Any) -> moments.Prediction:
 @pytest.mark.parametrize(
     "classes",
     [
-        PositionClasses.of(200),
-        PositionClasses.of(4096, 256),
-        documents_on(PositionClasses.of(192), (192, 100)),
-        zipf_classes(PositionClasses.of(200), 40),
+        PositionClasses.for_length(200),
+        PositionClasses.for_length(4096, 256),
+        documents_on(PositionClasses.for_length(192), (192, 100)),
+        zipf_classes(PositionClasses.for_length(200), 40),
     ],
 )
 def test_every_target_is_read_as_often_as_it_is(classes: PositionClasses) -> None:
@@ -46,7 +46,7 @@ def test_every_target_is_read_as_often_as_it_is(classes: PositionClasses) -> Non
 
 def test_a_word_that_two_tokens_share_is_a_frequent_one() -> None:
     """Coincidences of targets with it, summed over a vocabulary of forty."""
-    classes, shares = zipf_classes(PositionClasses.of(4096), 40), zipf(40)
+    classes, shares = zipf_classes(PositionClasses.for_length(4096), 40), zipf(40)
     targets = position_targets(moments.Head(), 40, classes)
     far, size = np.s_[-3, 5], len(classes.one.nodes)  # cells in which no token follows the other
     joint = np.outer(shares, shares)  # of what two tokens read

@@ -160,7 +160,9 @@ def test_pairs_of_two_texts_are_counted_by_word() -> None:
     ids, other = rng.integers(0, 12, (3, 90)), rng.integers(0, 5, (3, 90))
     lengths = np.array([90, 70, 33])
     there = np.arange(90) < lengths[:, None]
-    classes = text_classes(documents_on(PositionClasses.of(90), tuple(lengths.tolist())), ids)
+    classes = text_classes(
+        documents_on(PositionClasses.for_length(90), tuple(lengths.tolist())), ids
+    )
     read, met = ids[there], other[there]
     off = ~np.eye(len(read), dtype=bool)
     same = (read[:, None] == read[None, :]) & off
@@ -220,7 +222,7 @@ def test_pairs_are_counted_by_word() -> None:
     """Of every pair of tokens, by kind: as many as there are, whatever is asked of them."""
     rng = np.random.default_rng(2)
     ids, other = rng.integers(0, 12, 200), rng.integers(0, 5, 200)
-    classes = text_classes(PositionClasses.of(200), ids)
+    classes = text_classes(PositionClasses.for_length(200), ids)
     off = ~np.eye(200, dtype=bool)
     same = (ids[:, None] == ids[None, :]) & off
     np.testing.assert_allclose(classes.sum_of_pairs(classes.one_word), same.sum(), rtol=1e-9)

@@ -419,7 +419,7 @@ def read_model(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, 
     from ..model.presets import preset
     from ..model.transformer import Transformer
 
-    given = without_none(**changes)
+    given = not_none(**changes)
     if name is None:
         required = ("layers", "d_model", "heads", "seq_len")
         missing = [key for key in required if key not in given]
@@ -441,7 +441,7 @@ def read_model(name: str | None, changes: dict[str, Any]) -> tuple[Transformer, 
     return model.replace(**given) if given else model, inputs
 
 
-def without_none(**options: Any) -> dict[str, Any]:
+def not_none(**options: Any) -> dict[str, Any]:
     """The options that were passed."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -540,14 +540,14 @@ def write_plot(figure: Any, path: Path) -> None:
     save(figure, path)
 
 
-def title_of(model: str | None) -> str | None:
+def name_of(model: str | None) -> str | None:
     """Name of the MODEL argument in pictures: the preset, or the file name without its ending."""
     if model is None or not model.endswith((".json", ".toml")):
         return model
     return Path(model).stem
 
 
-def default_pixels(model: Transformer, variance: float | None, correlation: float | None) -> Any:
+def photo_for(model: Transformer, variance: float | None, correlation: float | None) -> Any:
     """The photograph that a vision model reads if the user describes no input, with a note."""
     from ..model.patches import PatchEmbedding
 
@@ -598,10 +598,8 @@ def model_and_inputs(
     of the user, else of a plan; for a vision model without either, a photograph's moments."""
     described, known = read_model(model, {"layers": layers, "seq_len": seq_len})
     described = shortened(described, seq_len)
-    found = (
-        known | default_sound(described) | without_none(variance=variance, correlation=correlation)
-    )
-    pixels = None if known else default_pixels(described, variance, correlation)
+    found = known | default_sound(described) | not_none(variance=variance, correlation=correlation)
+    pixels = None if known else photo_for(described, variance, correlation)
     if pixels is None:
         return described, found
     from ..prediction.predict import predict

@@ -32,11 +32,11 @@ from .base import (
     check_writable,
     command,
     complete_scheme,
+    name_of,
     read_model,
     scheme_options,
     shortened,
     stored_model,
-    title_of,
     unknown_model,
     write_plot,
 )
@@ -178,9 +178,7 @@ def check(
     seq_len: SeqLenOption = None,
     html: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the report with pictures to this .html file.", callback=check_writable
-        ),
+        typer.Option(help="Write the report to this .html file.", callback=check_writable),
     ] = None,
     measured: Annotated[
         list[str] | None,
@@ -380,20 +378,20 @@ def compare(
 
     build = functools.partial(build_module, config)
     measurement = measure(build, read, seeds=seeds, seed=seed, progress=True)
-    prediction = run(described, progress=True, **_predict_arguments(described, read, measurement))
+    prediction = run(described, progress=True, **_inputs(described, read, measurement))
     comparison = compare_results(prediction, measurement)
     summary = comparison.summary()
     if plot is None and picture and not as_json:
         plot = Path(f"{Path(model).stem}-compare.png")
     if plot is not None:
-        write_plot(comparison.plot(title_of(model)), plot)
+        write_plot(comparison.plot(name_of(model)), plot)
 
     def text() -> str:
         drawn = [] if plot is None else [f"picture: {plot}"]
         if whole:
             tables = (summary_table(comparison), *comparison_tables(comparison))
             return "\n\n".join([comparison.verdict(), *tables, *drawn])
-        return "\n".join([comparison_screen(comparison, title_of(model)), *drawn])
+        return "\n".join([comparison_screen(comparison, name_of(model)), *drawn])
 
     def data() -> dict[str, Any]:
         return {
@@ -446,15 +444,13 @@ def _declaration_and_batch(
     return from_huggingface(config, seq_len=seq_len), data
 
 
-def _predict_arguments(
-    declared: Transformer, data: dict[str, Any], measurement: Measurement
-) -> dict[str, Any]:
+def _inputs(model: Transformer, data: dict[str, Any], measurement: Measurement) -> dict[str, Any]:
     """Arguments of `predict` for the input, and for the gradient if no loss is predicted."""
     from ..torch.batches import inputs_of, measured_gradient
 
-    given = inputs_of(declared, data)
-    has_loss = declared.head is not None and declared.head.loss is not None
+    given = inputs_of(model, data)
+    has_loss = model.head is not None and model.head.loss is not None
     if has_loss and measurement.loss is not None:
         return given
     given.pop("targets", None)
-    return given | measured_gradient(declared, measurement, given)
+    return given | measured_gradient(model, measurement, given)

@@ -20,10 +20,10 @@ from .base import (
     check_writable,
     command,
     model_and_inputs,
+    name_of,
     progress_steps,
     read_model,
     shortened,
-    title_of,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def report(
     with progress_steps("applying schemes", len(names)) as advance:
         found = make(
             described,
-            name=title_of(model),
+            name=name_of(model),
             schemes=names,
             step=lambda name: advance(1, name),
             **inputs,
@@ -133,7 +133,7 @@ def explorer_code(
         return "import moments\nmoments.explore()"
     described, _ = read_model(model, {"layers": layers, "seq_len": seq_len})
     made = _python(model, layers, shortened(described, seq_len))
-    return f"import moments\nmoments.explore({made}, {title_of(model)!r}, {made!r})"
+    return f"import moments\nmoments.explore({made}, {name_of(model)!r}, {made!r})"
 
 
 def _python(model: str, layers: int | None, described: Transformer) -> str:

@@ -27,17 +27,17 @@ from .base import (
     TheoryName,
     TheoryOption,
     command,
-    default_pixels,
     default_sound,
     err,
     model_and_inputs,
+    name_of,
+    not_none,
     note,
     parse_value,
+    photo_for,
     read_model,
     scheme_options,
     shortened,
-    title_of,
-    without_none,
 )
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ def predict(
         described, known = read_model(model, options)
     except Undeclared as refusal:
         moved = (variance, correlation, grad_variance, grad_correlation, scheme, option)
-        if model is None or without_none(**options) or any(m is not None for m in moved):
+        if model is None or not_none(**options) or any(m is not None for m in moved):
             raise
         return _by_operations(model, refusal)
     if theory == "refined":
         described = shortened(described, seq_len)
-    given = without_none(
+    given = not_none(
         variance=variance,
         correlation=correlation,
         grad_variance=grad_variance,
@@ -126,20 +126,16 @@ def predict(
         described = described.with_scheme(scheme, **options)
     inputs = known | given
     if not known:
-        inputs |= {"pixels": default_pixels(described, variance, correlation)} | default_sound(
-            described
-        )
+        inputs |= {"pixels": photo_for(described, variance, correlation)} | default_sound(described)
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
     return Answer(
         text=lambda: (
-            prediction_table(prediction)
-            if whole
-            else prediction_screen(prediction, title_of(model))
+            prediction_table(prediction) if whole else prediction_screen(prediction, name_of(model))
         ),
         data=prediction.to_json,
         frame=prediction.to_frame,
-        figure=lambda: prediction.plot(title_of(model)),
+        figure=lambda: prediction.plot(name_of(model)),
     )
 
 
@@ -234,7 +230,7 @@ def solve(
         text=lambda: str(plan),
         data=plan.to_json,
         frame=plan.to_frame,
-        figure=lambda: plan.plot(title_of(model)),
+        figure=lambda: plan.plot(name_of(model)),
         passed=plan.feasible,
     )
 
@@ -330,7 +326,7 @@ def first_step(
     if known:
         raise DomainError("a plan has moments of its input but no text: pass its model alone")
     described = shortened(described, seq_len)
-    pixels = default_pixels(described, None, None)
+    pixels = photo_for(described, None, None)
     if pixels is not None:
         prediction = predict(described, pixels=pixels, targets=[0] * len(pixels))
     else:
@@ -352,7 +348,7 @@ def first_step(
         ),
         data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
-        figure=lambda: (step if rates is None else rates).plot(title_of(model)),
+        figure=lambda: (step if rates is None else rates).plot(name_of(model)),
     )
 
 
@@ -435,14 +431,12 @@ def sweep(
     sizes = {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": seq_len}
     if model is None:  # a size that varies need not be given as an option too
         sizes = {
-            name: _whole_numbers(name, options[name])[0]
-            if size is None and name in options
-            else size
+            name: _integers(name, options[name])[0] if size is None and name in options else size
             for name, size in sizes.items()
         }
     described, known = read_model(model, sizes)
     axes = {
-        name: _whole_numbers(name, given) if _is_count(described, name) else given.values
+        name: _integers(name, given) if _is_count(described, name) else given.values
         for name, given in options.items()
     }
     if quantity not in QUANTITIES:
@@ -450,7 +444,7 @@ def sweep(
     for option, chosen in (("--x", x), ("--y", y), ("--by", by)):
         if chosen is not None and chosen not in axes:
             raise unknown_name(option, chosen, axes)
-    inputs = known | without_none(variance=variance, correlation=correlation)
+    inputs = known | not_none(variance=variance, correlation=correlation)
     inputs = {name: value for name, value in inputs.items() if name not in axes}
     with _processes(jobs) if jobs > 1 else contextlib.nullcontext() as executor:
         found = run(
@@ -476,7 +470,7 @@ def sweep(
         text=lambda: str(found),
         data=data,
         frame=lambda: found.to_frame(by_layer=profile),
-        figure=lambda: found.plot(x, y, quantity, by=by, name=title_of(model)),
+        figure=lambda: found.plot(x, y, quantity, by=by, name=name_of(model)),
     )
 
 
@@ -535,7 +529,7 @@ def _parse_progression(text: str, kind: str, parts: list[str]) -> list[Any]:
     raise domain_error("--axis", text, allowed)
 
 
-def _whole_numbers(name: str, given: _Values) -> list[Any]:
+def _integers(name: str, given: _Values) -> list[Any]:
     """Round the values of a progression, without repeats; DomainError for a fraction in a list."""
     for value in given.values:
         if isinstance(value, float) and value % 1 and not given.stepped:

@@ -23,9 +23,9 @@ from .base import (
     TheoryOption,
     command,
     model_and_inputs,
+    name_of,
     progress_steps,
     scheme_options,
-    title_of,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def schemes(
         text=lambda: str(found),
         data=lambda: {"format": 1, "schemes": found.to_frame(), "left_out": dict(found.left_out)},
         frame=found.to_frame,
-        figure=lambda: found.plot(title_of(model)),
+        figure=lambda: found.plot(name_of(model)),
     )
 
 

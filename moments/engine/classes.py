@@ -49,7 +49,7 @@ class PositionClasses:
     nodes: NDArray[np.intp]
 
     @classmethod
-    def of(
+    def for_length(
         cls,
         length: int,
         window: int | None = None,
@@ -185,11 +185,14 @@ class PositionClasses:
     def pair_count(self) -> Array:
         """(P, P) number of ordered pairs of different tokens, scaled to their exact total: then a
         constant averages to itself."""
-        off_diagonal = self.count[:, None] * (
-            self.causal.key_counts().keys - np.eye(len(self.nodes))
-        )
-        off_diagonal = off_diagonal + off_diagonal.T
-        return np.asarray(off_diagonal * (self.length * (self.length - 1.0) / off_diagonal.sum()))
+        pairs = self.count[:, None] * self._earlier_keys
+        pairs = pairs + pairs.T
+        return np.asarray(pairs * (self.length * (self.length - 1.0) / pairs.sum()))
+
+    @property
+    def _earlier_keys(self) -> Array:
+        """(P, P) number of keys of each class before a row."""
+        return np.asarray(self.causal.key_counts().keys - np.eye(len(self.nodes)))
 
     def key_counts(self, window: int | None = None) -> KeyCounts:
         """Counts of the keys that each row attends to."""
@@ -445,15 +448,10 @@ class DocumentClasses(PositionClasses):
     def inside_count(self) -> Array:
         """(P, P) number of ordered pairs of different tokens of the same document."""
         counts, number = self._counts
-        pairs = (number @ counts)[:, None] * self._earlier_keys
+        pairs = (number @ counts)[:, None] * self.one._earlier_keys
         lengths = np.array(self.lengths, float)
         pairs = pairs + pairs.T
         return np.asarray(pairs * factor_to_total(pairs, float(lengths @ (lengths - 1.0))))
-
-    @property
-    def _earlier_keys(self) -> Array:
-        """(P, P) number of keys of each class before a row."""
-        return np.asarray(self.one.causal.key_counts().keys - np.eye(len(self.one.nodes)))
 
     @functools.cached_property
     def across_count(self) -> Matrix:
@@ -463,7 +461,7 @@ class DocumentClasses(PositionClasses):
         # Pairs within the shorter one's length, and then with the rest of the longer document.
         longer = number.sum() - np.cumsum(number)
         same_position = (number * (number - 1.0 + 2.0 * longer)) @ counts
-        pairs = same_position[:, None] * self._earlier_keys
+        pairs = same_position[:, None] * self.one._earlier_keys
         rest = np.cumsum((number[:, None] * counts)[::-1], axis=0)[::-1]
         rest = rest - (longer + number)[:, None] * counts
         pairs += np.einsum("n,np,nq->pq", number, rest, counts)
@@ -933,17 +931,13 @@ class ClassMatrix:
         classes: PositionClasses,
         crowded: Array | None = None,
     ) -> None:
-        entries, matrix = diagonal.shape, off_diagonal.shape
-        if entries != matrix[:-1] or matrix[-1] != matrix[-2]:
-            shape, size = np.broadcast_shapes(entries[:-1], matrix[:-2]), matrix[-1]
+        if diagonal.shape != off_diagonal.shape[:-1] or len(set(off_diagonal.shape[-2:])) > 1:
+            shape = np.broadcast_shapes(diagonal.shape[:-1], off_diagonal.shape[:-2])
+            size = off_diagonal.shape[-1]
             diagonal = np.broadcast_to(diagonal, (*shape, size))
             off_diagonal = np.broadcast_to(off_diagonal, (*shape, size, size))
-        self.diagonal, self.off_diagonal, self.classes, self.crowded = (
-            diagonal,
-            off_diagonal,
-            classes,
-            crowded,
-        )
+        self.diagonal, self.off_diagonal = diagonal, off_diagonal
+        self.classes, self.crowded = classes, crowded
 
     @classmethod
     def of_rows(

@@ -336,19 +336,19 @@ _elementwise(np.tanh, lambda r, x: 1.0 - r * r)
 _elementwise(np.abs, lambda r, x: np.sign(plain(x)))
 _elementwise(
     np.maximum,
-    lambda r, a, b: 1.0 * (plain(a) >= plain(b)),
-    lambda r, a, b: 1.0 * (plain(a) < plain(b)),
+    lambda r, a, b: plain(a) >= plain(b),
+    lambda r, a, b: plain(a) < plain(b),
 )
 _elementwise(
     np.minimum,
-    lambda r, a, b: 1.0 * (plain(a) <= plain(b)),
-    lambda r, a, b: 1.0 * (plain(a) > plain(b)),
+    lambda r, a, b: plain(a) <= plain(b),
+    lambda r, a, b: plain(a) > plain(b),
 )
 _elementwise(
     np.where,
     lambda r, c, a, b: 0.0,
-    lambda r, c, a, b: 1.0 * plain(c),
-    lambda r, c, a, b: 1.0 - plain(c),
+    lambda r, c, a, b: plain(c),
+    lambda r, c, a, b: np.logical_not(plain(c)),
 )
 
 

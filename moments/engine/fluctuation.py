@@ -451,8 +451,8 @@ class UnsharedOverlap(NamedTuple):
         source: UnsharedOverlap,
         width: float,
     ) -> UnsharedOverlap:
-        """Of the sum with another tensor, of independent direction; both are functions of a tensor
-        with the overlap `source`.
+        """Behind the sum with another tensor of independent direction; both are functions of a
+        tensor with the overlap `source`.
 
         Args:
             variances: unshared variances of the two addends.

@@ -56,10 +56,8 @@ class Layout:
     def array(self, kernel: Kernel) -> Array:
         if self.resolved is True:
             return self.cut(np.asarray(kernel.off_diagonal, float))
-        diagonal, off_diagonal = (
-            np.asarray(kernel.diagonal, float),
-            np.asarray(kernel.off_diagonal, float),
-        )
+        diagonal = np.asarray(kernel.diagonal, float)
+        off_diagonal = np.asarray(kernel.off_diagonal, float)
         if not self.resolved:
             diagonal, off_diagonal = np.broadcast_arrays(diagonal, off_diagonal)
             diagonal, off_diagonal = diagonal[..., None], off_diagonal[..., None, None]

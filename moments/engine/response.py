@@ -241,15 +241,14 @@ STEP = 1e-4
 class Elementwise:
     """Adjoints of a leaf that acts on every token separately; all matrices (..., L, L).
 
-    An entry C'_ij of the output's kernel is a function of C_ij and of the sizes of tokens i and j.
-    So is the factor B_ij on the gradient, G_ij = B_ij G'_ij.
+    An entry C'_ij of the output's kernel is a function of C_ij and of the squared norms of tokens i
+    and j, and so is the factor B_ij on the gradient, G_ij = B_ij G'_ij.
 
     Attributes:
         slope: dC'_ij/dC_ij, 0 for i = j.
-        growth: dC'_ij by the relative growth of both tokens at constant correlation.
+        growth: derivative of C'_ij by the relative growth of both squared norms at constant C_ij.
         factor: B_ij.
-        factor_slope: dB_ij/dC_ij, 0 for i = j.
-        factor_growth: dB_ij by the relative growth of both tokens at constant correlation.
+        factor_slope, factor_growth: likewise of B_ij.
         kernel: C, second moments at the input.
         gradient: G', at the output.
     """
@@ -303,13 +302,7 @@ class Elementwise:
             slope = without_diagonal(entrywise(ratio, at - decorrelated, step))
             return slope, (enlarged - at) / STEP - slope * tokens
 
-        fields = (
-            *derivatives(*outputs),
-            factors[0],
-            *derivatives(*factors),
-            tokens,
-            grad_out,
-        )
+        fields = (*derivatives(*outputs), factors[0], *derivatives(*factors), tokens, grad_out)
         return cls(*(field.astype(SINGLE) for field in fields))
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
@@ -345,7 +338,7 @@ class Sequence:
 
     @property
     def shares(self) -> list[Array]:
-        """Those of the parallel branches in the sequence."""
+        """`Sum.shares` of the parallel branches in the sequence."""
         inner = [part for part in self.parts if isinstance(part, Sum | Sequence)]
         return inner[0].shares
 
@@ -638,17 +631,18 @@ def in_units(kernel: Matrix, unit: Array) -> Matrix:
 def _side_by_side(signals: Several[Signal], axes: tuple[int, ...]) -> Signal:
     """Stack signals that differ in their kernels on a new first axis."""
 
-    def entries(values: Several[Array], axis_count: int) -> Array:
+    def entries(values: Several[Array], token_axes: int) -> Array:
         shape = np.shape(values[0])
-        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - axis_count :])
+        shape = np.broadcast_shapes(shape, axes + shape[len(shape) - token_axes :])
         return np.stack([np.broadcast_to(value, shape) for value in values])
 
     def together(values: Several[Any]) -> Any:
         first = values[0]
         if isinstance(first, Kernel):
-            axis_count, several = int(bool(first.resolved)), [one.diagonal for one in values]
-            off_diagonal = entries([one.off_diagonal for one in values], 2 * axis_count)
-            return Kernel(entries(several, axis_count), off_diagonal, first.resolved)
+            token_axes = int(bool(first.resolved))
+            diagonal = entries([one.diagonal for one in values], token_axes)
+            off_diagonal = entries([one.off_diagonal for one in values], 2 * token_axes)
+            return Kernel(diagonal, off_diagonal, first.resolved)
         if isinstance(first, tuple):
             result = [together(one) for one in zip(*values, strict=True)]
             return type(first)(*result) if hasattr(first, "_fields") else tuple(result)

@@ -214,8 +214,8 @@ class Fluctuation(NamedTuple):
             sqrt(Y) and the kernel's signs: 2 C o C/width for Gaussian features. It ignores that a
             normalisation fixes norms. None: not tracked.
         free_norms: U before a normalisation fixed the norms; None: `norms`.
-        shared: covariances of overlaps, and of squared norms, with the overlap, or squared norm, of
-            the first token at the start of the branch, over that token's squared norm there; None:
+        shared: covariances of overlaps, and of squared norms, with those at the start of the
+            branch, where the first token of a pair is taken and its squared norm divided by; None:
             the branch starts here.
     """
 
@@ -226,12 +226,12 @@ class Fluctuation(NamedTuple):
 
     @classmethod
     def of_gaussian(cls, kernel: Kernel, width: Array) -> Fluctuation:
-        """That of independent Gaussian features, 2 C o C/width, without overlaps."""
+        """Fluctuation of independent Gaussian features, 2 C o C/width, without overlaps."""
         return cls((kernel * kernel).scaled(2 / width))
 
     @classmethod
     def fixed(cls, kernel: Kernel) -> Fluctuation:
-        """That of tokens with fixed norms, without overlaps."""
+        """Fluctuation of tokens with fixed norms, without overlaps."""
         return cls(kernel.scaled(0.0))
 
     @property
@@ -240,7 +240,7 @@ class Fluctuation(NamedTuple):
         return self.norms if self.free_norms is None else self.free_norms
 
     def scaled(self, factor: Array) -> Fluctuation:
-        """That of the tensor times sqrt(factor), inside a branch."""
+        """Fluctuation of the tensor times sqrt(factor), inside a branch."""
         square, (norms, overlaps, free, shared) = factor * factor, self
         if shared is not None:
             shared = shared[0].scaled(factor), shared[1].scaled(factor)

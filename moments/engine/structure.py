@@ -80,8 +80,8 @@ def fields_of(structure: Any, field: str = "") -> tuple[str, ...]:
     if not (isinstance(structure, tuple) and structure and isinstance(structure[0], type)):
         return ()
     kind, *rest = structure
-    named = ((field, one) for one in rest) if kind is tuple else rest
-    return tuple(name for one, inner in named for name in fields_of(inner, one))
+    members = [(field, one) for one in rest] if kind is tuple else rest
+    return tuple(name for member, inner in members for name in fields_of(inner, member))
 
 
 def joined(values: Sequence[Any], join: Callable[[str, tuple[Any, ...]], Any]) -> Any:

@@ -147,7 +147,7 @@ class TextClasses(PositionClasses):
 
     @functools.cached_property
     def most_of_a_cell(self) -> float:
-        """Largest share of same-word pairs in a cell that the fitted frequency of words allows."""
+        """Largest share of same-word pairs in a cell: that of tokens of repeated words, else 1."""
         return self.read_again or 1.0
 
     @functools.cached_property

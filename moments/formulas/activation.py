@@ -272,7 +272,7 @@ def by_quadrature(
 
 
 def _tanh_gate(m: Any, x: Any) -> Any:
-    return m.tanh(m.sqrt(2 / m.pi) * (x + m.ratio(44715, 1000000) * x**3))
+    return m.tanh(m.sqrt(2 / m.pi) * (x + m.ratio(44715, 1000000) * x * x * x))
 
 
 def gelu_tanh_function(m: Any, x: Any) -> Any:

@@ -1,6 +1,5 @@
-"""Grids of predictions: what may vary (`axes`), many configurations in one pass (`together`), what
-a killed sweep leaves behind (`store`), the sweep itself (`run`), what a user holds (`result`) and
-how it is drawn (`picture`).
+"""Grids of predictions: what may vary (`axes`), many configurations in one pass (`together`), the
+file of results (`store`), the sweep itself (`run`), its `result` and plots of it (`picture`).
 
 Start at `run.sweep`.
 """

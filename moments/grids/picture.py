@@ -1,4 +1,4 @@
-"""Pictures of a sweep: lines over one axis, maps over two."""
+"""Plots of a sweep: lines over one axis, maps over two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .result import Sweep
 
 FEW = 8
-"""Values of a second axis up to which there is a line each."""
+"""Largest number of lines."""
 
 MOST_PANELS = 9
 
@@ -41,7 +41,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def axis_title(name: str) -> str:
-    """What an axis is called: by its name, in words."""
+    """The label of an axis."""
     kind, _, part = name.rpartition(".")
     words = AXES.get(name, part.replace("_", " "))
     return f"variance of {words} weights" if kind == "weights" else words
@@ -71,17 +71,17 @@ def plot_sweep(
 def _chosen(
     sweep: Sweep, x: str | None, y: str | None, by: str | None
 ) -> tuple[str, str | None, str | None]:
-    """Which axis goes where; those of one value are fixed."""
+    """The axes x, y and by, with defaults for None; axes of one value are fixed."""
     values = sweep.axes.values
     for argument, axis in (("x", x), ("y", y), ("by", by)):
         if axis is not None and axis not in values:
             raise unknown_name(argument, axis, values)
-    given = [axis for axis in (x, y, by) if axis is not None]
-    if len(set(given)) < len(given):
-        raise domain_error("y" if x == y else "by", given[-1], "another axis than the others")
-    left = [axis for axis, found in values.items() if len(found) > 1 and axis not in given]
+    named = [axis for axis in (x, y, by) if axis is not None]
+    if len(set(named)) < len(named):
+        raise domain_error("y" if x == y else "by", named[-1], "another axis than the others")
+    left = [axis for axis, entries in values.items() if len(entries) > 1 and axis not in named]
     if x is None:
-        x = left.pop(0) if left else next(axis for axis in values if axis not in given)
+        x = left.pop(0) if left else next(axis for axis in values if axis not in named)
     if y is None and by is None and len(left) == 1 and len(values[left[0]]) <= FEW:
         by = left.pop()
     elif y is None and left and by is None:
@@ -102,12 +102,12 @@ def _chosen(
 
 
 def _array(sweep: Sweep, values: np.ndarray, order: Iterable[str | None]) -> np.ndarray:
-    """Values of the grid with its axes in this order, the others at their single value."""
+    """Values of the grid with its axes in this order; all others have a single value."""
     names = list(sweep.axes.values)
-    wanted = [axis for axis in order if axis is not None]
-    rest = [names.index(axis) for axis in names if axis not in wanted]
-    values = np.transpose(values, [*map(names.index, wanted), *rest])
-    return values.reshape(values.shape[: len(wanted)])
+    first = [axis for axis in order if axis is not None]
+    rest = [names.index(axis) for axis in names if axis not in first]
+    values = np.transpose(values, [*map(names.index, first), *rest])
+    return values.reshape(values.shape[: len(first)])
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _map(
     levels: list[float],
     colors: dict[str, Any],
 ) -> Any:
-    """Cells and level lines; where there is nothing, the ground."""
+    """Cells and level lines; missing cells show the background."""
     ax.set_facecolor(palette.PALE)
     edges = map(_edges, places, (ax.get_xscale(), ax.get_yscale()))
     mesh = ax.pcolormesh(*edges, np.ma.masked_invalid(values).T, **colors, rasterized=True)
@@ -211,7 +211,7 @@ def _places(values: tuple[Any, ...]) -> np.ndarray:
 
 
 def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None:
-    """Name and scale: logarithmic where positive values span a factor of twenty."""
+    """Set label, ticks and scale: logarithmic if positive values span a factor of twenty."""
     places = _places(values)
     getattr(ax, f"set_{which}label")(axis_title(name))
     if not numeric(values):
@@ -235,15 +235,15 @@ def _set_axis(ax: Panel, which: str, name: str, values: tuple[Any, ...]) -> None
 
 
 def _edges(places: np.ndarray, scale: str) -> np.ndarray:
-    """Borders of cells around places, halfway on the axis's scale."""
+    """Edges of cells around places, halfway between them on the axis's scale."""
     order = np.log(places) if scale == "log" else places
     if len(order) == 1:
-        found = order[0] + np.array([-0.5, 0.5])
+        edges = order[0] + np.array([-0.5, 0.5])
     else:
         middle = (order[1:] + order[:-1]) / 2
         first, last = 2 * order[0] - middle[0], 2 * order[-1] - middle[-1]
-        found = np.concatenate([[first], middle, [last]])
-    return np.asarray(np.exp(found) if scale == "log" else found)
+        edges = np.concatenate([[first], middle, [last]])
+    return np.asarray(np.exp(edges) if scale == "log" else edges)
 
 
 def _range(values: np.ndarray) -> tuple[float, float]:
@@ -257,7 +257,7 @@ def _logarithmic(quantity: str, values: np.ndarray) -> bool:
 
 
 def _colors(quantity: str, values: np.ndarray) -> dict[str, Any]:
-    """Growth and decay in two colours, all else in one scale that prints in grey."""
+    """A diverging colour scale for growth, else a sequential one that is readable in grey."""
     from matplotlib.colors import LogNorm, Normalize
 
     low, high = _range(values)
@@ -276,14 +276,14 @@ def _levels(quantity: str, values: np.ndarray) -> list[float]:
     if not high > low:
         return []
     if quantity.endswith("correlation"):
-        found = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999]
+        levels = [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999]
     else:
-        found = ticks(low, high, _logarithmic(quantity, values))
-    return [level for level in found if low < level < high]
+        levels = ticks(low, high, _logarithmic(quantity, values))
+    return [level for level in levels if low < level < high]
 
 
 def _flags(sweep: Sweep, notes: Mapping[int, Any], order: Iterable[str | None]) -> np.ndarray:
-    """Which configurations have a note, as `_array` orders them."""
+    """Whether each configuration has a note, in the order of `_array`."""
     flat = np.zeros(sweep.axes.size, dtype=bool)
     flat[list(notes)] = True
     return _array(sweep, flat.reshape(sweep.axes.shape), order)

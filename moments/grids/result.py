@@ -1,4 +1,4 @@
-"""What a sweep predicted, as tables, arrays and pictures."""
+"""The result of a sweep, as tables, arrays and plots."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Sweep(Shown):
     """Predictions over a grid.
 
     Attributes:
-        axes: names and values of what varied; arrays have its shape.
-        theory: of all configurations that name no other.
-        inputs: what else `predict` was given, the same for all.
-        values: by quantity (`QUANTITIES`), arrays of that shape. What came through all layers: the
-            signal at the last layer's output, the gradient at the first layer's input. NaN marks a
-            configuration that is refused or not there yet.
-        stream: with `profile`, those of the stream at every depth, shape (..., N + 1) of the
-            deepest, NaN beyond a shallower one's end; else empty.
-        warnings: of validity, by index of the configuration, the last axis varying fastest.
-        refused: why the theory gives nothing, likewise.
-        done: by the same index, whether a configuration is there yet.
+        axes: names and values of the axes; arrays have its shape.
+        theory: the theory of all configurations, unless it is an axis.
+        inputs: further arguments of `predict`, the same for all.
+        values: arrays of the axes' shape by quantity (`QUANTITIES`): the signal at the last layer's
+            output, the gradient at the first layer's input. NaN for a configuration that is refused
+            or not computed yet.
+        stream: with `profile`, moments of the stream at every depth, of shape (..., N + 1), N of
+            the deepest model, NaN beyond the depth of shallower ones; else empty.
+        warnings: validity warnings by index of the configuration, the last axis varying fastest.
+        refused: reasons why the theory refuses a configuration, by the same index.
+        done: by the same index, whether a configuration is computed.
     """
 
     axes: Axes
@@ -57,22 +57,22 @@ class Sweep(Shown):
 
     @classmethod
     def empty(cls, axes: Axes, theory: Theory, inputs: Mapping[str, Any], profile: bool) -> Sweep:
-        """Without results."""
-        found = cls(axes, theory, inputs, done=np.zeros(axes.size, dtype=bool))
+        """A sweep without results."""
+        result = cls(axes, theory, inputs, done=np.zeros(axes.size, dtype=bool))
         if profile:
-            found.stream.update({name: np.full((*axes.shape, 1), np.nan) for name in STREAM})
-        return found
+            result.stream.update({name: np.full((*axes.shape, 1), np.nan) for name in STREAM})
+        return result
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Sweep:
-        """The results that a file holds, of a sweep that may still run or was killed.
+        """Read the file of a finished, running or killed sweep.
 
         Raises:
-            DomainError: no such file, or not a sweep's; or its model was made by a function, which
-                only the same call of `sweep` has.
+            DomainError: no such file, or not of a sweep; or its model comes from a function, so
+                that only the same call of `sweep` can read it.
 
         Warns:
-            ValidityWarning: another version of the package predicted them.
+            ValidityWarning: the results are from another version of the package.
         """
         header, rows = read(path)
         if note := of_another_version(header):
@@ -86,14 +86,14 @@ class Sweep(Shown):
             check_choice("theory", header["theory"], THEORIES)
         except DomainError as error:
             raise DomainError(f"path: line 1 of {path} is none of a sweep's ({error})") from None
-        found = cls.empty(axes, header["theory"], header["inputs"], header["profile"])
-        found.add(rows)
-        return found
+        result = cls.empty(axes, header["theory"], header["inputs"], header["profile"])
+        result.add(rows)
+        return result
 
     # --- results as they come --------------------------------------------------------------------
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Take in results."""
+        """Add results."""
         for row in rows:
             self.done[row.index] = True
             if row.refused is not None:
@@ -111,22 +111,22 @@ class Sweep(Shown):
     def _add_stream(self, index: int, stream: Iterable[Iterable[float]]) -> None:
         for name, column in zip(STREAM, stream, strict=True):
             values = np.asarray(column, dtype=float)
-            held = self.stream[name]
-            if values.size > held.shape[-1]:
-                grown = np.full((*self.axes.shape, values.size), np.nan)
-                grown[..., : held.shape[-1]] = held
-                self.stream[name] = held = grown
-            held.reshape(-1, held.shape[-1])[index, : values.size] = values
+            array = self.stream[name]
+            if values.size > array.shape[-1]:
+                longer = np.full((*self.axes.shape, values.size), np.nan)
+                longer[..., : array.shape[-1]] = array
+                self.stream[name] = array = longer
+            array.reshape(-1, array.shape[-1])[index, : values.size] = values
 
     def missing(self) -> list[int]:
         """Indices of configurations without a result."""
         return np.flatnonzero(~self.done).tolist()
 
-    # --- what a user asks ------------------------------------------------------------------------
+    # --- access ----------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Numbers of values of the axes."""
+        """Number of values of every axis."""
         return self.axes.shape
 
     def __getitem__(self, quantity: str) -> np.ndarray:
@@ -135,42 +135,42 @@ class Sweep(Shown):
         return self.values[quantity]
 
     def model(self, **values: Any) -> Transformer:
-        """The declaration at values of the axes; the first of those not named.
+        """The declaration at values of the axes, by default the first.
 
-        Axes with dotted names are given as sweep.model(**{"weights.query": 1e-3}).
+        For axes with dotted names: sweep.model(**{"weights.query": 1e-3}).
         """
         return self.axes.declared(self._chosen(values))
 
     def arguments(self, **values: Any) -> dict[str, Any]:
-        """What else `predict` is given, likewise."""
+        """The other arguments of `predict` at values of the axes, by default the first."""
         varied = self.axes.arguments(self._chosen(values))
-        given = {"theory": self.theory, **self.inputs}
-        return given | {name: value for name, value in varied.items() if value is not None}
+        fixed = {"theory": self.theory, **self.inputs}
+        return fixed | {name: value for name, value in varied.items() if value is not None}
 
     def prediction(self, **values: Any) -> Prediction:
-        """The whole prediction at values of the axes; the first of those not named."""
+        """The whole prediction at values of the axes, by default the first."""
         return predict(self.model(**values), **self.arguments(**values))
 
     def _chosen(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         for name in values:
             if name not in self.axes.values:
                 raise unknown_name("axis", name, self.axes.values)
-        return tuple(values.get(name, given[0]) for name, given in self.axes.values.items())
+        return tuple(values.get(name, axis[0]) for name, axis in self.axes.values.items())
 
     def to_frame(self, by_layer: bool = False) -> pd.DataFrame:
-        """One row a configuration: values of the axes, quantities, `warnings` and `refused`.
+        """One row per configuration: values of the axes, quantities, `warnings` and `refused`.
 
-        Axes of moments say where they were given: `input_variance`, `input_correlation`,
-        `output_grad_variance` and `output_grad_correlation`.
+        Axes of moments are named `input_variance`, `input_correlation`, `output_grad_variance` and
+        `output_grad_correlation`.
 
         Args:
-            by_layer: one row for every point of every stream instead, which `profile` keeps.
+            by_layer: one row per configuration and depth instead, for a sweep with profiles.
 
         Raises:
-            DomainError: `by_layer` of a sweep without profiles.
+            DomainError: `by_layer` for a sweep without profiles.
         """
         points = [
-            values for values, there in zip(self.axes.points(), self.done, strict=True) if there
+            values for values, done in zip(self.axes.points(), self.done, strict=True) if done
         ]
         frame = as_frame(points, columns=list(self.axes.labels))
         for label, values in zip(self.axes.labels, self.axes.values.values(), strict=True):
@@ -189,23 +189,22 @@ class Sweep(Shown):
         if not self.stream:
             raise domain_error("by_layer", True, "False for a sweep without profile=True")
         columns = {n: v.reshape(-1, v.shape[-1])[done] for n, v in self.stream.items()}
-        there = ~np.isnan(columns["variance"])
-        row, layer = np.nonzero(there)
-        found = frame.iloc[row].reset_index(drop=True)
-        # "layers" may be an axis, so the point of the stream goes by the name it has elsewhere.
-        found["layer"] = layer
+        exists = ~np.isnan(columns["variance"])
+        row, layer = np.nonzero(exists)
+        result = frame.iloc[row].reset_index(drop=True)
+        result["layer"] = layer
         for name, values in columns.items():
-            found[name] = values[there]
-        return found
+            result[name] = values[exists]
+        return result
 
     def _quantities(self) -> list[str]:
         return [name for name in QUANTITIES if name in self.values]
 
     def to_xarray(self) -> xarray.Dataset:
-        """Quantities as labelled arrays over the axes; NaN where there is none, and `refused` and
-        `warnings` as text.
+        """Quantities as labelled arrays over the axes, NaN if missing, and `refused` and `warnings`
+        as text.
 
-        With profiles also those of the stream by `layer`, as stream_variance and so on.
+        With profiles also moments of the stream by `layer`, as stream_variance and so on.
 
         Raises:
             MomentsError: xarray is not installed.
@@ -242,18 +241,18 @@ class Sweep(Shown):
         by: str | None = None,
         name: str | None = None,
     ) -> Figure:
-        """Lines over one axis, a map over two, small ones for every value of a third.
+        """Lines over one axis, a map over two, or one map for every value of a third.
 
         Args:
-            x: along the picture; None: the first axis.
-            y: up a map; None: none of one axis, lines of two where the second has at most eight
-                values, else the second.
+            x: the horizontal axis; None: the first.
+            y: the vertical axis of a map; None: lines for one axis, or for two if the second has at
+                most eight values, else a map with the second.
             quantity: one of `QUANTITIES`.
-            by: of whose values there is a line or a map each; None: what is left.
+            by: the axis with one line or map per value; None: the remaining one.
             name: of the model, for the title.
 
         Raises:
-            DomainError: no such axis or quantity, or axes left over that have several values.
+            DomainError: no such axis or quantity, or further axes with several values.
         """
         from .picture import plot_sweep
 
@@ -261,7 +260,7 @@ class Sweep(Shown):
 
     @property
     def heading(self) -> str:
-        """One line that says what varied, and how much of it is there."""
+        """The axes, and how many configurations are computed, in one line."""
         named = zip(self.axes.labels, self.axes.values.values(), strict=True)
         axes = " x ".join(f"{label} {_span(values)}" for label, values in named)
         parts = [f"{self.axes.size} configurations"]
@@ -282,7 +281,7 @@ class Sweep(Shown):
         return f"{self.heading}\n\n{self._shown()}"
 
     def _shown(self, most: int = 20) -> str:
-        """The first rows of the table, without columns that say nothing."""
+        """The first rows of the table, without empty columns."""
         frame = self.to_frame()
         shown = frame.head(most)
         empty = [name for name in ("warnings", "refused") if not shown[name].any()]

@@ -1,4 +1,4 @@
-"""`sweep`: predictions over a grid, together where they can be, stored as they come."""
+"""`sweep`: predictions over a grid, many in one pass if possible, stored as they come."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from .store import Row, Store, opened
 from .together import OUTPUTS, kind, predict_together
 
 MOST_TOGETHER = 256
-"""Configurations in one pass: twice the cost each of ten times as many, and results to keep every
-second or so."""
+"""Largest number of configurations in one pass: ten times as many would halve the cost of each, but
+results are stored about every second."""
 
 NUMBERS = 2**24
-"""Numbers that one pass may keep (128 MiB)."""
+"""Largest number of floats stored by one pass (128 MiB)."""
 
 FEWEST_TOGETHER = 5
-"""Fewer go one by one: arrays cost about three times as much as plain numbers."""
+"""Smallest number of configurations in one pass: arrays cost about three times a plain number."""
 
 SAME = 1e-7
-"""Relative difference up to which a configuration among others and alone are the same: single
-predictions read attention's statistics off a profile whose error is below 1e-8."""
+"""Relative tolerance between a configuration's results in a shared pass and in one of its own,
+whose attention statistics come from a profile with an error below 1e-8."""
 
 IN_FLIGHT, LEAST_PIECES = 64, 32
-"""Pieces of work that an executor is given at a time, and into how many work is cut for it."""
+"""Pieces of work submitted to an executor at a time, and the least number of pieces for it."""
 
 Piece = list[tuple[int, tuple[Value, ...]]]
 
@@ -71,38 +71,38 @@ def sweep(
 ) -> Sweep:
     """Predict every combination of values.
 
-    Configurations of tokens alike that differ in numbers alone, in depth too, go through the engine
-    together, a thousand for the price of ten; others one by one. Each is what `predict` gives of it
-    alone: to 1e-12 those that go alone, to 1e-7 those that go together, which is tried on two of
-    every piece.
+    Configurations with exchangeable tokens that differ only in numbers and depth share one pass of
+    the engine, a thousand at the cost of ten; others run one by one. Results equal those of
+    `predict`: to 1e-12 for single passes, to 1e-7 for shared ones, of which two configurations per
+    piece are checked.
 
     Args:
-        model: what varies; or a function that makes it of those axes that are its parameters.
+        model: a declaration, or a function that returns one; axes named like parameters of the
+            function are passed to it.
         axes: values by name. A field of the model ("layers", "norm"), of its parts
             ("weights.query", "embedding.token_variance", "head.output_scale"), an argument of
             `predict` ("variance", "correlation", "grad_variance", "grad_correlation", "theory",
             "tokens", "batch"), "scheme" (None: as declared) and its options ("scheme.k").
-        theory: as of `predict`.
-        executor: any of concurrent.futures, or of Dask (`Client.get_executor()`): pieces of work
-            are sent there; None: here.
-        path: a file that results are appended to as they come, and read from: a sweep that was
-            killed goes on where it was, and one that differs, or is of another version of the
-            package, is refused.
-        profile: whether to keep every layer, not only the ends.
+        theory: as for `predict`.
+        executor: an executor of concurrent.futures or Dask (`Client.get_executor()`) for pieces of
+            the work; None: this process.
+        path: a file to which results are appended as they come, and from which an interrupted sweep
+            resumes. A file of another sweep or another version of the package is refused.
+        profile: whether to store every layer, not only the ends.
         progress: whether to show a bar on standard error; None: in a terminal.
-        inputs: further arguments of `predict`, the same for all.
+        inputs: further arguments of `predict`, the same for all configurations.
 
     Returns:
-        The results in the order of the axes, the last varying fastest. What the theory refuses is
-        kept with its reason, and so are warnings.
+        The results in the order of the axes, the last varying fastest, with warnings and reasons
+        for refused configurations.
 
     Raises:
-        DomainError: no such field or argument; every configuration is refused; or `path` holds
-            something else.
+        DomainError: no such field or argument, all configurations are refused, or `path` is no file
+            of this sweep.
         MomentsError: the executor broke down.
 
     Warns:
-        ValidityWarning: once, where configurations were refused or left a formula's validity.
+        ValidityWarning: once, if configurations were refused or left a formula's validity.
     """
     grid = Axes.of(model, axes)
     check_choice("theory", theory, THEORIES)
@@ -111,43 +111,44 @@ def sweep(
     if executor is not None and not hasattr(executor, "submit"):
         raise domain_error("executor", executor, "a concurrent.futures.Executor, or None")
     work = _Work(grid, theory, dict(inputs), profile)
-    found = Sweep.empty(grid, theory, dict(inputs), profile)
+    result = Sweep.empty(grid, theory, dict(inputs), profile)
     with ExitStack() as stack:
         store: Store | None = None
         if path is not None:
             store, rows = stack.enter_context(opened(path, work.header()))
-            found.add(rows)
-        missing = found.missing()
+            result.add(rows)
+        missing = result.missing()
         stack.enter_context(without_warnings())
         shown = sys.stderr.isatty() if progress is None else progress
         bar = progress_bar("configurations", grid.size, grid.size - len(missing))
         advance = stack.enter_context(bar) if shown else None
-        for more in _results(work, missing, executor):
+        for rows in _results(work, missing, executor):
             if store is not None:
-                store.append(more)
-            found.add(more)
+                store.append(rows)
+            result.add(rows)
             if advance is not None:
-                advance(len(more))
-    _report(found)
-    return found
+                advance(len(rows))
+    _report(result)
+    return result
 
 
 class _Work:
-    """What every piece of a sweep needs; it crosses to other processes."""
+    """The picklable task of predicting pieces of a sweep."""
 
     def __init__(self, axes: Axes, theory: Theory, inputs: dict[str, Any], profile: bool) -> None:
         self.axes, self.theory, self.inputs, self.profile = axes, theory, inputs, profile
         self.process = os.getpid()
 
     def header(self) -> dict[str, Any]:
-        """What a file must agree with to be gone on with."""
-        made = self.axes.model
-        if isinstance(made, Transformer):
-            model: Any = made.to_dict()
+        """The header that a file must have for this sweep to resume from it."""
+        declared = self.axes.model
+        if isinstance(declared, Transformer):
+            model: Any = declared.to_dict()
         else:
-            names = self.axes.made
-            each = [made(**dict(zip(names, v, strict=True))).to_dict() for v in self._made()]
-            model = {"made of": list(names), "sha256": _digest(json.dumps(each))}
+            names = self.axes.parameters
+            points = itertools.product(*(self.axes.values[name] for name in names))
+            models = [declared(**dict(zip(names, p, strict=True))).to_dict() for p in points]
+            model = {"made of": list(names), "sha256": _digest(json.dumps(models))}
         return {
             "model": model,
             "axes": {name: list(values) for name, values in self.axes.values.items()},
@@ -156,18 +157,15 @@ class _Work:
             "profile": self.profile,
         }
 
-    def _made(self) -> Iterator[tuple[Value, ...]]:
-        return itertools.product(*(self.axes.values[name] for name in self.axes.made))
-
     def pieces(self, missing: Sequence[int], spread: bool) -> Iterator[Piece]:
-        """Indices and values of as many as go together; of fewer, to `spread` them."""
+        """Indices and values by piece; `spread` makes pieces smaller for an executor."""
         most = self._most()
         if spread:
             most = max(1, min(most, len(missing) // LEAST_PIECES))
-        wanted = set(missing)
+        indices = set(missing)
         piece: Piece = []
         for index, values in enumerate(self.axes.points()):
-            if index in wanted:
+            if index in indices:
                 piece.append((index, values))
                 if len(piece) == most:
                     yield piece
@@ -176,49 +174,52 @@ class _Work:
             yield piece
 
     def _most(self) -> int:
+        """Largest number of configurations in a piece."""
         depths = [n for n in self.axes.values.get("layers", ()) if isinstance(n, int)]
         try:
             model, arguments = self.axes.configure(next(self.axes.points()))
             theory: Any = arguments.get("theory") or self.theory
-            alone = kind(model, theory, self._given(arguments)) is None
+            single = kind(model, theory, self._arguments(arguments)) is None
         except MomentsError:
             return FEWEST_TOGETHER
-        if alone:
+        if single:
             return 1
         return int(max(1, min(MOST_TOGETHER, NUMBERS // (300 * max([model.layers, *depths])))))
 
-    def _given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return self.inputs | {k: v for k, v in arguments.items() if k != "theory"}
+    def _arguments(self, varied: Mapping[str, Any]) -> dict[str, Any]:
+        return self.inputs | {k: v for k, v in varied.items() if k != "theory"}
 
     def rows(self, piece: Piece) -> Iterator[list[Row]]:
+        """The results of a piece, as they come."""
         groups: dict[Any, list[_Point]] = {}
-        known: dict[tuple[str, ...], Transformer] = {}
+        declared: dict[tuple[str, ...], Transformer] = {}
         for index, values in piece:
             key: Any = self.axes.key(values)
             try:
-                if key not in known:
-                    known[key] = self.axes.declared(values)
-                model, arguments = known[key], self.axes.arguments(values)
-                theory: Any = arguments.get("theory") or self.theory
+                if key not in declared:
+                    declared[key] = self.axes.declared(values)
+                model, varied = declared[key], self.axes.arguments(values)
+                theory: Any = varied.get("theory") or self.theory
                 check_choice("theory", theory, THEORIES)
-                point = _Point(index, model, theory, self._given(arguments))
+                point = _Point(index, model, theory, self._arguments(varied))
                 shared = None
-                if set(point.given) <= {*MOMENTS, "batch", "tokens"}:
-                    shared = kind(model, theory, point.given)
+                if set(point.arguments) <= {*MOMENTS, "batch", "tokens"}:
+                    shared = kind(model, theory, point.arguments)
             except MomentsError as error:
                 yield [Row(index, refused=str(error))]
                 continue
-            key = ("alone", index) if shared is None else (shared, frozenset(point.given))
+            key = ("single", index) if shared is None else (shared, frozenset(point.arguments))
             groups.setdefault(key, []).append(point)
         for points in groups.values():
             yield from self._group(points)
 
     def _group(self, points: list[_Point]) -> Iterator[list[Row]]:
-        """Of one kind: together where both ends are the same alone and nobody has a note."""
+        """Predict points of one kind in one pass, if no point has a warning or is refused and both
+        end points have the results of a pass of their own; else split the group."""
         if len(points) < FEWEST_TOGETHER:
-            yield from ([self._alone(point)] for point in points)
+            yield from ([self._single(point)] for point in points)
             return
-        ends = [self._alone(points[0]), self._alone(points[-1])]
+        ends = [self._single(points[0]), self._single(points[-1])]
         yield ends
         middle = points[1:-1]
         clean = [not row.warnings and row.refused is None for row in ends]
@@ -228,37 +229,38 @@ class _Work:
                 yield rows[1:-1]
                 return
         if not any(clean):
-            yield from ([self._alone(point)] for point in middle)
+            yield from ([self._single(point)] for point in middle)
             return
         half = len(middle) // 2
         yield from self._group(middle[:half])
         yield from self._group(middle[half:])
 
     def _together(self, points: Sequence[_Point]) -> list[Row] | None:
-        """None where one of them has something to say, or they do not go together after all."""
+        """The results of one shared pass; None if it is impossible or gives a warning."""
         first = points[0]
         moments = {
-            name: np.array([point.given[name] for point in points], dtype=float)
+            name: np.array([point.arguments[name] for point in points], dtype=float)
             for name in MOMENTS
-            if first.given.get(name) is not None
+            if first.arguments.get(name) is not None
         }
         try:
-            found = predict_together(
+            prediction = predict_together(
                 [point.model for point in points],
                 first.theory,
                 moments,
-                first.given.get("batch", 1),
+                first.arguments.get("batch", 1),
             )
         except (Unlike, MomentsError, ValueError, TypeError, ArithmeticError):
-            # Branches on one number refuse arrays of them: then one by one.
+            # Code that branches on a number raises for an array.
             return None
-        if found.warnings:
+        if prediction.warnings:
             return None
-        return [self._row(point, found, i) for i, point in enumerate(points)]
+        return [self._row(point, prediction, i) for i, point in enumerate(points)]
 
-    def _alone(self, point: _Point) -> Row:
+    def _single(self, point: _Point) -> Row:
+        """The result of a pass for one point."""
         try:
-            p = predict(point.model, theory=point.theory, **point.given)
+            p = predict(point.model, theory=point.theory, **point.arguments)
         except MomentsError as error:
             return Row(point.index, refused=str(error))
         if p.variance.ndim > 1:
@@ -284,31 +286,31 @@ class _Work:
             if getattr(p, name) is not None:
                 values[name] = np.asarray(getattr(p, name))[place]
         plain = {name: float(value) for name, value in values.items()}
-        kept = tuple(v.tolist() for v in stream) if self.profile else None
-        return Row(point.index, plain, p.warnings, None, kept)
+        profile = tuple(v.tolist() for v in stream) if self.profile else None
+        return Row(point.index, plain, p.warnings, None, profile)
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One configuration, declared, and the other arguments of `predict`."""
+    """One configuration: its model and the other arguments of `predict`."""
 
     index: int
     model: Transformer
     theory: Theory
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
 
-def _same(alone: Row, together: Row) -> bool:
-    return alone.values.keys() == together.values.keys() and all(
+def _same(single: Row, together: Row) -> bool:
+    return single.values.keys() == together.values.keys() and all(
         np.isclose(value, together.values[name], rtol=SAME, atol=SAME * 1e-3)
-        for name, value in alone.values.items()
+        for name, value in single.values.items()
     )
 
 
 def _results(
     work: _Work, missing: Sequence[int], executor: concurrent.futures.Executor | None
 ) -> Iterator[list[Row]]:
-    """Rows as they come: here in order, from an executor piece by piece as each is done."""
+    """Rows as they come: in order in this process, by completed piece from an executor."""
     if executor is None:
         for piece in work.pieces(missing, spread=False):
             yield from work.rows(piece)
@@ -342,9 +344,9 @@ def _results(
 
 
 def _rows(work: _Work, piece: Piece) -> list[Row]:
-    if os.getpid() == work.process:  # a thread of one that keeps warnings quiet for all
+    if os.getpid() == work.process:  # a thread: `sweep` suppresses warnings of the process
         return [row for rows in work.rows(piece) for row in rows]
-    with without_warnings():  # they stand in the results, and one is given at the end
+    with without_warnings():  # the rows contain them
         return [row for rows in work.rows(piece) for row in rows]
 
 
@@ -353,8 +355,8 @@ def _first_done(waiting: set[Any]) -> tuple[set[Any], set[Any]]:
 
 
 def _check_inputs(grid: Axes, inputs: Mapping[str, Any]) -> None:
-    own = ("model", "theory", "progress")
-    known = [name for name in inspect.signature(predict).parameters if name not in own]
+    excluded = ("model", "theory", "progress")
+    known = [name for name in inspect.signature(predict).parameters if name not in excluded]
     for name in inputs:
         if name not in known:
             raise unknown_name("argument", name, known)
@@ -363,11 +365,11 @@ def _check_inputs(grid: Axes, inputs: Mapping[str, Any]) -> None:
 
 
 def _in_header(value: Any) -> Any:
-    """An input as a file's header has it: numbers as they are, arrays by their digest."""
+    """An input in a file's header: a number itself, the digest of an array."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _in_header(one) for name, one in value.items()}
+        return {str(name): _in_header(entry) for name, entry in value.items()}
     array = np.asarray(value)
     return {"shape": list(array.shape), "sha256": _digest(f"{array.dtype}{array.tolist()}")}
 
@@ -376,10 +378,10 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _report(found: Sweep) -> None:
-    """One warning for all that was refused or doubtful; an error where nothing is left."""
-    refused, noted = found.refused, found.warnings
-    if len(refused) == found.axes.size:
+def _report(result: Sweep) -> None:
+    """Give one warning for all configurations; DomainError if all are refused."""
+    refused, noted = result.refused, result.warnings
+    if len(refused) == result.axes.size:
         raise DomainError(f"every configuration is refused, the first: {refused[min(refused)]}")
     parts = []
     for what, notes in (("were refused", refused), ("left a formula's validity", noted)):
@@ -387,7 +389,7 @@ def _report(found: Sweep) -> None:
             first = notes[min(notes)]
             text = first if isinstance(first, str) else first[0]
             parts.append(
-                f"{len(notes)} of {found.axes.size} configurations {what}, the first: {text}"
+                f"{len(notes)} of {result.axes.size} configurations {what}, the first: {text}"
             )
     if parts:
         warnings.warn(

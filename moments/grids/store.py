@@ -1,5 +1,7 @@
-"""The file that a sweep appends to: one line of JSON that says which sweep, then one per result. A
-last line without its end is a dead process's: it is ignored, and cut off before the next."""
+"""The file that a sweep appends to: a JSON line that identifies the sweep, then one per result.
+
+An incomplete last line, from a killed process, is ignored, and cut off before the next result.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,16 @@ QUANTITIES = {
     "loss_stderr": "deviation of one draw's loss",
     "logit_variance": "output logits' mean square",
 }
-"""What a sweep keeps of every configuration: at the last layer's output, at the first one's input.
-"""
+"""Quantities of every configuration, of the last layer's output and the first layer's input."""
 
 LONGEST = 2**24
-"""Bytes of a line: a profile of a thousand layers has a hundred thousand."""
+"""Largest line in bytes; a profile of a thousand layers has a hundred thousand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of the configuration `index` (the last axis varies fastest): values by quantity,
-    or why it was `refused`; and the four moments along the depth where profiles are kept."""
+    """The result of configuration `index` (the last axis varies fastest): values by quantity, or
+    why it was `refused`; `stream` is the four moments by depth of a sweep with profiles."""
 
     index: int
     values: Mapping[str, float] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Row:
     stream: tuple[list[float], ...] | None = None
 
     def line(self) -> str:
-        """As stored."""
+        """The row as a line of JSON."""
         data: dict[str, Any] = {"index": self.index}
         if self.refused is not None:
             data["refused"] = self.refused
@@ -60,7 +61,7 @@ class Row:
 
     @classmethod
     def of_line(cls, text: bytes) -> Row:
-        """Read what `line` wrote; ValueError for anything else."""
+        """Parse the text of `line`; ValueError for any other text."""
         data = parse_json(text, "line")
         match data:
             case {"index": bool()}:
@@ -71,22 +72,22 @@ class Row:
                 notes, stream = data.get("warnings", []), data.get("stream")
                 if not (isinstance(notes, list) and all(isinstance(n, str) for n in notes)):
                     raise ValueError("warnings that are no texts")
-                kept = None if stream is None else tuple(map(_numbers, stream))
-                if kept is not None and (len(kept) != 4 or len(set(map(len, kept))) != 1):
+                profile = None if stream is None else tuple(map(_numbers, stream))
+                if profile is not None and (len(profile) != 4 or len(set(map(len, profile))) != 1):
                     raise ValueError("no four profiles of one length")
                 if not set(values) <= set(QUANTITIES):
                     raise ValueError("a quantity that no sweep has")
                 numbers = dict(zip(values, _numbers(list(values.values())), strict=True))
-                return cls(index, numbers, tuple(notes), None, kept)
+                return cls(index, numbers, tuple(notes), None, profile)
         raise ValueError("no index with values or a reason")
 
 
 def _numbers(values: Any) -> list[float]:
-    """Finite numbers; ValueError for others."""
-    if not isinstance(values, list) or not all(type(one) in (int, float) for one in values):
+    """A list of finite numbers as floats; ValueError for anything else."""
+    if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
         raise ValueError("no numbers")
     try:
-        numbers = [float(one) for one in values]
+        numbers = [float(value) for value in values]
     except OverflowError as error:
         raise ValueError(str(error)) from None
     if not all(map(math.isfinite, numbers)):
@@ -95,7 +96,7 @@ def _numbers(values: Any) -> list[float]:
 
 
 class Store:
-    """A sweep's file, open for as long as the sweep runs."""
+    """A sweep's file, open while the sweep runs."""
 
     def __init__(self, path: Path, file: Any) -> None:
         self.path, self._file = path, file
@@ -120,29 +121,31 @@ class Store:
 def opened(
     path: str | os.PathLike[str], header: Mapping[str, Any]
 ) -> Iterator[tuple[Store, list[Row]]]:
-    """A file (which may be new) to append to, begun with a `header` that says which sweep it is,
-    and the results that it holds; DomainError where it holds something else or cannot be written.
+    """Open a new file, or one of the sweep with this `header`, to append to it.
+
+    Yields the store and the results in the file. DomainError if the file cannot be written or is
+    not of this sweep.
     """
     place = Path(path)
-    wanted = json.loads(json.dumps({**_written(), **header}, allow_nan=False))
-    there, rows, whole = _read(place) if place.exists() else (None, [], 0)
-    if there is not None:
-        _check_same(place, there, wanted)
+    expected = json.loads(json.dumps({**_version_header(), **header}, allow_nan=False))
+    stored, rows, size = _read(place) if place.exists() else (None, [], 0)
+    if stored is not None:
+        _check_same(place, stored, expected)
     try:
         file = open(place, "ab", buffering=0)  # noqa: SIM115 (`with` below)
-        file.truncate(whole)
+        file.truncate(size)
     except OSError as error:
         raise DomainError(f"path: cannot write {place}: {error.strerror or error}") from None
     with file:
         store = Store(place, file)
-        if there is None:
-            store.write(json.dumps(wanted, allow_nan=False) + "\n")
+        if stored is None:
+            store.write(json.dumps(expected, allow_nan=False) + "\n")
         yield store, rows
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
-    """The header and the results of a file, of a sweep that may still run; DomainError where it has
-    none."""
+    """The header and the results in the file of a finished, running or killed sweep; DomainError if
+    it has no header."""
     header, rows, _ = _read(Path(path))
     if header is None:
         raise DomainError(f"path = {str(path)!r}: no sweep: the file is empty")
@@ -150,13 +153,13 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
 
 
 def _read(place: Path) -> tuple[dict[str, Any] | None, list[Row], int]:
-    """The header (None of an empty file), the results, and the bytes of whole lines."""
+    """The header (None for an empty file), the results, and the size of complete lines in bytes."""
     try:
         if place.exists() and not place.is_file():
             raise DomainError(f"path: {place} is no regular file: name a new file")
         with open(place, "rb") as file:
             first = file.readline(LONGEST)
-            header, whole, rows = _header(place, first), len(first), []
+            header, length, rows = _header(place, first), len(first), []
             if header is None:
                 return None, [], 0
             size = math.prod(map(len, header["axes"].values()))
@@ -170,27 +173,27 @@ def _read(place: Path) -> tuple[dict[str, Any] | None, list[Row], int]:
                 if not 0 <= row.index < size:
                     raise _damaged(place, number, f"no configuration has the index {row.index}")
                 rows.append(row)
-                whole += len(line)
+                length += len(line)
     except OSError as error:
         raise DomainError(f"path: cannot read {place}: {error.strerror or error}") from None
-    return header, rows, whole
+    return header, rows, length
 
 
 def _header(place: Path, first: bytes) -> dict[str, Any] | None:
     if not first.endswith(b"\n"):
-        # A first line cut short is a sweep's of any version as far as this.
-        begun = json.dumps(_written()).encode()[: len('{"format": "moments sw')]
-        if begun.startswith(first[: len(begun)]) and len(first) < LONGEST:
+        # An incomplete first line is compared up to where headers of all versions agree.
+        prefix = json.dumps(_version_header()).encode()[: len('{"format": "moments sw')]
+        if prefix.startswith(first[: len(prefix)]) and len(first) < LONGEST:
             return None
         raise _foreign(place)
     try:
         header = parse_json(first, "line")
-        named = header["format"]
+        format_name = header["format"]
     except (ValueError, TypeError, KeyError):
         raise _foreign(place) from None
-    if named != FORMAT:
+    if format_name != FORMAT:
         raise DomainError(
-            f"path: {place} is of format {brief(named)}, and this version reads {FORMAT!r}"
+            f"path: {place} is of format {brief(format_name)}, and this version reads {FORMAT!r}"
         )
     kinds = {"model": dict, "axes": dict, "theory": str, "inputs": dict, "profile": bool}
     for name, kind in kinds.items():
@@ -201,19 +204,19 @@ def _header(place: Path, first: bytes) -> dict[str, Any] | None:
     return dict(header)
 
 
-def _written() -> dict[str, Any]:
+def _version_header() -> dict[str, Any]:
     from .. import __version__
 
     return {"format": FORMAT, "version": __version__}
 
 
 def of_another_version(header: Mapping[str, Any]) -> str:
-    """Whose predictions a file holds where they are not this version's, in words; else ""."""
-    here, there = _written()["version"], header.get("version")
-    if there == here:
+    """A note if a file was written by another version of the package, else ""."""
+    version, stored = _version_header()["version"], header.get("version")
+    if stored == version:
         return ""
-    whose = "a version that kept no number" if there is None else f"moments {brief(there)}"
-    return f"predictions of {whose}, and those of {here} may be others"
+    source = "a version that kept no number" if stored is None else f"moments {brief(stored)}"
+    return f"predictions of {source}, and those of {version} may be others"
 
 
 def _foreign(place: Path) -> DomainError:
@@ -227,25 +230,25 @@ def _damaged(place: Path, number: int, why: object) -> DomainError:
     )
 
 
-def _check_same(place: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise where a file holds another sweep, or another version's, and say what differs."""
-    if note := of_another_version(there):
+def _check_same(place: Path, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise DomainError with the first difference if a file is of another sweep or version."""
+    if note := of_another_version(stored):
         raise DomainError(
             f"path: {place} holds {note}: name a new file or remove this one, or go on with the "
             "version that began it; moments.Sweep.load reads what it holds"
         )
-    for name in sorted({*there, *wanted}):
-        if there.get(name) != wanted.get(name):
-            where = _difference(there.get(name), wanted.get(name))
+    for name in sorted({*stored, *expected}):
+        if stored.get(name) != expected.get(name):
+            where = _difference(stored.get(name), expected.get(name))
             raise DomainError(
                 f"path: {place} holds another sweep: {name}{where}; name a new file, or remove it"
             )
 
 
-def _difference(there: Any, wanted: Any) -> str:
-    """Where two entries first part, and how."""
-    if isinstance(there, dict) and isinstance(wanted, dict):
-        for name in [*wanted, *there]:
-            if there.get(name) != wanted.get(name):
-                return f".{name}{_difference(there.get(name), wanted.get(name))}"
-    return f" is {brief(there, 80)} there and {brief(wanted, 80)} here"
+def _difference(stored: Any, expected: Any) -> str:
+    """The path to the first difference of two entries, and both values."""
+    if isinstance(stored, dict) and isinstance(expected, dict):
+        for name in [*expected, *stored]:
+            if stored.get(name) != expected.get(name):
+                return f".{name}{_difference(stored.get(name), expected.get(name))}"
+    return f" is {brief(stored, 80)} there and {brief(expected, 80)} here"

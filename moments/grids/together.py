@@ -1,8 +1,7 @@
-"""Many configurations in one pass: declarations alike but for their numbers, as one with arrays.
+"""Many configurations in one pass: one declaration whose numbers are arrays over configurations.
 
-Laws broadcast over leading axes, so that leaves hold an array of the configurations' numbers. A
-further layer that keeps the stream and scales its branch by 0 changes nothing, so that different
-depths go together where every part of a layer is such a connection (Pre-LN, but not Post-LN).
+Laws broadcast over leading axes. A shallower model is padded with layers whose branches are scaled
+by 0, which is possible if every part of a layer is a residual connection (Pre-LN, but not Post-LN).
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ from ..prediction.result import Prediction
 from ..prediction.stack import Inputs, Stack, last_gradient
 
 OUTPUTS = ("loss", "loss_stderr", "logit_variance")
-"""What a prediction has of a head, else None."""
+"""Quantities of a prediction that are None without a head."""
 
 
 def kind(
     model: Transformer, theory: Theory, arguments: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """What configurations must share to go together; None for one that goes alone, as do classes of
-    positions and tokens one by one, which are arrays already."""
+    """The key that configurations of one pass share; None for a configuration that needs its own.
+
+    Predictions by token or by class of positions have array axes already, and run one by one.
+    """
     if model.encoder is not None or resolution_of(model, theory, arguments.get("tokens")):
         return None
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
@@ -46,7 +47,7 @@ def kind(
 
 
 def _extends(model: Transformer) -> bool:
-    """Whether layers that add nothing may follow its last."""
+    """Whether the stack can be padded with layers that add nothing."""
     return set(model.placements) <= {"pre", "sandwich", "none"} and (
         model.layernorm_scaling != "after-residual"
     )
@@ -58,32 +59,40 @@ def predict_together(
     moments: Mapping[str, np.ndarray],
     batch: int = 1,
 ) -> Prediction:
-    """`predict` of models of one `kind` at once, tokens alike, on one number each of its `moments`.
+    """`predict` for B models of one `kind`, with exchangeable tokens.
 
-    The stream's arrays are (B, N + 1), N of the deepest, and what a head gives (B,); of a shallower
-    one what is beyond its depth says nothing. Raises Unlike where declarations differ in more than
-    numbers.
+    Args:
+        models: declarations that differ only in numbers and depth.
+        theory, batch: as for `predict`.
+        moments: arguments of `predict`, each of shape (B,).
+
+    Returns:
+        A prediction whose stream has shape (B, N + 1), N of the deepest model, meaningless beyond
+        the depth of shallower ones; quantities of the head have shape (B,).
+
+    Raises:
+        Unlike: the declarations differ in more than numbers.
     """
     deepest = max(models, key=lambda model: model.layers)
     declaration = stacked_layers(models, theory)
     inputs = Inputs(moments.get("variance"), moments.get("correlation"))
     stack = _Together(declaration, deepest, theory, inputs, False, (len(models),))
-    given = (moments.get("grad_variance"), moments.get("grad_correlation"))
+    gradient = (moments.get("grad_variance"), moments.get("grad_correlation"))
     with computing(theory, [stack.run]):
         signal = stack.forward()
-        outcome = last_gradient(stack, signal, *given, None, None, batch)
+        outcome = last_gradient(stack, signal, *gradient, None, None, batch)
         stack.backward(outcome)
     p = stack.prediction(batch, outcome, None)
     shape = (len(models), deepest.layers + 1)
-    found: dict[str, Any] = {n: np.broadcast_to(getattr(p, n), shape) for n in QUANTITIES}
+    arrays: dict[str, Any] = {n: np.broadcast_to(getattr(p, n), shape) for n in QUANTITIES}
     for name in OUTPUTS:
         if getattr(p, name) is not None:
-            found[name] = np.broadcast_to(getattr(p, name), shape[:1])
-    return dataclasses.replace(p, **found)
+            arrays[name] = np.broadcast_to(getattr(p, name), shape[:1])
+    return dataclasses.replace(p, **arrays)
 
 
 class _Together(Stack):
-    """A stack whose declaration has a number for every configuration."""
+    """A stack whose declaration has arrays over configurations for numbers."""
 
     def __init__(self, declaration: Chain, *args: Any) -> None:
         self._declaration = declaration
@@ -93,11 +102,10 @@ class _Together(Stack):
         return self._declaration
 
     def _first(self, *args: Any) -> Kernel:
-        found = super()._first(*args)
-        count = self.shape
+        kernel = super()._first(*args)
         return Kernel(
-            np.array(np.broadcast_to(found.diagonal, count), dtype=float),
-            np.array(np.broadcast_to(found.off_diagonal, count), dtype=float),
+            np.array(np.broadcast_to(kernel.diagonal, self.shape), dtype=float),
+            np.array(np.broadcast_to(kernel.off_diagonal, self.shape), dtype=float),
         )
 
 
@@ -105,37 +113,38 @@ class _Together(Stack):
 
 
 def stacked_layers(models: Sequence[Transformer], theory: Theory) -> Chain:
-    """The layers of all models as one stack, as deep as the deepest; or Unlike."""
+    """One stack for all models, as deep as the deepest; raises Unlike if they differ too much."""
     depth = max(model.layers for model in models)
-    known = {
+    declared = {
         id(m): (declare_layer(m, theory, 1),) if _uniform(m) else declare(m, theory).children
         for m in {id(m): m for m in models}.values()
     }
+    stacks = [declared[id(model)] for model in models]
     cache: dict[tuple[Any, ...], Component] = {}
     layers = []
     for number in range(1, depth + 1):
-        over = tuple(i for i, model in enumerate(models) if model.layers < number)
-        here = [known[id(m)][min(number, len(known[id(m)])) - 1] for m in models]
-        key = (over, *map(id, here))
+        ended = tuple(i for i, model in enumerate(models) if model.layers < number)
+        at_depth = [stack[min(number, len(stack)) - 1] for stack in stacks]
+        key = (ended, *map(id, at_depth))
         if key not in cache:
-            cache[key] = _joined(here, over)
+            cache[key] = _joined(at_depth, ended)
         layers.append(Layer(cache[key], number))
     return Chain(tuple(layers))
 
 
-def _joined(layers: Sequence[Component], over: Sequence[int]) -> Component:
-    """One body of the layers' bodies; of stacks that are over, one that adds nothing."""
+def _joined(layers: Sequence[Component], ended: Sequence[int]) -> Component:
+    """One body for the layers of all models; models whose stack has `ended` add nothing."""
     bodies = [layer.body for layer in layers if isinstance(layer, Layer)]
-    going = next(i for i in range(len(bodies)) if i not in over)
-    for i in over:
-        bodies[i] = _adding_nothing(bodies[going])
-    found = joined(bodies, _side_by_side)
-    assert isinstance(found, Component)
-    return found
+    template = next(body for i, body in enumerate(bodies) if i not in ended)
+    for i in ended:
+        bodies[i] = _adding_nothing(template)
+    result = joined(bodies, _as_array)
+    assert isinstance(result, Component)
+    return result
 
 
 def _uniform(model: Transformer) -> bool:
-    """Whether every layer has the numbers of the first."""
+    """Whether all layers have equal numbers."""
     if model.layernorm_scaling or model.norm == "mix":
         return False
     per_layer: list[Any] = [model.skip_scale, model.branch_scale, model.norm_gain]
@@ -147,31 +156,28 @@ def _uniform(model: Transformer) -> bool:
 
 
 def _adding_nothing(body: Component) -> Component:
-    """The body of a layer that keeps the stream and adds nothing."""
-    parts = body.children if isinstance(body, Chain) else (body,)
-    found = []
-    for part in parts:
+    """The body with branches scaled by 0, which leaves the stream as it is."""
+    parts = []
+    for part in body.children if isinstance(body, Chain) else (body,):
         if type(part) is not Residual:
             raise Unlike(part.label)
-        branch = _without_logits(part.branch)
-        found.append(dataclasses.replace(part, branch=branch, skip_scale=1.0, branch_scale=0.0))
-    return body.with_children(tuple(found)) if isinstance(body, Chain) else found[0]
+        branch = _with_uniform_attention(part.branch)
+        parts.append(dataclasses.replace(part, branch=branch, skip_scale=1.0, branch_scale=0.0))
+    return body.with_children(tuple(parts)) if isinstance(body, Chain) else parts[0]
 
 
 HOT = 1e6
-"""A temperature that leaves logits next to no variance, whose attention costs least; what it does
-is multiplied by 0."""
+"""A temperature at which logits have almost no variance, and attention is cheapest to compute."""
 
 
-def _without_logits(part: Component) -> Any:
-    """A component whose attention is uniform."""
+def _with_uniform_attention(part: Component) -> Any:
     numbers: list[Any] = []
     structure = flattened(part, numbers)
-    names = fields_of(structure)
-    hot = (HOT if n == "temperature" else one for n, one in zip(names, numbers, strict=True))
-    return unflattened(structure, hot)
+    fields = zip(fields_of(structure), numbers, strict=True)
+    return unflattened(structure, (HOT if name == "temperature" else x for name, x in fields))
 
 
-def _side_by_side(_field: str, numbers: tuple[Any, ...]) -> Any:
+def _as_array(_field: str, numbers: tuple[Any, ...]) -> Any:
+    """A number that all configurations share, else an array."""
     first = numbers[0]
-    return first if all(one == first for one in numbers) else np.array(numbers)
+    return first if all(number == first for number in numbers) else np.array(numbers)

@@ -18,7 +18,7 @@ from ..engine.response import Around, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.structure import fields_of, flattened, joined
 from ..engine.trace import Record, Run, Trace
-from .network import ExchangeableWalk, Group
+from .network import Group
 
 ENDLESS = 10**9
 """Length of a sequence in whose averages a single token has no weight."""
@@ -27,7 +27,7 @@ _KERNEL_FIELDS = ("diagonal", "off_diagonal")
 _ZERO_OR_NOT = ("off_diagonal", "norm_response")
 
 
-class Alike(NamedTuple):
+class ExchangeableStack(NamedTuple):
     """A stack of exchangeable tokens, or of averaged ones.
 
     Attributes:
@@ -41,7 +41,7 @@ class Alike(NamedTuple):
     memory: Signal | None
 
     @classmethod
-    def of(cls, trace: Trace) -> Alike:
+    def from_trace(cls, trace: Trace) -> ExchangeableStack:
         """The stack of a trace, averaged over tokens where these are resolved."""
         passing, memory = trace.passing(), trace.memory
         length = trace.entering.seq_len
@@ -77,9 +77,6 @@ class Alike(NamedTuple):
                 shape = np.broadcast_shapes(*map(np.shape, axes))
                 result.append((Group(sublayer_of(one, shape), places, True), one))
         return result
-
-    def walk(self, layers: Sequence[Layer]) -> ExchangeableWalk:
-        return ExchangeableWalk([group for group, _ in self.sublayers(layers)])
 
 
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:

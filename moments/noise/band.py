@@ -36,8 +36,8 @@ from ..engine.response import (
 from ..engine.state import Array
 from ..engine.trace import Trace
 from ..errors import listed
-from .alike import Alike, across_sequences, sublayer_of, sublayer_starts
-from .network import Network, SensitivityWalk, SequentialWalk
+from .alike import ExchangeableStack, across_sequences, sublayer_of, sublayer_starts
+from .network import ExchangeableWalk, Network, SensitivityWalk, SequentialWalk
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -60,12 +60,8 @@ class GradientSource(Protocol):
     """Source of the gradient at the last layer: a loss, or a decoder that reads the stack."""
 
     def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
-        """The gradient at the last layer, over its trace, and the response of its source.
-
-        Args:
-            trace: both passes through the stack.
-            batch: number of sequences that share the weights.
-        """
+        """The gradient at the last layer, over its trace, and the response of its source, for
+        `batch` sequences that share the weights."""
 
 
 def log_variance(
@@ -91,7 +87,7 @@ def log_variance(
     layers = _layers(declaration)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         if top is None:
-            end: tuple[Matrix, Response] = GaussianSource.of(trace)
+            end: tuple[Matrix, Response] = GaussianSource.from_trace(trace)
         else:
             end = top.gradient_response(trace, _independent_kernels(trace, batch))
         network = _network(layers, trace, batch, end, across)
@@ -128,7 +124,12 @@ def _network(
     across: Sequence[Matrix] | None,
 ) -> Network:
     first, batch = trace.entering, _independent_kernels(trace, batch)
-    walk = SequentialWalk(_sublayers(trace)) if first.resolved else Alike.of(trace).walk(layers)
+    walk: SensitivityWalk
+    if first.resolved:
+        walk = SequentialWalk(_sublayers(trace))
+    else:
+        parts = ExchangeableStack.from_trace(trace).sublayers(layers)
+        walk = ExchangeableWalk([group for group, _ in parts])
     if across is None:
         covariances = mean_covariances(layers, trace, walk, batch)
     else:
@@ -145,16 +146,14 @@ def signal_log_variance(
 ) -> Array:
     """Var log v of the signal's variance at every point of the stream, shape (..., N + 1).
 
-    Args:
-        declaration, trace, batch, across: as `log_variance`.
-        real: (n,) by token, 1 for real tokens and 0 for padding; None: all are real.
+    `real` is (n,) by token, 1 for real tokens and 0 for padding; None: all are real.
     """
     layers = _layers(declaration)
     kernels = [
         matrix_of(point.signal.second_moment(), point.signal.seq_len) for point in trace.stream()
     ]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        network = _network(layers, trace, batch, GaussianSource.of(trace), across)
+        network = _network(layers, trace, batch, GaussianSource.from_trace(trace), across)
         starts = sublayer_starts(layers)
 
         def variance(points: Sequence[int]) -> Array:
@@ -207,7 +206,7 @@ class GaussianSource:
     width: Array
 
     @classmethod
-    def of(cls, trace: Trace) -> tuple[Matrix, GaussianSource]:
+    def from_trace(cls, trace: Trace) -> tuple[Matrix, GaussianSource]:
         """The gradient at the last layer, over its trace, and its source."""
         signal, gradient = trace.passing()[-1]
         grad_out = matrix_of(gradient.kernel, signal.seq_len)
@@ -257,8 +256,7 @@ def _at_points(
         near = np.geomspace(1, layers, most // 2).round() - 1
         targets = np.union1d(near, np.linspace(0, layers - 1, most // 2).round())
     targets = np.unique(np.append(targets, layers)).astype(int)
-    parts = sum(len(group.places) for group in network.walk.groups)
-    size = max(1, CHUNK_ENTRIES // (network.last_gradient.size * parts))
+    size = max(1, CHUNK_ENTRIES // (network.last_gradient.size * network.parts))
     result = [
         variance(targets[first : first + size].tolist()) for first in range(0, len(targets), size)
     ]

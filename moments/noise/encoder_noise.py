@@ -40,7 +40,7 @@ from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
 from ..layers.attention.kernels.exact_rows import AlikeRows
 from ..layers.attention.projections import logit_law
-from .alike import Alike, averaged_tokens, stacked
+from .alike import ExchangeableStack, averaged_tokens, stacked
 from .band import GaussianSource, GradientSource, mean_covariances
 from .network import ExchangeableWalk, Group, Network, SideOutput, matvec
 
@@ -65,7 +65,7 @@ class Modes:
         """Weights of the eigenvalues in the variance of a token."""
         return self.count / self.seq_len
 
-    def of(self, kernel: Kernel) -> Array:
+    def eigenvalues(self, kernel: Kernel) -> Array:
         """Eigenvalues (..., 2) of a kernel."""
         diagonal, off_diagonal = np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal)
         return np.stack(
@@ -87,12 +87,8 @@ class Modes:
 
 @dataclass(frozen=True, eq=False)
 class DecoderTop:
-    """The decoder as the source of its encoder's gradient (a `band.GradientSource`).
-
-    Attributes:
-        declaration, trace: of the decoder.
-        top: source of the decoder's own last gradient; None: an independent Gaussian tensor.
-    """
+    """The decoder as the source of its encoder's gradient (a `band.GradientSource`); `top` is the
+    source of its own last gradient, None: an independent Gaussian tensor."""
 
     declaration: Chain
     trace: Trace
@@ -117,11 +113,11 @@ class DecoderTop:
         """(..., 2, 2) derivative of the memory gradient's modes by relative changes of the memory's
         modes, and covariance of the gradient's modes; both over the gradient's variance."""
         layers = [part for part in self.declaration.children if isinstance(part, Layer)]
-        decoder = Alike.of(self.trace)
+        decoder = ExchangeableStack.from_trace(self.trace)
         parts = decoder.sublayers(layers)
         groups = [group for group, _ in parts]
         shape = groups[0].sublayer.grad_in.shape[:-3]
-        perturbed = _Memory.of(memory, modes, batch, shape)
+        perturbed = _Memory.perturbed(memory, modes, batch, shape)
         contributions: list[tuple[Group, _Contribution]] = []
         for group, record in parts:
             reader = next((one for one in record.leaves() if one.memory is not None), None)
@@ -140,7 +136,7 @@ class DecoderTop:
         """The decoder's own last gradient and its source, for exchangeable tokens."""
         first, sequences = self.trace.entering, 1
         if self.top is None:
-            end: tuple[Matrix, Response] = GaussianSource.of(self.trace)
+            end: tuple[Matrix, Response] = GaussianSource.from_trace(self.trace)
         else:
             if first.resolved is True:
                 sequences = first.kernel.off_diagonal.shape[-1] // first.seq_len
@@ -187,14 +183,16 @@ class _Memory(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, memory: Signal, modes: Modes, batch: float, shape: tuple[int, ...]) -> _Memory:
+    def perturbed(
+        cls, memory: Signal, modes: Modes, batch: float, shape: tuple[int, ...]
+    ) -> _Memory:
         tokens = averaged_tokens(memory.second_moment(), modes.seq_len)
-        base = np.broadcast_to(modes.of(tokens), (*shape, 2))
+        base = np.broadcast_to(modes.eigenvalues(tokens), (*shape, 2))
         steps = STEP * np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
         kernel = modes.kernel(base * (1 + steps.reshape(5, *(1,) * (base.ndim - 1), 2)))
         fixed = Fluctuation.fixed(kernel)
-        perturbed = Signal(kernel, modes.seq_len, width=memory.width, fluctuation=fixed)
-        return cls(stacked([perturbed]), modes, batch, shape)
+        signal = Signal(kernel, modes.seq_len, width=memory.width, fluctuation=fixed)
+        return cls(stacked([signal]), modes, batch, shape)
 
 
 def _contribution(record: Record, reader: Record, memory: _Memory) -> _Contribution:
@@ -202,7 +200,7 @@ def _contribution(record: Record, reader: Record, memory: _Memory) -> _Contribut
     modes, attention = Modes(record.input.seq_len), reader.component
     kernel, gradient = record.input.kernel, record.grad_out.kernel
     shape = (*memory.shape, np.shape(kernel.diagonal)[-1], 2)
-    base, grad_out = (np.broadcast_to(modes.of(one), shape) for one in (kernel, gradient))
+    base, grad_out = (np.broadcast_to(modes.eigenvalues(one), shape) for one in (kernel, gradient))
     axes = (1,) * (base.ndim - 1)
     steps = STEP * np.array([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1]])
     perturbed = modes.kernel(base * (1 + steps.reshape(5, *axes, 2)))
@@ -217,7 +215,7 @@ def _contribution(record: Record, reader: Record, memory: _Memory) -> _Contribut
     passed = forward(chain, signal, memory.memory)[1].backward(basis)
     (read,) = (one for one in passed.leaves() if one.grad_memory is not None)
     assert read.grad_memory is not None
-    sent = memory.modes.of(read.grad_memory.kernel)
+    sent = memory.modes.eigenvalues(read.grad_memory.kernel)
     sent = np.broadcast_to(sent, np.broadcast_shapes(sent.shape, (2, 5, *base.shape)))
     maps = np.asarray(scale)[..., None, None] * np.moveaxis(sent, 0, -1)
     noise = _noise(attention, maps[0], grad_out, _first(read.input.kernel), memory, modes)
@@ -290,7 +288,8 @@ def _covariance(
         noise = noise + own + cross[..., None] * np.eye(2)
         carried = carried + added
     noise = noise / (memory.batch * size[..., None, None] ** 2)
-    variances = network.with_walk(walk.with_side_outputs(side_outputs)).variance([0, 0, 0])
+    walk.side_outputs = side_outputs
+    variances = network.variance([0, 0, 0])
     cross = (variances[2] - variances[0] - variances[1]) / 2
     rows = np.stack([variances[0], cross], -1), np.stack([cross, variances[1]], -1)
     return noise + np.stack(rows, axis=-2)

@@ -159,7 +159,7 @@ class HeadTop:
             if not isinstance(leaf, Pool):
                 response = around.alone(record, response, _kappa(leaf, record.output))
             parts.append(response)
-        parts.append(_Loss.of(self.readout, last, unit, batch))
+        parts.append(_Loss.from_readout(self.readout, last, unit, batch))
         return first, Sequence(tuple(parts))
 
 
@@ -199,7 +199,7 @@ class _Loss:
     shared: Array
 
     @classmethod
-    def of(cls, readout: Readout, grad_in: Array, unit: Array, batch: float) -> _Loss:
+    def from_readout(cls, readout: Readout, grad_in: Array, unit: Array, batch: float) -> _Loss:
         kernel, length = readout.kernel, readout.seq_len
         # Derivatives of the gradient's kernel, as in `Elementwise.of`.
         first, second = kernel.over_tokens(kernel.diagonal)

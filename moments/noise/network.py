@@ -12,8 +12,6 @@ See docs/theory/band.md, What fluctuates. See docs/theory/band.md, The floor."""
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from ..engine.response import (
     SINGLE,
     Matrix,
     Response,
+    SignalAdjoint,
     Sublayer,
     diagonal_matrix,
     matrix_of,
@@ -70,13 +69,8 @@ class Group(NamedTuple):
 
 
 class GroupSensitivity(NamedTuple):
-    """Sensitivities at a group of parts.
-
-    Attributes:
-        sensitivity: of the forward pass to the gradients at the parts' inputs, of the backward pass
-            to the signals at their outputs.
-        adjoint: the `GradientAdjoint` or `SignalAdjoint` of that sensitivity.
-    """
+    """Sensitivities to the gradients at the inputs of a group of parts (forward pass), or to the
+    signals at their outputs (backward), and their `GradientAdjoint` or `SignalAdjoint`."""
 
     group: Group
     sensitivity: Matrix
@@ -119,60 +113,51 @@ class SequentialWalk:
         return result, sensitivity
 
     def backward(
-        self, passed: Sequence[GroupSensitivity], last: Matrix
+        self,
+        starts: Sequence[int],
+        sensitivities: Sequence[Matrix],
+        passed: list[GroupSensitivity] | None = None,
     ) -> tuple[list[GroupSensitivity], Matrix]:
-        """Propagate Gamma backward from `last`, with respect to the last signal.
+        """Propagate Gamma backward.
 
         Args:
-            passed: the result of `forward`, through whose parts y depends on signals too.
+            starts: parts at whose inputs `sensitivities` to the signal begin, in descending order;
+                the number of parts is the network's output.
+            sensitivities: (targets, ..., L, L), for one or more targets each.
+            passed: the result of `forward`, if the targets depend on gradients too.
 
         Returns:
-            Gamma at every part and Gamma with respect to the first signal.
-        """
-        result, sensitivity = [], last
-        for group, _, forward in reversed(passed):
-            adjoint = group.sublayer.signal_adjoint(sensitivity, forward.exposure)
-            result.append(GroupSensitivity(group, sensitivity, adjoint))
-            sensitivity = adjoint.sensitivity
-        return result, sensitivity
-
-    def backward_of_signals(
-        self, starts: Sequence[int], sensitivities: Sequence[Matrix]
-    ) -> tuple[list[GroupSensitivity], Matrix]:
-        """`backward` for scalars that are functions of the signal alone.
-
-        Args:
-            starts: the parts at whose inputs the scalars are taken, in descending order; the number
-                of parts is the network's output.
-            sensitivities: (1, ..., L, L) each, of each scalar to the signal there.
+            Gamma at every part, and Gamma with respect to the first signal.
         """
         assert list(starts) == sorted(starts, reverse=True)
         sensitivity, result = sensitivities[0][:0], []
         for k in range(len(self.groups), -1, -1):
             begun = [one for start, one in zip(starts, sensitivities, strict=True) if start == k]
-            sensitivity = stacked([sensitivity, *begun])
+            sensitivity = stacked([sensitivity, *begun]) if begun else sensitivity
             if k and len(sensitivity):
                 group = self.groups[k - 1]
-                adjoint = adjoint_of_signal(group.sublayer, sensitivity)
+                forward = passed[k - 1] if passed else None
+                adjoint = _signal_adjoint(group.sublayer, sensitivity, forward)
                 result.append(GroupSensitivity(group, sensitivity, adjoint))
                 sensitivity = adjoint.sensitivity
         return result, sensitivity
 
 
-def adjoint_of_signal(sublayer: Sublayer, sensitivity: Matrix) -> Any:
-    """`signal_adjoint` of a scalar that does not depend on gradients."""
-    return sublayer.signal_adjoint(sensitivity, sublayer.gradient_adjoint(sensitivity[:0]).exposure)
+def _signal_adjoint(
+    sublayer: Sublayer, sensitivity: Matrix, forward: GroupSensitivity | None
+) -> SignalAdjoint:
+    """Adjoint of a scalar that passed `forward`, or does not depend on gradients (None)."""
+    adjoint = sublayer.gradient_adjoint(sensitivity[:0]) if forward is None else forward.adjoint
+    return sublayer.signal_adjoint(sensitivity, adjoint.exposure)
 
 
 class SideOutput(NamedTuple):
-    """Contribution to y of the gradient that one part sends to another tensor it reads, a decoder's
-    layer to its memory. Exchangeable tokens; shapes (targets, ..., 2) or (targets, ...).
+    """Contribution to y of the gradient that a part sends to another tensor it reads, the memory.
 
     Attributes:
-        sensitivity: to the gradient at the part's output, in any unit: to its diagonal and its
-            off-diagonal entry.
-        share: fraction of y that this contribution makes up.
-        exposure: sensitivity to the signal at the part's input.
+        sensitivity: (targets, ..., 2) to the gradient at the part's output, in any unit.
+        share: (targets, ...) fraction of y.
+        exposure: (targets, ..., 2) to the signal at the part's input.
     """
 
     sensitivity: Array
@@ -182,11 +167,16 @@ class SideOutput(NamedTuple):
 
 class ExchangeableWalk:
     """Propagation of sensitivities for exchangeable tokens: a part is a 2 x 2 matrix that acts on
-    (diagonal, off-diagonal), and a group of parts is evaluated once."""
+    (diagonal, off-diagonal), and a group of parts is evaluated once.
+
+    Attributes:
+        side_outputs: if set, y is the sum of these contributions, by the index of the part behind
+            each; the `starts` of `forward` then only give the number of targets.
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
-        self._side_outputs: Mapping[int, SideOutput] | None = None
+        self.side_outputs: Mapping[int, SideOutput] | None = None
         count = sum(len(group.places) for group in groups)
         self._gradient_maps, self._signal_maps, self._grad_in = (
             [np.zeros(0)] * count for _ in range(3)
@@ -197,23 +187,15 @@ class ExchangeableWalk:
             axes = sublayer.grad_in.shape[:-2]
             units = np.eye(2).reshape(2, *(1,) * len(axes), 2)
             basis = _matrix(np.broadcast_to(units, (2, *axes, 2)), classes)
-            images = (
-                sublayer.gradient_adjoint(basis).sensitivity,
-                adjoint_of_signal(sublayer, basis).sensitivity,
+            adjoints = sublayer.gradient_adjoint(basis), _signal_adjoint(sublayer, basis, None)
+            of_gradients, of_signals = (
+                np.moveaxis(_entries(one.sensitivity), 0, -1) for one in adjoints
             )
-            of_gradients, of_signals = (np.moveaxis(_entries(one), 0, -1) for one in images)
             coefficients = _sum_coefficients(sublayer.grad_in)
             for j, place in enumerate(group.places):
                 self._gradient_maps[place] = of_gradients[..., j, :, :]
                 self._signal_maps[place] = of_signals[..., j, :, :]
                 self._grad_in[place] = coefficients[..., j, :]
-
-    def with_side_outputs(self, side_outputs: Mapping[int, SideOutput]) -> ExchangeableWalk:
-        """The walk of a y that sums these contributions, by the index of the part behind each; the
-        `starts` of `forward` then give the number of targets alone."""
-        result = copy.copy(self)
-        result._side_outputs = side_outputs
-        return result
 
     def forward(
         self, starts: Sequence[int], last_gradient: Matrix
@@ -224,70 +206,60 @@ class ExchangeableWalk:
         share, identity, at_inputs = current[..., 0], np.array([1.0, 0.0]), []
         for k, grad_in in enumerate([*self._grad_in, _sum_coefficients(last_gradient)]):
             current = _with_share(current, grad_in, share)
-            if self._side_outputs is None:
+            if self.side_outputs is None:
                 begin = begins == k
                 current = np.where(begin, _with_share(identity, grad_in, 1.0), current)
                 share = share + begin[..., 0]
-            elif k in self._side_outputs:
-                side = self._side_outputs[k]
+            elif k in self.side_outputs:
+                side = self.side_outputs[k]
                 current = current + _with_share(side.sensitivity, grad_in, side.share)
                 share = share + side.share
             at_inputs.append(current)
             if k < len(self._grad_in):
                 current = matvec(self._gradient_maps[k], current)
         classes = last_gradient.classes
-        adjoints = [group.sublayer.gradient_adjoint for group in self.groups]
-        return self._evaluated(adjoints, at_inputs, classes), _matrix(at_inputs[-1], classes)
+        result = []
+        for group, sensitivity in self._at_groups(at_inputs, classes):
+            adjoint = group.sublayer.gradient_adjoint(sensitivity)
+            result.append(GroupSensitivity(group, sensitivity, adjoint))
+        return result, _matrix(at_inputs[-1], classes)
 
     def backward(
-        self, passed: Sequence[GroupSensitivity], last: Matrix
+        self,
+        starts: Sequence[int],
+        sensitivities: Sequence[Matrix],
+        passed: list[GroupSensitivity] | None = None,
     ) -> tuple[list[GroupSensitivity], Matrix]:
-        """As `SequentialWalk.backward`."""
-        count = len(self._grad_in)
+        """As `SequentialWalk.backward`, with `starts` in any order."""
+        classes, count = sensitivities[0].classes, len(self._grad_in)
         exposed: list[Array] = [0.0] * count
-        for group, sensitivity, forward in passed:
+        for group, sensitivity, forward in passed or ():
             source = group.sublayer.signal_adjoint(0.0 * sensitivity, forward.exposure).sensitivity
             entries = _entries(source)
             for j, place in enumerate(group.places):
                 exposed[place] = entries[..., j, :]
-        current, at_outputs = _entries(last), [np.zeros(0)] * count
-        for k in range(count - 1, -1, -1):
-            at_outputs[k] = current
-            current = matvec(self._signal_maps[k], current) + exposed[k]
-            if self._side_outputs is not None and k + 1 in self._side_outputs:
-                current = current + self._side_outputs[k + 1].exposure
-        adjoints = [
-            functools.partial(group.sublayer.signal_adjoint, exposure=forward.exposure)
-            for group, _, forward in passed
-        ]
-        return self._evaluated(adjoints, at_outputs, last.classes), _matrix(current, last.classes)
-
-    def backward_of_signals(
-        self, starts: Sequence[int], sensitivities: Sequence[Matrix]
-    ) -> tuple[list[GroupSensitivity], Matrix]:
-        """As `SequentialWalk.backward_of_signals`, with `starts` in any order."""
-        classes = sensitivities[0].classes
         initial = np.concatenate([_entries(one) for one in sensitivities])
         begins = np.asarray(starts).reshape(-1, *(1,) * (initial.ndim - 1))
-        current, at_outputs = np.zeros_like(initial), [initial] * len(self._grad_in)
-        for k in range(len(self._grad_in), -1, -1):
+        current, at_outputs = np.zeros_like(initial), [initial] * count
+        for k in range(count, -1, -1):
+            if k < count:
+                at_outputs[k] = current
+                current = matvec(self._signal_maps[k], current) + exposed[k]
+                if self.side_outputs is not None and k + 1 in self.side_outputs:
+                    current = current + self.side_outputs[k + 1].exposure
             current = np.where(begins == k, initial, current)
-            if k:
-                at_outputs[k - 1] = current
-                current = matvec(self._signal_maps[k - 1], current)
-        adjoints = [functools.partial(adjoint_of_signal, group.sublayer) for group in self.groups]
-        return self._evaluated(adjoints, at_outputs, classes), _matrix(current, classes)
-
-    def _evaluated(
-        self, adjoints: Sequence[Any], by_place: Sequence[Array], classes: PositionClasses
-    ) -> list[GroupSensitivity]:
-        """Apply each group's adjoint to the sensitivities at its parts."""
         result = []
-        for group, adjoint in zip(self.groups, adjoints, strict=True):
-            entries = np.stack([by_place[k] for k in group.places], axis=-2)
-            sensitivity = _matrix(entries, classes)
-            result.append(GroupSensitivity(group, sensitivity, adjoint(sensitivity)))
-        return result
+        for g, (group, sensitivity) in enumerate(self._at_groups(at_outputs, classes)):
+            adjoint = _signal_adjoint(group.sublayer, sensitivity, passed[g] if passed else None)
+            result.append(GroupSensitivity(group, sensitivity, adjoint))
+        return result, _matrix(current, classes)
+
+    def _at_groups(
+        self, by_place: Sequence[Array], classes: PositionClasses
+    ) -> Iterator[tuple[Group, Matrix]]:
+        """Sensitivities (..., 2) of all parts as matrices of each group."""
+        for group in self.groups:
+            yield group, _matrix(np.stack([by_place[k] for k in group.places], axis=-2), classes)
 
 
 SensitivityWalk = SequentialWalk | ExchangeableWalk
@@ -345,14 +317,9 @@ class Network:
         self.last_gradient, self.end = end
         self.across, self.mean_covariances = across, mean_covariances
         self.walk, self.first, self.batch = walk, first, batch
+        self.parts = sum(len(group.places) for group in walk.groups)
         self.width = first.width
         self._coherence: dict[int, Array] = {}
-
-    def with_walk(self, walk: SensitivityWalk) -> Network:
-        """The same network with another walk through the same parts."""
-        result = copy.copy(self)
-        result.walk = walk
-        return result
 
     def variance(self, starts: Sequence[int]) -> Array:
         """(starts, ...): Var y for y at the inputs of these parts (or the network's output), in
@@ -371,7 +338,7 @@ class Network:
             noise[: len(floor)] += group.summed(floor)
         last = self.end.signal_adjoint(0.0 * sensitivity, source.exposure)
         signal_noise = np.zeros(sensitivity.shape[:-2]) + last.noise / self.batch
-        backward = self.walk.backward(passed, last.sensitivity)
+        backward = self.walk.backward([self.parts], [last.sensitivity], passed)
         return noise + self._with_signal_noise(signal_noise, *backward)
 
     def signal_variance(self, starts: Sequence[int], sensitivities: Sequence[Matrix]) -> Array:
@@ -379,7 +346,7 @@ class Network:
         these parts (or the network's output), in descending order, with these sensitivities."""
         if self.batch > 1:
             self._store_coherence(self.walk.forward([0], self.last_gradient)[0])
-        backward, sensitivity = self.walk.backward_of_signals(starts, sensitivities)
+        backward, sensitivity = self.walk.backward(starts, sensitivities)
         return self._with_signal_noise(np.zeros(sensitivity.shape[:-2]), backward, sensitivity)
 
     def _store_coherence(self, passed: Sequence[GroupSensitivity]) -> None:
@@ -479,7 +446,7 @@ class Network:
                 pairs = zip(group.by_place(carried), group.by_place(kappa), strict=True)
                 shares |= {k: (one, more) for (k, one), (_, more) in pairs}
         overlap, result = 1 / self.width + 0 * next(iter(self._coherence.values())), {}
-        for k in range(len(self._coherence)):
+        for k in range(self.parts):
             result[k] = overlap
             if k in shares:
                 carried, kappa = shares[k]
@@ -489,7 +456,7 @@ class Network:
         return result
 
     def _added_overlap(self, carried: Array, added: Array, kappa: Any) -> Array:
-        """What an addition adds to q; `carried` and `added` are shares of its sum."""
+        """Increase of q by an addition; `carried` and `added` are shares of its sum."""
         return np.asarray((2 * carried + kappa / 2 * added) * added / self.width)
 
     def _cross_sequence_noise(self, sensitivity: Matrix, group: Group) -> Array:

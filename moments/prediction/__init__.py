@@ -1,7 +1,7 @@
-"""`predict`, what it returns, and what a measurement of the same looks like.
+"""`predict`, its result, and measurements of the same quantities.
 
-`predict` declares and runs a `stack`, `gate` lets nothing out that is not finite, `result` is the
-`Prediction`; `explanation` takes one layer apart, law by law.
+`predict` declares and runs a `stack`, `gate` checks its numbers, `result` defines `Prediction`;
+`explanation` lists the laws of one layer.
 
 Imports `noise` and all below. Start with `predict`.
 """

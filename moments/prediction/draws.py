@@ -1,6 +1,6 @@
-"""Raw moments of single draws of the weights, and what they give together.
+"""Raw moments of single draws of the weights, and statistics over draws.
 
-Whoever runs a network, in whatever framework, hands over one `Draw` per draw of its weights.
+Code that runs a network, in any framework, returns one `Draw` per draw of its weights.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from ..errors import MomentsError
 
 Array = NDArray[np.float64]
 Place = tuple[int, str]
-"""A layer (0 for what comes before layer 1) and the name of a site in it."""
+"""A layer, 0 before layer 1, and the name of a site in it."""
 
 STREAM = "stream"
 
 QUANTITIES = ("variance", "correlation", "grad_variance", "grad_correlation")
-"""Of every point of the stream: of the signal, then of its gradient."""
+"""Quantities at every point of the stream."""
 
 CENTRED_SITES = frozenset({"ffn.activation", "ffn.activation_dropout", "head.transform"})
-"""Sites whose ensemble mean is not zero. Everywhere else the last random matrix on the way, or its
-norm, is symmetric about zero, so the mean vanishes exactly; subtracting an estimate of it instead
-would take out 1/(draws * d_model) of the variance of a stream whose tokens agree."""
+"""Sites whose ensemble mean is not zero. At others it vanishes exactly, by the symmetry of the last
+random matrix; subtracting an estimate would remove 1/(draws * d_model) of the variance of a stream
+of identical tokens."""
 
 OUTPUT_SITES = frozenset(
     ("final.norm", "final.dropout", "head.factor", "head.transform", "head.norm", "logits")
 )
-"""Sites after the last layer N, which count as layer N + 1."""
+"""Sites behind the last layer N, in layer N + 1."""
 
 
 @dataclass(frozen=True)
 class RawMoments:
-    """Moments about zero of a (batch, L, features) tensor, some tokens of which may be padding: of
-    all entries, of their squares, of x_i x_j over ordered pairs i != j of one sequence and over
-    features, and (L,) of the squares by position, 0 where all is padding."""
+    """Moments about zero of the real tokens of a (batch, L, features) tensor: means of entries, of
+    their squares, of x_i x_j over features and ordered pairs i != j of one sequence, and (L,) of
+    squares by position, 0 where all sequences have padding."""
 
     mean: float
     square: float
@@ -48,7 +48,7 @@ class RawMoments:
 
 
 class WeightGradient(NamedTuple):
-    """One matrix whose gradient was taken: its layer (0 outside the layers), role and parameter."""
+    """A matrix: its layer (0 outside the layers), role and parameter name."""
 
     layer: int
     weight: str
@@ -57,9 +57,9 @@ class WeightGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """Everything seen in one forward and backward pass through one draw of the weights: raw moments
-    of activations and of dLoss/dx by place, the squared Frobenius norm of every matrix's gradient,
-    loss and logits where there are any, and the same of the encoder that cross-attention read."""
+    """Results of one forward and backward pass with one draw of the weights: raw moments of
+    activations and of dLoss/dx by place, the squared Frobenius norm of every matrix's gradient,
+    loss and logit variance with a head, and the draw of an encoder."""
 
     signal: Mapping[Place, RawMoments]
     gradient: Mapping[Place, RawMoments]
@@ -70,33 +70,33 @@ class Draw:
 
 
 class Statistic(NamedTuple):
-    """A quantity over draws: its value, its standard error and what each single draw gave."""
+    """A quantity over draws: its value, its standard error and the values of single draws."""
 
     value: float
     stderr: float
     samples: Array
 
     def row(self, name: str) -> dict[str, float]:
-        """Of a table's row what a column of that name has, and its neighbour."""
+        """The entries of a table's columns `name` and `name_stderr`."""
         return {name: self.value, f"{name}_stderr": self.stderr}
 
 
 def common_places(draws: Sequence[Mapping[Place, Any]]) -> list[Place]:
-    """The places that every draw saw, by layer; MomentsError where not all saw the same."""
+    """The places of the draws, by layer; MomentsError if these differ."""
     if any(set(draw) != set(draws[0]) for draw in draws):
         raise MomentsError("the draws passed different sites: each must run the same network")
     return sorted(draws[0], key=lambda place: place[0])
 
 
 def mean_over_draws(samples: Array) -> Statistic:
-    """Plain mean; the standard error is nan where there is one draw."""
+    """Arithmetic mean; the standard error is nan for one draw."""
     count = len(samples)
     stderr = float(np.std(samples, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
     return Statistic(float(np.mean(samples)), stderr, samples)
 
 
 def typical_over_draws(samples: Array) -> Statistic:
-    """Geometric mean, and its standard error by the delta method; 0 where a draw gave 0."""
+    """Geometric mean, with its standard error by the delta method; 0 if a draw is 0."""
     if np.any(samples <= 0):
         return Statistic(0.0, 0.0 if len(samples) > 1 else math.nan, samples)
     logarithm = mean_over_draws(np.log(samples))
@@ -105,7 +105,7 @@ def typical_over_draws(samples: Array) -> Statistic:
 
 
 def ratio_over_draws(numerator: Array, denominator: Array) -> Statistic:
-    """Ratio of the two means with its jackknife standard error; 0/0 counts as 0."""
+    """Ratio of the two means, with its jackknife standard error; 0/0 is 0."""
 
     def ratio(above: Array, below: Array) -> Array:
         return np.divide(above, below, out=np.zeros_like(above), where=below != 0)

@@ -48,15 +48,15 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class Step:
-    """One law at work, or one component that works by token.
+    """One evaluation of a law, or of a component without a closed law.
 
     Attributes:
-        site, way: of the network, and "forward" or "backward".
-        component, quantity: names under which `moments.component(...).law(...)` finds the law.
+        site, way: site in the network, and "forward" or "backward".
+        component, quantity: names of the law, for `moments.component(...).law(...)`.
         law: the formula; None for an "attention kernel", whose moments are sums over all pairs of
             tokens, a norm's "gain", a user's block's "law", "directions" that a gradient lacks
             (`directions`) and "experts" behind a router.
-        values, result: what its symbols were and what it gave, averaged over tokens.
+        values, result: values of its symbols and its value, averaged over tokens.
     """
 
     site: str
@@ -83,8 +83,7 @@ class Step:
 
 
 class Log:
-    """Every law of a layer, at the site and on the way where it is evaluated, under the name that
-    the registry has for it (`names_of_laws`)."""
+    """Records every law of a layer with site, direction and registered name (`names_of_laws`)."""
 
     def __init__(
         self, layout: SequenceLayout, names: dict[Formula, tuple[str, str]], kept: dict[Any, Any]
@@ -94,7 +93,7 @@ class Log:
         self._where = ("", "")
 
     def forward(self, record: Record) -> None:
-        """Evaluate the leaves once more, in the order of the forward pass."""
+        """Evaluate the leaves again, in the order of the forward pass."""
         for child in record.children:
             self.forward(child)
         component = record.component
@@ -109,7 +108,7 @@ class Log:
             self._sum(component.label, result, "forward", kept, added, None)
 
     def backward(self, record: Record) -> None:
-        """The same in the order of the backward pass."""
+        """Evaluate the leaves again, in the order of the backward pass."""
         component = record.component
         for child in component.way_back(record.children):
             self.backward(child)
@@ -119,7 +118,7 @@ class Log:
             self._complete(component, "backward", grad_in.kernel, steps)
         result = component.addition(record)
         if result is not None:
-            # The branch was sent branch_scale^2 of the gradient, and the law counts it again.
+            # The branch's gradient already contains branch_scale^2, which the law multiplies.
             factor = 1 / result.adding if result.adding else 0.0
             kept = result.kept.grad_out.kernel
             added = result.added.grad_in.kernel.scaled(factor)
@@ -128,7 +127,7 @@ class Log:
 
     @contextmanager
     def _at(self, site: str, way: str) -> Iterator[list[Step]]:
-        """While the component at a site is passed; gives what it adds to the steps."""
+        """Record the laws evaluated inside the context; yields their steps."""
         self._where = (site, way)
         count = len(self.steps)
         added: list[Step] = []
@@ -146,7 +145,7 @@ class Log:
         return float(self.layout.average(np.ravel(value) if np.ndim(value) else value))
 
     def _of_pairs(self, value: Any) -> float:
-        """Over pairs of different tokens of a sequence."""
+        """Average over pairs of different tokens of a sequence."""
         if np.ndim(value) == 0:
             return float(value)
         count = max(np.shape(value))
@@ -156,7 +155,7 @@ class Log:
         return float(self.layout.token_average(Kernel.of_matrix(matrix))[1])
 
     def _complete(self, leaf: Component, way: str, kernel: Kernel, steps: list[Step]) -> None:
-        """Add what a component gives where none of its laws said so."""
+        """Add steps for the output's moments if no law of the component had that result."""
         prefix = "" if way == "forward" else "grad_"
         component = GAIN if hasattr(leaf, "gain") else DIRECTIONS
         if hasattr(leaf, "law"):
@@ -168,10 +167,10 @@ class Log:
         for quantity, value in zip(
             ("variance", "covariance"), self.layout.token_average(kernel), strict=True
         ):
-            name, given = prefix + quantity, float(value)
-            said = [step.result for step in steps if step.quantity == name]
-            if not said or abs(said[-1] - given) > 1e-9 * max(abs(given), 1e-12):
-                self.steps.append(Step(leaf.label, way, component, name, None, {}, given))
+            name, actual = prefix + quantity, float(value)
+            results = [step.result for step in steps if step.quantity == name]
+            if not results or abs(results[-1] - actual) > 1e-9 * max(abs(actual), 1e-12):
+                self.steps.append(Step(leaf.label, way, component, name, None, {}, actual))
 
     def _sum(
         self,
@@ -182,12 +181,12 @@ class Log:
         added: Kernel,
         total: Kernel | None,
     ) -> None:
-        """A residual addition: what is kept, what the branch adds, and the sum."""
+        """Add the step of a residual sum of the kernels `kept` and `added`."""
         one, two = (float(self.layout.token_average(k)[0]) for k in (kept, added))
         skip, branch = float(of.keeping), float(of.adding)
         prefix = "" if way == "forward" else "grad_"
-        # Not correlated at initialisation, but for what scale invariance takes from a gradient and
-        # norms that persist add to it (`directions`).
+        # Uncorrelated at initialisation, except for corrections of order 1/width to gradients
+        # (`directions`).
         cross = 2 * np.sqrt(skip * branch * one * two)
         overlap = 0.0
         if total is not None and cross:
@@ -206,7 +205,7 @@ class Log:
 
 
 def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
-    """Where the registry has each law, by its formula."""
+    """Component and quantity of each registered law, by its formula."""
     result: dict[Formula, tuple[str, str]] = {}
     for name in components():
         for theory in ("simplified", "published", "refined"):
@@ -220,8 +219,8 @@ def names_of_laws(model: Transformer) -> dict[Formula, tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The laws of one layer of a `model` in the order in which they were used, residual additions
-    included; `steps` are the laws with their numbers, `layer` counts from 1."""
+    """The laws of one layer of a `model`, residual sums included, in the order of evaluation:
+    `steps` with their numbers; `layer` counts from 1."""
 
     model: Transformer
     layer: int
@@ -265,8 +264,8 @@ class Explanation:
                     site = step.site
                     lines.append(f"  {site} ({step.component})")
                 values = ", ".join(f"{k} {v:.4g}" for k, v in step.values.items())
-                given = f"   from {values}" if values else ""
-                lines.append(f"    {step.quantity} = {step.result:.5g}{given}")
+                inputs = f"   from {values}" if values else ""
+                lines.append(f"    {step.quantity} = {step.result:.5g}{inputs}")
                 if step.law is not None:
                     formula = str(step.law.expr)
                     if "Integral(" in formula:
@@ -286,15 +285,15 @@ class Explanation:
 def explain(
     model: Transformer, layer: int, *, theory: Theory = "refined", **inputs: Any
 ) -> Explanation:
-    """The recursion at one layer: every law, the numbers in it, and where it comes from.
+    """The recursion at one layer: every law with its numbers and its source.
 
-    docs/theory/index.md has what ties the laws together.
+    docs/theory/index.md relates the laws to each other.
 
     Args:
         model: the declaration.
         layer: its number, from 1.
-        theory: whose laws.
-        inputs: what `predict` takes, for one configuration.
+        theory: as in `predict`.
+        inputs: arguments of `predict`, for one configuration.
 
     Raises:
         DomainError: no such layer, several configurations at once, or as `predict`.

@@ -29,12 +29,8 @@ ROUNDING = 1e-9
 
 
 class Gate:
-    """Checks the numbers of one prediction and collects notes.
-
-    Args:
-        notes: earlier validity warnings, which error messages quote as a possible cause.
-        tokens: least number of real tokens of a sequence.
-    """
+    """Checks the numbers of one prediction and collects `notes`. Error messages quote earlier ones
+    as a possible cause; `tokens` is the least number of real tokens of a sequence."""
 
     def __init__(self, theory: Theory, notes: Sequence[str], tokens: int) -> None:
         self.theory, self.before, self.least = theory, tuple(notes), -1.0 / max(tokens - 1, 1)
@@ -63,12 +59,8 @@ class Gate:
         rounding: float = ROUNDING,
         places: Sequence[str] | None = None,
     ) -> Array:
-        """Mean squares of tokens or matrices, clipped at 0.
-
-        Args:
-            rounding: negative values beyond this share of the largest value are noted.
-            places: names along the last axis; None: axes are (..., layers, tokens).
-        """
+        """Mean squares of tokens or matrices, clipped at 0, with a note beyond `rounding` times
+        the largest. `places` are names along the last axis; None: (..., layers, tokens)."""
         self.finite(what, values)
         least = np.min(values, initial=0.0)
         if least >= 0:
@@ -149,12 +141,8 @@ _SAID = {
 
 @contextlib.contextmanager
 def computing(theory: Theory, traces: Sequence[Run | Trace], rows: int = 1) -> Iterator[None]:
-    """Turn numerical errors inside the context into one DomainError that says where they occurred.
-
-    Args:
-        traces: of the stacks, in the order of computation.
-        rows: number of rows of the matrices, for `few_threads`.
-    """
+    """Turn numerical errors inside the context into one DomainError that says where they occurred,
+    from the stacks' `traces`, in order; `rows` of the matrices are for `few_threads`."""
     try:
         quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore")
         with few_threads(rows), quiet:

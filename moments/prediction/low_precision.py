@@ -329,7 +329,9 @@ def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
         elif record.component.label:
             sites[record.component.label] = record
     if "attention.projection" in sites and result:
-        result["output"] = _of_matrix(sites["attention.projection"], rng)
+        record = sites["attention.projection"]
+        read = _features(record.input.second_moment(), rng)
+        result["output"] = Drawn(read, _features(record.grad_out.kernel, rng))
     if "ffn.activation" not in sites or "ffn.out" not in sites:
         return result
     unit, weights = sites["ffn.activation"], model.layer_weights(layer)
@@ -351,11 +353,6 @@ def _drawn(prediction: Any, layer: int) -> dict[str, Drawn]:
         return result
     result["ffn_out"] = Drawn(hidden, _features(sites["ffn.out"].grad_out.kernel, rng))
     return result
-
-
-def _of_matrix(record: Record, rng: np.random.Generator) -> Drawn:
-    read = record.input.second_moment()
-    return Drawn(_features(read, rng), _features(record.grad_out.kernel, rng))
 
 
 def _of_attention(

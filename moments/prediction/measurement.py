@@ -1,10 +1,10 @@
-"""What a network was seen to do: moments at every point, with standard errors over draws."""
+"""Measured moments of a network at every point, with standard errors over draws."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,24 +40,24 @@ class Measurement:
     """Signal and gradient moments of a network that was run, over draws of its weights.
 
     The arrays are those of a `Prediction`: index 0 is the tensor entering layer 1, index n the one
-    leaving layer n. Each `*_stderr` is the standard error over draws, nan where `seeds` is 1.
+    leaving layer n. Each `*_stderr` is the standard error over draws, nan if `seeds` is 1.
 
     Attributes:
         layers, seq_len: N and L.
-        seeds, batch: draws, and sequences that shared each draw's weights.
-        source: what was run, in words.
+        seeds, batch: number of draws, and of sequences per draw.
+        source: description of the network.
         variance, correlation, grad_variance, grad_correlation: (N + 1,). A correlation is the mean
-            pair covariance over the mean variance, 0 where there is no pair or no variance.
+            pair covariance over the mean variance, 0 without pairs or variance.
         grad_variance_typical: (N + 1,) geometric mean over draws.
         token_variance, token_grad_variance: (N + 1, L).
         samples: variance, correlation, grad_variance and grad_correlation by draw, (seeds, N + 1).
-        loss, logit_variance: means over draws, None where there is no loss or no head; a loss is
-            in nats where it is a cross-entropy.
+        loss, logit_variance: means over draws, None without a loss or head; a cross-entropy is in
+            nats.
         variance_stderr, correlation_stderr, grad_variance_stderr, grad_correlation_stderr,
             grad_variance_typical_stderr, token_variance_stderr, token_grad_variance_stderr,
-            loss_stderr, logit_variance_stderr: of those.
-        site_rows, weight_gradient_rows: what `to_frame` and `weight_gradients` show.
-        encoder: of the model whose output cross-attention read, None where there is none.
+            loss_stderr, logit_variance_stderr: standard errors.
+        site_rows, weight_gradient_rows: rows of `to_frame` and `weight_gradients`.
+        encoder: measurement of the encoder; None without one.
     """
 
     layers: int
@@ -90,66 +90,42 @@ class Measurement:
 
     @classmethod
     def from_draws(cls, draws: Sequence[Draw], *, batch: int, source: str) -> Measurement:
-        """Assemble the statistics of one or more draws, which hold the same places and a whole
-        stream."""
+        """Compute the statistics of one or more draws with the same places and a whole stream."""
         places = common_places([draw.signal for draw in draws])
         layers = max(layer for layer, site in places if site not in OUTPUT_SITES)
         if missing := [n for n in range(layers + 1) if (n, STREAM) not in draws[0].signal]:
             raise MomentsError(f"no '{STREAM}' was seen at layers {missing}; map one to each layer")
 
-        rows: list[dict[str, Any]] = []
-        stream: dict[str, list[Statistic]] = {}
-        for layer, site in places:
-            place = (layer, site)
-            signal = moments_over_draws([d.signal[place] for d in draws], site in CENTRED_SITES)
-            gradient = moments_over_draws([d.gradient[place] for d in draws], centred=False)
-            statistics = signal | {
-                "grad_variance": gradient["variance"],
-                "grad_correlation": gradient["correlation"],
-            }
+        statistics = {place: _statistics(draws, place) for place in places}
+        stream = [statistics[n, STREAM] for n in range(layers + 1)]
+        for point in stream:
+            point["grad_variance_typical"] = typical_over_draws(point["grad_variance"].samples)
+        rows = []
+        for (layer, site), point in statistics.items():
             row: dict[str, Any] = {"layer": layer, "site": site}
-            for name, statistic in statistics.items():
-                row |= statistic.row(name)
+            for name in ("mean", *QUANTITIES):
+                row |= point[name].row(name)
             rows.append(row)
-            if site == STREAM:
-                typical = typical_over_draws(gradient["variance"].samples)
-                for name, statistic in (statistics | {"grad_variance_typical": typical}).items():
-                    stream.setdefault(name, []).append(statistic)
-
-        def array(name: str, part: str) -> Array:
-            return np.array([getattr(statistic, part) for statistic in stream[name]])
-
-        def by_token(moments: Callable[[Draw], Mapping[Place, RawMoments]]) -> tuple[Array, Array]:
-            tokens = np.array(
-                [[moments(d)[n, STREAM].token_square for n in range(layers + 1)] for d in draws]
-            )
-            if len(draws) == 1:
-                return tokens[0], np.full_like(tokens[0], math.nan)
-            return tokens.mean(0), tokens.std(0, ddof=1) / math.sqrt(len(draws))
-
-        def scalar(values: list[float | None]) -> tuple[float | None, float | None]:
-            known = [value for value in values if value is not None]
-            if not known:
-                return None, None
-            statistic = mean_over_draws(np.array(known))
-            return statistic.value, statistic.stderr
-
         weight_rows = []
         for weight in draws[0].weight_gradients:
             norm = mean_over_draws(np.array([draw.weight_gradients[weight] for draw in draws]))
             weight_rows.append(weight._asdict() | norm.row("squared_norm"))
-        read = [draw.encoder for draw in draws if draw.encoder is not None]
+        encoders = [draw.encoder for draw in draws if draw.encoder is not None]
         encoder = None
-        if read:
-            encoder = cls.from_draws(read, batch=batch, source=f"the encoder of {source}")
+        if encoders:
+            encoder = cls.from_draws(encoders, batch=batch, source=f"the encoder of {source}")
+
+        def array(name: str, part: str) -> Array:
+            return np.array([getattr(point[name], part) for point in stream])
+
         result: dict[str, tuple[Any, Any]] = {
             name: (array(name, "value"), array(name, "stderr"))
             for name in (*QUANTITIES, "grad_variance_typical")
         }
-        result["token_variance"] = by_token(lambda draw: draw.signal)
-        result["token_grad_variance"] = by_token(lambda draw: draw.gradient)
-        result["loss"] = scalar([draw.loss for draw in draws])
-        result["logit_variance"] = scalar([draw.logit_variance for draw in draws])
+        result["token_variance"] = _by_token([draw.signal for draw in draws], layers)
+        result["token_grad_variance"] = _by_token([draw.gradient for draw in draws], layers)
+        result["loss"] = _scalar([draw.loss for draw in draws])
+        result["logit_variance"] = _scalar([draw.logit_variance for draw in draws])
         return cls(
             layers=layers,
             seq_len=result["token_variance"][0].shape[1],
@@ -165,7 +141,7 @@ class Measurement:
         )
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per point inside the network, in the order the signal passes them.
+        """One row per site of the network, in the order of the forward pass.
 
         Columns: layer, site, then mean, variance, correlation, grad_variance and grad_correlation,
         each followed by its `_stderr`.
@@ -176,10 +152,10 @@ class Measurement:
         """Squared gradient norm of every parameter.
 
         Columns: layer (0 before the first, N + 1 after the last), weight (query, key, value,
-        output, ffn_in, ffn_out, ... or the parameter's own name), parameter, squared_norm,
-        squared_norm_stderr. A simulated loss, several texts and a measured module give the norm of
-        the whole batch's gradient, a simulation with an injected gradient that per sequence. A
-        simulated table that layers share has a row for what each layer sends, and one in layer 0.
+        output, ffn_in, ffn_out, ... or the parameter's name), parameter, squared_norm,
+        squared_norm_stderr. With a simulated loss, several texts, or a measured module it is the
+        norm of the batch's gradient, with an injected gradient that per sequence. A simulated table
+        shared by layers has a row for the gradient from each layer, and one in layer 0.
         """
         columns = [*WeightGradient._fields, "squared_norm", "squared_norm_stderr"]
         return as_frame(list(self.weight_gradient_rows), columns=columns)
@@ -196,10 +172,10 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Measurement:
-        """Read back what `to_dict` wrote.
+        """The inverse of `to_dict`.
 
         Raises:
-            DomainError: written in another format version.
+            DomainError: another format version.
         """
         fields = dict(stored)
         version = fields.pop("format_version", None)
@@ -241,8 +217,35 @@ class Measurement:
         return "\n".join([*lines, *([] if self.encoder is None else [repr(self.encoder)])])
 
 
+def _statistics(draws: Sequence[Draw], place: Place) -> dict[str, Statistic]:
+    """The mean and the `QUANTITIES` at one place."""
+    signal = [draw.signal[place] for draw in draws]
+    gradient = moments_over_draws([draw.gradient[place] for draw in draws], centred=False)
+    result = moments_over_draws(signal, place[1] in CENTRED_SITES)
+    result["grad_variance"] = gradient["variance"]
+    result["grad_correlation"] = gradient["correlation"]
+    return result
+
+
+def _by_token(draws: Sequence[Mapping[Place, RawMoments]], layers: int) -> tuple[Array, Array]:
+    """(N + 1, L) mean over draws of the stream's variance by token, and its standard error."""
+    tokens = np.array([[one[n, STREAM].token_square for n in range(layers + 1)] for one in draws])
+    if len(draws) == 1:
+        return tokens[0], np.full_like(tokens[0], math.nan)
+    return tokens.mean(0), tokens.std(0, ddof=1) / math.sqrt(len(draws))
+
+
+def _scalar(values: list[float | None]) -> tuple[float | None, float | None]:
+    """Mean over draws and its standard error; None without values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None, None
+    statistic = mean_over_draws(np.array(known))
+    return statistic.value, statistic.stderr
+
+
 def _some(count: int) -> list[int]:
-    """At most 13 indices, evenly spread, both ends among them."""
+    """At most 13 evenly spaced indices, including both ends."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, 13))})
 
 
@@ -251,15 +254,15 @@ def _with_error(value: float, stderr: float) -> str:
 
 
 def last_grad_kernel(measurement: Measurement) -> np.ndarray:
-    """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`:
-    variances by token, the mean covariance shared in proportion to their deviations."""
+    """The measured gradient at the last layer as an (L, L) kernel, for `predict(grad_kernel)`: the
+    mean covariance is distributed in proportion to the tokens' standard deviations."""
     variance = measurement.token_grad_variance[-1]
     deviation = np.sqrt(variance)
     kernel = np.outer(deviation, deviation)
     off_diagonal = kernel.sum() - np.trace(kernel)
     length = variance.size
     mean = measurement.grad_correlation[-1] * variance.mean() * length * (length - 1)
-    # Tokens without a target have no gradient; no kernel of the rest falls below -1/(active - 1).
+    # Tokens without a target have no gradient; others correlate by at least -1/(active - 1).
     active = max(int((variance > 0).sum()), 2)
     share = float(np.clip(mean / off_diagonal, -1 / (active - 1), 1.0)) if off_diagonal > 0 else 0.0
     return np.where(np.eye(length, dtype=bool), kernel, share * kernel)

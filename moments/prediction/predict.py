@@ -67,42 +67,41 @@ def predict(
             of them: from the head's loss where one is declared; else 1 and 0.
         theory: "refined", "published" (the papers' full forms) or "simplified" (their Tables 1
             and 2).
-        tokens: how finely tokens are followed under the refined theory. True: each by itself, at a
-            cost that grows with the cube of the length. False: as if all were alike. None: as
-            finely as what is given needs (`moments.prediction.resolution` has the table). Without a
-            mask, windows and a text they are alike. Under a causal mask, in windows (of which a
-            sequence has up to 72) and for texts they are followed by classes of positions
-            (`moments.engine.classes`), at any length, which also separate tokens of one word from
-            others where an embedding is read, an unknown text being one by Zipf's law. Each by
-            itself: up to 31 positions; texts of up to 64 tokens, 256 under rotary positions; images
-            and kernels; and under ALiBi, up to 512 in a sequence, longer ones only by True.
-            `Prediction.resolution` says which.
-        token_ids: integers of shape (L,) or (B, L), the text whose repetitions correlate the
-            tokens, as one batch; None: Zipf's law.
+        tokens: resolution of tokens in the refined theory. True: by token, at a cost that grows
+            with the cube of the length. False: all tokens are exchangeable. None: as fine as the
+            inputs need (rules in `moments.prediction.resolution`). Without mask, windows and text
+            tokens are exchangeable. With a causal mask, with windows (up to 72 in a sequence) and
+            for texts there are classes of positions (`moments.engine.classes`), at any length; if
+            an embedding is read these also distinguish pairs of the same word, in unknown texts by
+            Zipf's law. By token: up to 31 positions; texts of up to 64 tokens, 256 with rotary
+            positions; images and kernels; and with ALiBi, up to 512 tokens, beyond only if True.
+            `Prediction.resolution` tells which was chosen.
+        token_ids: integers of shape (L,) or (B, L), a text or a batch of texts, whose repeated
+            words correlate tokens; None: words by Zipf's law.
         segment_ids: likewise for the segment table; None with token_ids: one segment.
         pixels: images of shape (B, C, H, W) for a patch embedding; a spectrogram is one of one
             channel, bins down and time across.
-        targets: token ids of the loss, shaped as token_ids, -100 where there is none; classes (B,)
-            for a classifier. None: the next token of the sequence (or document) for a causal head,
-            else chosen at random.
+        targets: token ids of the loss, shaped as token_ids, -100 for no target; classes (B,) for a
+            classifier. None: the next token of the sequence (or document) for a causal head, else
+            random.
         kernel: second moments E[x_i x_j] per feature of the tensor that enters layer 1, shape
             (..., L, L), instead of variance and correlation.
         grad_kernel: likewise for the gradient at the last layer's output; (..., L, L).
-        attention_mask: shape (L,) or (B, L), 1 for a real token and 0 for padding, which no token
-            attends to and which neither averages nor the loss count; None: all are real.
-        document_ids: shape (L,) or (B, L), which document each token of a packed row belongs to, a
-            run of one number each (of lengths: numpy.repeat(numpy.arange(len(lengths)), lengths)).
-            A token sees its own document alone, embedded positions restart with each, a causal head
-            predicts none across, and correlations are those of pairs of one document. None: every
-            row is one.
-        encoder_inputs: for a model with an encoder, those of `variance`, `correlation`,
-            `token_ids`, `segment_ids`, `pixels`, `kernel` and `attention_mask` that describe it. Of
-            several texts every one of the decoder reads one of the encoder's: as many of both, or
-            one of either, which is repeated (an unknown text: as many unknown ones).
-        batch: sequences that share the weights; the more, the narrower `grad_variance_band`. With a
-            head, also those that the loss averages over. Sequences or images given one by one are
-            counted already: 1 and their number mean the same.
-        progress: whether to show a bar on standard error, layer by layer.
+        attention_mask: shape (L,) or (B, L), 1 for real tokens and 0 for padding, which is excluded
+            from attention, averages and the loss; None: all are real.
+        document_ids: shape (L,) or (B, L), the document of each token in packed rows, consecutive
+            for each document (of lengths: numpy.repeat(numpy.arange(len(lengths)), lengths)). A
+            token attends to its own document, embedded positions restart with each, a causal head
+            does not predict across, and correlations are averages over pairs of one document. None:
+            every row is one document.
+        encoder_inputs: for a model with an encoder, the arguments `variance`, `correlation`,
+            `token_ids`, `segment_ids`, `pixels`, `kernel` and `attention_mask` that describe its
+            input. Text k of the decoder reads text k of the encoder; a single text of either is
+            repeated (an unknown text: as many different ones).
+        batch: number of sequences that share the weights; more of them narrow
+            `grad_variance_band`, and the loss of a head averages over them. For given sequences or
+            images, 1 and their number mean the same.
+        progress: whether to show a progress bar on standard error.
 
     Returns:
         A `Prediction`: arrays over the stream, `table()`, `to_frame()`, `plot()`.
@@ -111,7 +110,7 @@ def predict(
         DomainError: a bad argument, a feature the theory does not cover, or numbers that overflow.
 
     Warns:
-        ValidityWarning: where a formula leaves the regime it was validated in; also in `warnings`.
+        ValidityWarning: if a formula leaves the regime it was validated in; also in `warnings`.
     """
     asked = {name: value for name, value in locals().items() if name not in ("model", "progress")}
     if not isinstance(model, Transformer):
@@ -134,38 +133,24 @@ def predict(
     resolved = resolution(model, theory, tokens, inputs, other, grad_kernel, targets)
     stack = Stack(model, theory, inputs, resolved, shape)
     stack.notes += tuple(notes_of(model, stack.classes))
-    stacks = [stack]
-    if model.encoder is not None:
-        of_encoder = resolved is True  # with classes of positions its tokens are alike
-        stacks.insert(0, Stack(model.encoder, theory, other, of_encoder, shape))
-    if stack.layout.sequences > 1:
-        batch = _counted(batch, stack.layout.sequences)
-    elif inputs.sequences > 1:  # alike, and no less averaged over
-        batch = inputs.sequences // _counted(batch, inputs.sequences)
-    runs = [s.run for s in stacks]
-    with (
-        computing(theory, runs, max(s.rows for s in stacks)),
-        _followed(stacks, progress),
-    ):
-        if model.encoder is not None:
-            stacks[0].forward()
-            stack.reads(stacks[0])
-        signal = stack.forward()
-        outcome = last_gradient(
-            stack, signal, grad_variance, grad_correlation, grad_kernel, targets, batch
-        )
-        stack.backward(outcome)
-        if model.encoder is not None:
-            stacks[0].backward(stacks[0].read_back(stack.trace.grad_memory()))
     encoder = None
-    if model.encoder is not None:
-        read = functools.partial(_read_by, model, stack.layout, stack.trace, outcome.output)
-        encoder = stacks[0].prediction(batch, Outcome(Gradient(Kernel(0.0, 0.0), 2)), None, read)
+    if model.encoder is not None:  # on classes, the encoder's tokens are exchangeable
+        encoder = Stack(model.encoder, theory, other, resolved is True, shape)
+    stacks = [stack] if encoder is None else [encoder, stack]
+    batch = _checked_batch(stack, batch)
+    gradient = grad_variance, grad_correlation, grad_kernel
+    rows = max(one.rows for one in stacks)
+    with computing(theory, [one.run for one in stacks], rows), _progress(stacks, progress):
+        outcome = _run(stack, encoder, gradient, targets, batch)
+    of_encoder = None
+    if encoder is not None:
+        top = functools.partial(_decoder_top, model, stack.layout, stack.trace, outcome.output)
+        zero = Outcome(Gradient(Kernel(0.0, 0.0), 2))
+        of_encoder = encoder.prediction(batch, zero, None, top)
     alone = None
     if stack.classes is not None and stack.classes.of_one is not stack.classes:
-        given = (grad_variance, grad_correlation)
-        alone = functools.partial(_of_one_document, stack, stack.classes.ends, given, batch)
-    result = stack.prediction(batch, outcome, encoder, alone=alone)
+        alone = functools.partial(_of_one_document, stack, gradient[:2], batch)
+    result = stack.prediction(batch, outcome, of_encoder, alone=alone)
     again = functools.partial(predict, model, **asked)
     result = dataclasses.replace(result, asked=asked, again=again)
     for note in result.warnings:
@@ -173,25 +158,43 @@ def predict(
     return result
 
 
+def _run(
+    stack: Stack,
+    encoder: Stack | None,
+    gradient: tuple[Any, Any, Any],
+    targets: Any,
+    batch: int,
+) -> Outcome:
+    """Run both passes; `gradient` is the variance, correlation and kernel given."""
+    if encoder is not None:
+        encoder.forward()
+        stack.reads(encoder)
+    outcome = last_gradient(stack, stack.forward(), *gradient, targets, batch)
+    stack.backward(outcome)
+    if encoder is not None:
+        encoder.backward(encoder.read_back(stack.trace.grad_memory()))
+    return outcome
+
+
 def _of_one_document(
-    stack: Stack, lengths: tuple[int, ...], given: tuple[Any, Any], batch: int
+    stack: Stack, gradient: tuple[Any, Any], batch: int
 ) -> tuple[Prediction, float]:
-    """The prediction of a stack's longest document, and how many such have all the tokens."""
-    one = stack.alone()
+    """The prediction of a single document, and the number of documents of the longest's length that
+    have as many tokens as all."""
+    assert stack.classes is not None
+    lengths, one = stack.classes.ends, stack.alone()
     with computing(stack.theory, [one.run], one.rows):
-        signal = one.forward()
-        outcome = last_gradient(one, signal, *given, None, None, batch)
-        one.backward(outcome)
+        outcome = _run(one, None, (*gradient, None), None, batch)
     return one.prediction(batch, outcome, None), batch * sum(lengths) / max(lengths)
 
 
-def _read_by(
+def _decoder_top(
     decoder: Transformer,
     layout: SequenceLayout,
     trace: Trace,
     output: OutputMoments | None,
 ) -> Any:
-    """What the band of an encoder's gradient has to know of its decoder (refined theory)."""
+    """The decoder as the source of its encoder's gradient (`noise.band`, refined theory)."""
     from ..noise.encoder_noise import DecoderTop
 
     declaration = declare(decoder, "refined", *layout.places)
@@ -199,18 +202,21 @@ def _read_by(
 
 
 def stack_of(model: Transformer, inputs: Inputs, tokens: bool | None = None) -> Stack:
-    """A model's stack of layers on what enters it, under the refined theory; `tokens` as in
-    `predict`."""
+    """A model's stack with these inputs, in the refined theory; `tokens` as in `predict`."""
     resolved = resolution(model, "refined", tokens, inputs, Inputs())
     return Stack(model, "refined", inputs, resolved, inputs.shape)
 
 
-def _counted(batch: int, sequences: int) -> int:
-    """1: sequences that are given one by one are those that the loss averages over."""
-    if batch not in (1, sequences):
+def _checked_batch(stack: Stack, batch: int) -> int:
+    """Number of kernels like the stack's that share the weights, after a check of `batch`."""
+    given = stack.inputs.sequences
+    if given == 1:
+        return batch
+    if batch not in (1, given):
         remedy = "the sequences given are counted already"
-        raise domain_error("batch", batch, f"1 or {sequences}", remedy)
-    return 1
+        raise domain_error("batch", batch, f"1 or {given}", remedy)
+    # The kernel contains all sequences, unless tokens are exchangeable.
+    return 1 if stack.layout.sequences > 1 else given
 
 
 def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inputs:
@@ -226,8 +232,8 @@ def _encoder_inputs(model: Transformer, given: Mapping[str, Any] | None) -> Inpu
 
 
 @contextlib.contextmanager
-def _followed(stacks: list[Stack], progress: bool) -> Iterator[None]:
-    """A bar for the layers of both passes while they are under way."""
+def _progress(stacks: list[Stack], progress: bool) -> Iterator[None]:
+    """Show a progress bar for the layers of both passes."""
     runs, layers = [s.run for s in stacks], sum(s.model.layers for s in stacks)
     if not progress:
         yield
@@ -240,7 +246,7 @@ def _followed(stacks: list[Stack], progress: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A bar on standard error; yields what to call with the work of each step, and what is next."""
+    """Show a bar on standard error; yields a function of each step's work and the next step."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
@@ -249,7 +255,6 @@ def progress_bar(title: str, total: int, done: int = 0) -> Iterator[Callable[...
         task = bar.add_task(title, total=total, completed=done)
 
         def advance(work: float = 1.0, doing: str = "") -> None:
-            said = f"{title}: {doing}" if doing else title
-            bar.update(task, advance=work, description=said)
+            bar.update(task, advance=work, description=f"{title}: {doing}" if doing else title)
 
         yield advance

@@ -65,10 +65,11 @@ def resolution(
     """
     if tokens is not None:
         check_flag("tokens", tokens)
+    masks = inputs.attention_mask, inputs.document_ids
+    per_token = inputs.kernel, grad_kernel, inputs.pixels, *masks
+    needs_tokens = any(value is not None for value in per_token)
     if model.shared_layers:
-        texts = inputs.document_ids, inputs.attention_mask, tokens or None
-        others = (inputs.kernel, grad_kernel, inputs.pixels)
-        if any(value is not None for value in (*texts, *others)) or model.seq_len == 1:
+        if needs_tokens or tokens or model.seq_len == 1:
             raise DomainError(
                 "shared_layers: tokens are followed as alike there: leave out tokens=True, kernel, "
                 "grad_kernel, pixels, attention_mask and document_ids, with a seq_len of 2 at least"
@@ -76,7 +77,7 @@ def resolution(
         return False
     encoder = model.encoder
     stacks = [model] if encoder is None else [model, encoder]
-    placed = any(map(positional, stacks))
+    positions = any(map(positional, stacks))
     given = inputs.by_token or other.by_token or grad_kernel is not None
     if model.seq_len == 1 or (encoder is not None and encoder.seq_len == 1):
         # Exchangeable tokens need at least one pair.
@@ -85,20 +86,18 @@ def resolution(
                 "seq_len", 1, f"2 at least under theory {theory!r}", 'use theory="refined"'
             )
         given, tokens = True, None
-    resolved = theory == "refined" and (placed or given or any(map(few_turned, stacks)))
+    resolved = theory == "refined" and (positions or given or any(map(few_turned, stacks)))
     resolved = resolved if tokens is None else tokens
     if resolved and theory != "refined":
         raise DomainError(
             f'theory {theory!r} covers tokens alike only: use theory="refined", or tokens=False'
         )
-    marked = inputs.attention_mask, inputs.document_ids
-    kernels = inputs.kernel, grad_kernel, inputs.pixels, *marked
-    if not resolved and any(value is not None for value in kernels):
+    if not resolved and needs_tokens:
         raise DomainError(
             "kernel, grad_kernel, pixels, attention_mask and document_ids are resolved by token: "
             'leave tokens=False out, under theory="refined"'
         )
-    if not resolved and theory == "refined" and placed:
+    if not resolved and theory == "refined" and positions:
         raise DomainError(
             "tokens=False: under a causal mask, a window or a penalty on distance tokens are not "
             'alike; leave tokens out, or use theory="published", which ignores the mask'
@@ -125,7 +124,9 @@ def _classes(model: Transformer, inputs: Inputs) -> PositionClasses | None:
             return None
         lengths = tuple(where[:, 2].tolist())
     words = repeating(model, inputs)
-    one = PositionClasses.of(max(lengths), _least_window(model), **_density(model, words, text))
+    one = PositionClasses.for_length(
+        max(lengths), _least_window(model), **_density(model, words, text)
+    )
     one = one if model.causal else both_sides(one)
     classes = one if len(lengths) == 1 else documents_on(one, lengths)
     if not words or not isinstance(model.embedding, Embedding):
@@ -300,11 +301,11 @@ given text, and in windows for an unknown text by Zipf's law."""
 
 LAST_PER_OCTAVE, WIDENING = 1.25, 0.05
 """Nodes for the last doubling of the position for an unknown text without windows, and relative
-growth of each earlier step (`PositionClasses.of`)."""
+growth of each earlier step (`PositionClasses.for_length`)."""
 
 
 def _density(model: Transformer, words: bool, text: bool) -> dict[str, Any]:
-    """Arguments of `PositionClasses.of`."""
+    """Arguments of `PositionClasses.for_length`."""
     on_stream = sum(placement in ("post", "b2t") for placement in model.placements)
     if _waves(model) or (model.causal and on_stream > DEEPEST_POST):
         return {"per_octave": DENSE_PER_OCTAVE}

@@ -1,4 +1,4 @@
-"""What a user holds: the predicted moments of every layer, and what can be asked of them."""
+"""`Prediction`: the predicted moments of every layer, and all that derives from them."""
 
 from __future__ import annotations
 
@@ -39,20 +39,19 @@ if TYPE_CHECKING:
 
 
 FORMAT_VERSION = 1
-"""Of the JSON of a Prediction."""
+"""Version of a Prediction's JSON."""
 
 POINT_COLUMNS = ("mean", *QUANTITIES)
 
-
 WALKED = ("trace", "encoder", "outer_weights", "top", "alone")
-"""Attributes that hold both passes, and are not pickled."""
+"""Attributes that contain both passes; they are computed again instead of pickled."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction(Shown):
     """Moments of the residual stream and of every site inside the network.
 
-    docs/theory/state.md has the state, docs/theory/index.md what every formula is from.
+    docs/theory/state.md describes the state, docs/theory/index.md the sources of all formulas.
 
     Stream arrays have shape (..., N + 1): index 0 enters layer 1, index n leaves layer n. Leading
     axes are those of the moments given to `predict`.
@@ -62,22 +61,20 @@ class Prediction(Shown):
         theory: "refined", "published" or "simplified".
         variance, correlation: of the signal; correlation between different tokens.
         grad_variance, grad_correlation: of dLoss/dx, means over draws of the weights.
-        token_variance, token_grad_variance: by token, (..., N + 1, L) where resolved, else None.
-        warnings: where a formula left its validity.
-        loss, loss_stderr: at initialisation, and the deviation of one draw of the weights from it,
-            in nats; None without a head. Where several configurations are predicted, arrays of
-            their shape.
+        token_variance, token_grad_variance: by token, (..., N + 1, L) if resolved, else None.
+        warnings: formulas that left their domain of validity.
+        loss, loss_stderr: mean over draws at initialisation, and its standard deviation over draws,
+            in nats; None without a head. With several configurations, arrays of their shape.
         logit_variance: likewise, mean square of the output logits.
         encoder: the encoder's own prediction; None without one.
-        trace, layout: what both passes saw at every site, and how its tokens lie.
-        batch: sequences that share the weights.
-        outer_weights: what is outside the layers: on what the loss was predicted, and squared
-            gradient norms.
-        top: gives what the band has to know of what sends the last gradient; None: nothing.
-        alone: of several sequences or documents in one kernel, gives the same of one of
-            them and how many such there are as its batch; None: there are none.
-        asked: arguments of `predict`, the model aside, as they were given.
-        again: makes the same prediction anew; None: an encoder's, which is part of another.
+        trace, layout: both passes at every site, and the arrangement of their tokens.
+        batch: number of sequences that share the weights.
+        outer_weights: embedding and head, with their squared gradient norms.
+        top: returns the source of the last gradient, for the band; None: it is given.
+        alone: for several documents on classes, returns the prediction of a single document and the
+            number of such documents; else None.
+        asked: arguments of `predict` as given, except the model.
+        again: repeats the prediction; None for an encoder's, which is part of another.
     """
 
     model: Transformer
@@ -103,11 +100,11 @@ class Prediction(Shown):
     again: Callable[[], Prediction] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Numbers and what was asked; what both passes saw is made again where it is needed. An
-        encoder's own prediction, which nobody asked for, has all of it."""
+        """The fields except `WALKED`, which are computed again on access. An encoder's prediction,
+        which cannot be repeated, has all fields."""
         names = [f.name for f in dataclasses.fields(self)]
-        left = WALKED if self.again is not None else ()
-        return {name: getattr(self, name) for name in names if name not in left}
+        omitted = WALKED if self.again is not None else ()
+        return {name: getattr(self, name) for name in names if name not in omitted}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -117,13 +114,13 @@ class Prediction(Shown):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with without_warnings():
             whole = self.__dict__["again"]()
-        self.__dict__.update({of: getattr(whole, of) for of in WALKED})
+        self.__dict__.update({attribute: getattr(whole, attribute) for attribute in WALKED})
         return self.__dict__[name]
 
     @property
     def resolution(self) -> str:
-        """How finely tokens were distinguished: "tokens alike", "17 classes of positions", the same
-        "and of words", or "by token"."""
+        """The resolution of tokens: "tokens alike" (exchangeable), "17 classes of positions",
+        "17 classes of positions and of words", or "by token"."""
         classes = self.layout.classes
         if classes is not None:
             words = " and of words" if isinstance(classes, TextClasses) else ""
@@ -132,14 +129,14 @@ class Prediction(Shown):
 
     @property
     def _rows(self) -> int:
-        """Of the matrices that pairs of tokens fill."""
+        """Number of rows of matrices over pairs of tokens."""
         if self.layout.classes is not None:
             return len(self.layout.classes.nodes)
         return 1 if self.token_variance is None else self.token_variance.shape[-1]
 
     @property
     def grad_variance_typical(self) -> np.ndarray:
-        """What one draw of the weights looks like, (..., N + 1): the geometric mean over draws.
+        """Gradient variance of a typical draw of the weights, (..., N + 1): geometric mean.
 
         Raises:
             DomainError: the theory is not "refined".
@@ -149,15 +146,15 @@ class Prediction(Shown):
 
     @property
     def grad_variance_band(self) -> np.ndarray:
-        """Where one draw of the weights falls 95 % of the time, (2, ..., N + 1).
+        """Interval of the gradient variance that contains 95 % of draws of the weights,
+        (2, ..., N + 1).
 
-        It is that of `batch` sequences which share the weights. Resolved by token it follows the
-        token kernels themselves, but the decoder that reads an encoder has its tokens taken
-        alike. What one draw makes of a head's loss is in it, and of what a decoder sends to its
-        encoder; docs/theory/band.md has what it covers of simulated draws.
+        For `batch` sequences that share the weights. It includes the fluctuations of a head's loss,
+        and of the gradient that a decoder sends to its encoder, with the decoder's tokens treated
+        as exchangeable. docs/theory/band.md has its measured coverage.
 
         Warns:
-            ValidityWarning: where fluctuations are too large to follow.
+            ValidityWarning: if fluctuations are too large for first order.
 
         Raises:
             DomainError: the theory is not "refined".
@@ -167,14 +164,14 @@ class Prediction(Shown):
 
     @property
     def variance_band(self) -> np.ndarray:
-        """Where the stream's variance under one draw of weights and input lies 95 % of the time,
+        """Interval of the stream's variance that contains 95 % of draws of weights and input,
         (2, ..., N + 1).
 
-        It is that of `batch` sequences which share the weights; of a decoder, with its encoder's
-        mean. docs/theory/band.md has what it covers of simulated draws.
+        For `batch` sequences that share the weights; a decoder's at the mean of its encoder.
+        docs/theory/band.md has its measured coverage.
 
         Warns:
-            ValidityWarning: where fluctuations are too large to follow.
+            ValidityWarning: if fluctuations are too large for first order.
 
         Raises:
             DomainError: the theory is not "refined".
@@ -187,19 +184,19 @@ class Prediction(Shown):
         """Ends of the band, and the variance of log v."""
         from ..noise.band import band, first_order, signal_log_variance
 
-        one, across, batch = self._drawn_from()
+        one, across, batch = self._single_document()
         with computing(self.theory, [one.trace], one._rows):
-            spread = signal_log_variance(
+            log_variance = signal_log_variance(
                 self._declaration(), one.trace, batch, across, one.layout.counted
             )
-            spread, notes = first_order(spread, "variance")
-            _, ends = band(self.variance, spread)
+            log_variance, notes = first_order(log_variance, "variance")
+            _, ends = band(self.variance, log_variance)
         for note in notes:
             warnings.warn(note, ValidityWarning, stacklevel=4)
-        return self._gate().variance("the variance of one draw", ends), spread
+        return self._gate().variance("the variance of one draw", ends), log_variance
 
-    def _drawn_from(self) -> tuple[Prediction, Any, float]:
-        """One document's prediction, what two of them share, and how many there are."""
+    def _single_document(self) -> tuple[Prediction, Any, float]:
+        """The prediction of one document, the covariances across documents, and their number."""
         from ..noise.band import between_documents
 
         if self.alone is None:
@@ -220,12 +217,12 @@ class Prediction(Shown):
         """Typical value, ends of the band, and notes on both."""
         from ..noise.band import band, first_order, log_variance
 
-        one, across, batch = self._drawn_from()
+        one, across, batch = self._single_document()
         with computing(self.theory, [one.trace], one._rows):
             top = None if one.top is None else one.top()
-            spread = log_variance(self._declaration(), one.trace, batch, top, across)
-            spread, notes = first_order(spread)
-            typical, ends = band(self.grad_variance, spread)
+            variance = log_variance(self._declaration(), one.trace, batch, top, across)
+            variance, notes = first_order(variance)
+            typical, ends = band(self.grad_variance, variance)
         for note in notes:
             warnings.warn(note, ValidityWarning, stacklevel=5)
         gate, what = self._gate(), "the gradient variance of one draw"
@@ -235,22 +232,19 @@ class Prediction(Shown):
         return Gate(self.theory, self.warnings, self.layout.fewest(self.model.seq_len))
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per point inside the network: layer, site and its moments.
+        """One row per site of the network: layer, site and its moments.
 
-        Where several configurations were predicted at once, a column `configuration` counts them.
+        With several configurations a column `configuration` numbers them.
         """
         import pandas as pd
 
-        shape, moments = self.variance.shape[:-1], self.layout.moments
+        shape = self.variance.shape[:-1]
+        points = [(p.layer, p.site, self.layout.moments(p)) for p in self.trace.points]
         frames = []
         for index in np.ndindex(shape):
             rows = [
-                (
-                    point.layer,
-                    point.site,
-                    *(float(np.broadcast_to(v, shape)[index]) for v in moments(point)),
-                )
-                for point in self.trace.points
+                (layer, site, *(float(np.broadcast_to(v, shape)[index]) for v in moments))
+                for layer, site, moments in points
             ]
             frame = pd.DataFrame(rows, columns=["layer", "site", *POINT_COLUMNS])
             if shape:
@@ -275,11 +269,11 @@ class Prediction(Shown):
     def weight_gradients(self) -> pd.DataFrame:
         """Expected squared gradient norm of every parameter: layer, weight, squared_norm.
 
-        What `parameter.grad.norm()**2` is on average over draws. Of the loss on the whole batch of
-        `token_ids` resolved by token or by classes; else for one sequence, though the loss is
-        averaged over `batch`: the frame's `attrs["sequences"]` says of how many, `attrs["batch"]`
-        of how many the loss is. Layer 0 holds embedding tables, layer N + 1 the head. Theories that
-        state no query or key gradient have no such rows.
+        The mean of `parameter.grad.norm()**2` over draws. For given `token_ids`, resolved by token
+        or classes, the gradient is that of all sequences; else of one sequence, while the loss is
+        averaged over `batch`. The frame's `attrs["sequences"]` and `attrs["batch"]` are these two
+        numbers of sequences. Embedding tables are in layer 0, the head in layer N + 1. Theories
+        without query and key gradients have no such rows.
 
         Raises:
             DomainError: several configurations were predicted at once.
@@ -303,18 +297,18 @@ class Prediction(Shown):
         return frame
 
     def experts(self) -> Any:
-        """How tokens are routed in every layer with experts, a row each, as a DataFrame.
+        """Statistics of routing, a row for every layer with experts, as a DataFrame.
 
-        Columns: `logit_variance` and `logit_correlation` (two tokens') of the router;
+        Columns: `logit_variance` and `logit_correlation` (of two tokens) of the router;
         `gate_square` and `gate_overlap`, E sum g^2 of a token and E sum g g' of two; `load`, the
-        share of tokens that an expert gets; `load_variance`, over experts in one draw of the
-        router and over the load's square (width does not change it: tokens that are alike choose
-        alike); and, sampled at the tokens' mean correlation, `largest_load` over an even share,
-        `starving` (the part of the experts with less than a tenth of that) and `balance_loss`
-        (E sum_e f_e p_e, without its coefficient) with `balance_gradient`, the expected squared
-        norm of its gradient at the router's matrix: times the coefficient's square, to be compared
-        with the router's in `weight_gradients`. `learns`: whether any gradient reaches the
-        router; none does where the gate of a single expert is normalised.
+        share of tokens per expert; `load_variance`, its relative variance over experts in one draw
+        of the router (at any width, as similar tokens choose the same experts). Sampled at the
+        tokens' mean correlation: `largest_load` over an even share, `starving` (share of experts
+        with less than a tenth of it) and `balance_loss` (E sum_e f_e p_e, without coefficient) with
+        `balance_gradient`, the expected squared norm of its gradient at the router's matrix, which
+        times the squared coefficient compares with the router's in `weight_gradients`. `learns`:
+        whether a gradient reaches the router; none does if the gate of a single expert is
+        normalised.
 
         Raises:
             DomainError: the model has no experts, or several configurations were predicted.
@@ -328,12 +322,12 @@ class Prediction(Shown):
         return as_frame([tuple(row.values()) for row in result], columns=list(result[0]))
 
     def streams(self) -> Any:
-        """What connects every block to the residual streams, a row each, as a DataFrame.
+        """Connections of every block to the residual streams, a row each, as a DataFrame.
 
         Columns: `layer` and `block`; `read`, E (sum_i r_i)^2, and `write`, E (mean_k w_k)^2, of one
-        token; `mixing`, by how much mixing multiplies the variance of streams about their mean;
-        `logit_correlation` of two tokens' coefficients, averaged over pairs; and behind the sum
-        `variance` of the mean stream, `apart`, that of one stream about it, and `likeness`, the
+        token; `mixing`, factor of mixing on the variance of streams about their mean;
+        `logit_correlation` of two tokens' coefficients, averaged over pairs; and behind the sum the
+        `variance` of the mean stream, `apart`, that of a stream about it, and `likeness`, the
         correlation of two streams of one token.
 
         Raises:
@@ -355,7 +349,7 @@ class Prediction(Shown):
 
     @property
     def sequences(self) -> tuple[int, int]:
-        """Of how many sequences `weight_gradients` are, and over how many the loss is averaged."""
+        """Number of sequences of `weight_gradients`, and number that the loss averages over."""
         return self.layout.sequences, self.layout.sequences * self.batch
 
     def inner_weights(self) -> list[tuple[int, str, Any]]:
@@ -366,7 +360,7 @@ class Prediction(Shown):
 
     @functools.cached_property
     def _overlaps(self) -> StackOverlaps:
-        """How much two tokens' overlap varies at every attention (refined theory)."""
+        """Variance of two tokens' overlap at every attention (refined theory)."""
         from ..noise.overlap import stack_overlaps
 
         memory = None if self.encoder is None else self.encoder._overlaps.last
@@ -378,17 +372,17 @@ class Prediction(Shown):
 
     @property
     def states_draws(self) -> bool:
-        """Whether it says what one draw of the weights does, its band included."""
-        return self.theory == "refined" and self._together is None
+        """Whether the bands of one draw are available."""
+        return self.theory == "refined" and self._shared is None
 
     def unshared(self, what: str) -> None:
-        """Raise where layers share their weights or input, for which `what` is not stated."""
-        if self._together is not None:
-            raise DomainError(f"{what} is not stated where layers {self._together}")
+        """Raise a DomainError if layers share weights or inputs, for which `what` is undefined."""
+        if self._shared is not None:
+            raise DomainError(f"{what} is not stated where layers {self._shared}")
 
     @property
-    def _together(self) -> str | None:
-        """What layers share that a walk from one to the next does not follow; None: nothing."""
+    def _shared(self) -> str | None:
+        """What layers share besides the stream; None: nothing."""
         if self.model.shared_layers:
             return "share their weights"
         if self.model.adds_again:
@@ -404,7 +398,7 @@ class Prediction(Shown):
 
     @functools.cached_property
     def _stepping(self) -> Any:
-        """What first steps of all rates share."""
+        """The part of first steps that does not depend on the learning rate."""
         from ..step.result import Stepping
 
         self.unshared("a step of an optimizer")
@@ -412,7 +406,7 @@ class Prediction(Shown):
 
     @functools.cached_property
     def _sharpening(self) -> Any:
-        """The same, of many tokens on classes."""
+        """`_stepping`, on classes if there are many tokens."""
         from ..step.result import Stepping
 
         return Stepping.on_classes(self) or self._stepping
@@ -420,32 +414,32 @@ class Prediction(Shown):
     def after(self, optimizer: str, learning_rate: float, **options: Any) -> FirstStep:
         """The network after the first step of an optimizer on the batch that was predicted.
 
-        In training mode, dropout's masks being those of the pass that gave the gradient. Kernels
-        of signal and gradient are those of this prediction, so that nothing is run; how right it
-        is on real modules is measured in docs/accuracy.md, The first step.
+        In training mode, with the dropout masks of the pass that computed the gradient. It is
+        computed from this prediction's kernels, nothing is run; errors on real modules are measured
+        in docs/accuracy.md, The first step.
 
         Args:
-            optimizer: "sgd", "adam", "adamw", "lion", "sign" (signum's and Adam's without eps) or
-                "muon" (every hidden matrix by itself; all else by Adam at the same rate).
+            optimizer: "sgd", "adam", "adamw", "lion", "sign" (signum, and Adam without eps) or
+                "muon" (for hidden matrices; Adam at the same rate for all else).
             learning_rate: positive.
             options: betas (of Adam and Lion; a first step does not depend on them), eps,
-                weight_decay (of every parameter, added to the step), clip (most that the norm of
-                all gradients together may be, as `clip_grad_norm_` cuts it), momentum and nesterov
-                (SGD, and Muon, whose author's are .95 and True), adjust (of Muon: "original",
-                "match_rms_adamw" or "spectral"), steps (that many steps, each on as many of the
-                prediction's sequences, in order; the loss and its slope are then the last one's,
-                weights' slopes nan, and gradients those before the first), and multipliers of the
-                learning rate, by parameter ("query", "token", "ffn_in.bias", ...) or by group:
-                "matrices" (hidden), "embedding" (tables and patches; a tied head is one), "head",
+                weight_decay (of every parameter, added to the step), clip (largest norm of all
+                gradients together, as in `clip_grad_norm_`), momentum and nesterov (SGD, and Muon,
+                by default .95 and True), adjust (of Muon: "original", "match_rms_adamw" or
+                "spectral"), steps (number of steps, each on the same number of the prediction's
+                sequences, in order; loss and slope are then those of the last step, slopes of
+                weights nan, and gradients those before the first), and multipliers of the learning
+                rate, by parameter ("query", "token", "ffn_in.bias", ...) or by group: "matrices"
+                (hidden), "embedding" (tables and patches, including a tied head), "head",
                 "vectors" (gains and biases).
 
         Raises:
             DomainError: the prediction is not that of a batch with a loss (give `token_ids`, or
-                `pixels` and `targets`), the model has what a step does not cover (the message
-                names it), or an option is out of range.
+                `pixels` and `targets`), the model has a component that steps do not cover (named in
+                the message), or an option is out of range.
 
         Warns:
-            ValidityWarning: where the step is too large for the theory.
+            ValidityWarning: if the step is too large for the theory.
         """
         from ..step.result import check_step
 
@@ -456,28 +450,28 @@ class Prediction(Shown):
         return result
 
     def sharpness(self, optimizer: str, **options: Any) -> Sharpness:
-        """The largest and the least eigenvalue of the (preconditioned) Hessian of the batch's loss.
+        """Largest and smallest eigenvalue of the (preconditioned) Hessian of the batch's loss.
 
-        Gradient descent oscillates from a learning rate of 2/largest on, Adam at a constant rate
-        from about 38/largest (2 (1 + beta_1)/(1 - beta_1); Cohen et al. 2022). Nothing is run:
-        docs/theory/sharpness.md derives it and says where it holds.
+        Gradient descent oscillates at learning rates above 2/largest, Adam at a constant rate above
+        about 38/largest (2 (1 + beta_1)/(1 - beta_1); Cohen et al. 2022). Nothing is run:
+        docs/theory/sharpness.md has the derivation and its domain.
 
         Args:
             optimizer: "sgd" (the Hessian itself), "adam" or "adamw" (divided by the root mean
                 square of an entry of every parameter's gradient).
-            options: eps and clip, and multipliers of the learning rate, as in `after`; draws of the
-                network that are averaged (3), features of a drawn one (at least 64, more for fewer
-                tokens), and their seed.
+            options: eps, clip and multipliers of the learning rate, as in `after`; draws, number of
+                networks drawn and averaged (3), features of each (at least 64, more for fewer
+                tokens), and seed.
 
         Returns:
             A Sharpness: `largest`, `least`, `by_matrix`, `table()`, `to_json()`.
 
         Raises:
             DomainError: as `after`, or the model has an encoder, reads images, or has a component
-                without a known step (the message names it).
+                without a known step (named in the message).
 
         Warns:
-            ValidityWarning: where logits vary so much that their softmax is not uniform.
+            ValidityWarning: if logits vary so much that their softmax is not uniform.
         """
         from ..step.result import sharpness
 
@@ -487,9 +481,9 @@ class Prediction(Shown):
     def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
         """The neural tangent kernel of the last stream, over tokens or classes of positions.
 
-        Theta_ij = sum_W <dh_ik/dW, dh_jk/dW> of the tokens' features k, mean over draws: under
-        gradient descent at a small rate the stream h_i changes by -rate sum_j Theta_ij dLoss/dh_j.
-        It is of all parameters up to there, the tables that tokens read included.
+        Theta_ij = sum_W <dh_ik/dW, dh_jk/dW> for a feature k, mean over draws: under gradient
+        descent at a small rate the stream h_i changes by -rate sum_j Theta_ij dLoss/dh_j. W are
+        all parameters up to there, including embedding tables.
 
         >>> import moments
         >>> p = moments.predict(moments.Transformer(2, 64, 4, 16), correlation=0.2)
@@ -497,21 +491,21 @@ class Prediction(Shown):
         TangentKernel(16 tokens alike: diagonal 584.2, off-diagonal 343.7)
 
         Args:
-            rates: what multiplies the learning rate of parameters by name ("query", ...), 0 of
-                frozen ones; 1 of those left out.
+            rates: factors on the learning rate by parameter name ("query", ...), 0 for frozen
+                parameters; 1 by default.
 
         Returns:
             A `TangentKernel`: `diagonal`, `off_diagonal`, `matrix()`, `condition`, `to_frame()`,
-            `to_json()`. On classes or by token it takes one gradient's pass per pair of them.
+            `to_json()`. It takes one backward pass per pair of classes or tokens.
 
         Raises:
             DomainError: several configurations or sequences, an encoder, another theory, more than
-                43 tokens each by itself, a parameter that is not there.
+                43 resolved tokens, an unknown parameter.
         """
         return tangent_kernel(self, rates)
 
     def attention(self) -> pd.DataFrame:
-        """What attention does in every layer, averaged over rows (refined theory).
+        """Statistics of attention in every layer, averaged over rows (refined theory).
 
         Columns: layer, logit_variance (within a row), square_sum (E sum_j a_ij^2),
         distance_to_uniform (E sum_j (a_ij - 1/n)^2 over a row's n keys) and entropy (nats).
@@ -531,23 +525,23 @@ class Prediction(Shown):
         return as_frame(rows, columns=columns)
 
     def low_precision(self, format: str) -> pd.DataFrame:
-        """What few bits lose of every matrix product, forward and backward.
+        """Errors of a low-precision number format in every matrix product, forward and backward.
 
-        Products of weights alone; what multiplies queries with keys, and attention with values, is
-        left at 16 bits, as is usual.
+        Products with weights only; those of queries with keys, and of attention with values, are
+        assumed to be in 16 bits, as is usual.
 
         Args:
-            format: "fp8" (E4M3 forward, E5M2 for gradients, one scale a tensor), "fp8-row" (one
-                scale for a row of what is summed over), "mxfp8" (E4M3 in blocks of 32 whose scale
-                is a power of two) or "nvfp4" (E2M1 in blocks of 16 whose scale is E4M3).
+            format: "fp8" (E4M3 forward, E5M2 for gradients, one scale per tensor), "fp8-row" (one
+                scale per row, along the summed axis), "mxfp8" (E4M3 in blocks of 32 whose scale is
+                a power of two) or "nvfp4" (E2M1 in blocks of 16 whose scale is E4M3).
 
         Returns:
-            A row for both operands of every product: layer, weight, product ("forward", "input
+            A row for each operand of every product: layer, weight, product ("forward", "input
             gradient", "weight gradient"), operand ("input", "weight", "gradient"), zero and clipped
-            (shares of entries that become 0, and that lie beyond the largest number), snr and
-            product_snr (signal over noise of the operand and of the product, in dB; missing where
-            nothing is lost, of zeros and in groups of one entry). "weight gradient" has rows where
-            every token is resolved by itself (`tokens=True`), of attention and dense blocks.
+            (shares of entries rounded to 0, and beyond the largest number), snr and product_snr
+            (signal-to-noise ratio of the operand and of the product, in dB; missing without noise,
+            for zeros and groups of one entry). "weight gradient" is given for attention and dense
+            blocks if tokens are resolved by token (`tokens=True`).
 
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
@@ -562,7 +556,7 @@ class Prediction(Shown):
         grad_variance: Mapping[int, float] | None = None,
         draws: int = 1,
     ) -> Expects:
-        """Whether what was measured of the stream is expected, and what else would give it.
+        """Whether measured moments of the stream are expected, and what else would explain them.
 
         >>> import moments
         >>> p = moments.predict(moments.Transformer(4, 64, 4, 16), correlation=0.2)
@@ -570,14 +564,14 @@ class Prediction(Shown):
         expected
 
         Args:
-            variance: the signal's, by layer: n is what leaves layer n, 0 what enters the first.
+            variance: of the signal by layer; n leaves layer n, 0 enters the first.
             grad_variance: likewise, of the gradient of the loss.
-            draws: over how many draws of the weights the numbers are means; each on as many
-                sequences as the prediction's `batch`.
+            draws: number of draws of the weights that were averaged, each on as many sequences as
+                the prediction's `batch`.
 
         Returns:
-            An `Expects`, true where all is expected: `verdict`, `points` with their bands,
-            `causes`, `to_frame()`.
+            An `Expects`, true if all is expected: `verdict`, `points` with their bands, `causes`,
+            `to_frame()`.
 
         Raises:
             DomainError: no such layer, a number that is not positive, several configurations, or a

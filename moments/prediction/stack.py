@@ -137,6 +137,13 @@ class Outcome:
     targets: Any = None
 
 
+HEAD_QUANTITIES = {
+    "loss": "the loss",
+    "loss_stderr": "the loss's deviation",
+    "logit_variance": "the logit variance",
+}
+
+
 class Stack:
     """One stack of layers with its embedding, and the state of both passes."""
 
@@ -173,21 +180,23 @@ class Stack:
             self.ids = self.classes.ids
         self.first = self._first(real)
         if resolved and self.first.off_diagonal.shape[:-2] != shape:
-            first = self.first
             if inputs.sequences > 1:
                 raise DomainError(
                     f"gradients of {math.prod(shape)} configurations for {inputs.sequences} "
                     "sequences that share the weights: give one grad_variance, or one sequence"
                 )
-            self.first = _spread(first, shape)
+            self.first = _spread(self.first, shape)
+        self.layout = self._layout(real)
+
+    def _layout(self, real: np.ndarray | None) -> SequenceLayout:
         sequences = 1
-        if resolved is True:
-            sequences = self.first.off_diagonal.shape[-1] // model.seq_len
+        if self.resolved is True:
+            sequences = self.first.off_diagonal.shape[-1] // self.model.seq_len
             if real is not None and sequences > 1:
-                real = np.broadcast_to(real, (sequences, model.seq_len))
+                real = np.broadcast_to(real, (sequences, self.model.seq_len))
         if self.classes is not None and len(self.classes.ends) > 1:
-            sequences = inputs.sequences
-        self.layout = SequenceLayout(sequences, real, self.documents, self.classes)
+            sequences = self.inputs.sequences
+        return SequenceLayout(sequences, real, self.documents, self.classes)
 
     def reads(self, encoder: Stack) -> None:
         """Let cross-attention read an encoder, after the encoder's forward pass."""
@@ -209,8 +218,8 @@ class Stack:
 
     def _first(self, real: np.ndarray | None) -> Kernel:
         """The kernel of the tables' sum, or of the tensor that enters layer 1."""
-        given = self.resolved, self.inputs, self.ids, self.documents
-        one = first_kernel(self.model, self.theory, *given)
+        source = self.resolved, self.inputs, self.ids, self.documents
+        one = first_kernel(self.model, self.theory, *source)
         if self.resolved is True and real is not None:
             one = _with_padding_variance(one, real)
         length, texts = self.model.seq_len, self.inputs.sequences
@@ -321,20 +330,12 @@ class Stack:
         alone: Any = None,
     ) -> Prediction:
         """The prediction, after both passes; `top` and `alone` as in `Prediction`."""
-        model, trace, layout = self.model, self.trace, self.layout
-        embedded = None if self._embedding is None else self._embedding.grad_in
-        columns: list[tuple[Any, ...]] = [layout.moments(point)[1:] for point in trace.stream()]
-        if any(np.ndim(one) for column in columns for one in column):
-            columns = [tuple(np.broadcast_arrays(*column)) for column in columns]
-        moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
-        if not np.all(np.isfinite(moments)):
-            raise breakdown(self.theory, [trace])
-        notes = validity_warnings(self.model, self.theory, trace) + self.notes
-        output = outcome.output
+        model, trace, layout, output = self.model, self.trace, self.layout, outcome.output
+        variance, correlation, grad_variance, grad_correlation = self._stream_moments(trace)
+        notes = validity_warnings(model, self.theory, trace) + self.notes
         if output is not None:
             notes += output.notes
-        gate = Gate(self.theory, notes, layout.fewest(self.model.seq_len))
-        variance, correlation, grad_variance, grad_correlation = moments
+        gate = Gate(self.theory, notes, layout.fewest(model.seq_len))
         gate.variance("the variance of the stream", variance)
         correlation = gate.correlation("the correlation of the stream", correlation)
         grad_variance = gate.variance("the gradient variance of the stream", grad_variance)
@@ -345,16 +346,18 @@ class Stack:
             token_variance, token_grad_variance = _by_token(trace.stream(), layout)
             gate.parts("the variance of single tokens", token_variance)
             token_grad_variance = gate.parts("single tokens' gradients", token_grad_variance)
-        loss, loss_stderr, logit_variance = None, None, None
+        of_head: dict[str, Any] = {}
         if output is not None:
-            loss = _each(gate.variance("the loss", output.loss))
-            loss_stderr = _each(gate.variance("the loss's deviation", output.loss_stderr))
-            logit_variance = _each(gate.variance("the logit variance", output.logit_variance))
+            for name, what in HEAD_QUANTITIES.items():
+                value = gate.variance(what, getattr(output, name))
+                scalar = np.ndim(value) == 0
+                of_head[name] = float(value) if scalar else np.asarray(value, dtype=float)
         notes += tuple(gate.notes)
         if encoder is not None:
             notes = (*(f"encoder, {note}" for note in encoder.warnings), *notes)
+        embedded = None if self._embedding is None else self._embedding.grad_in
         return Prediction(
-            self.model,
+            model,
             self.theory,
             variance,
             correlation,
@@ -366,9 +369,7 @@ class Stack:
             trace,
             layout,
             batch,
-            loss=loss,
-            loss_stderr=loss_stderr,
-            logit_variance=logit_variance,
+            **of_head,
             encoder=encoder,
             outer_weights=OuterWeights(
                 model, self.inputs, embedded, output, self.documents, outcome.targets
@@ -376,6 +377,16 @@ class Stack:
             top=top if output is None else functools.partial(head_top, output),
             alone=alone,
         )
+
+    def _stream_moments(self, trace: Trace) -> np.ndarray:
+        """(4, ..., N + 1) `QUANTITIES` of the stream; DomainError if one is not finite."""
+        columns: list[Any] = [self.layout.moments(point)[1:] for point in trace.stream()]
+        if any(np.ndim(one) for column in columns for one in column):
+            columns = [np.broadcast_arrays(*column) for column in columns]
+        moments = np.moveaxis(np.array(columns, dtype=float), 0, -1)
+        if not np.all(np.isfinite(moments)):
+            raise breakdown(self.theory, [trace])
+        return moments
 
 
 @dataclass(frozen=True, eq=False)
@@ -400,11 +411,9 @@ class OuterWeights:
         model, inputs, output = self.model, self.inputs, self.output
         embedding, gradient = model.embedding, self.gradient
         norms: dict[str, Array] = {}
-        if embedding is None or gradient is None:
-            norms = {}
-        elif inputs.pixels is not None:
+        if gradient is not None and inputs.pixels is not None:
             norms = image_gradients(embedding, inputs.pixels, model.d_model, gradient.kernel)
-        elif isinstance(embedding, Embedding):
+        elif gradient is not None and isinstance(embedding, Embedding):
             norms = embedding_gradients(
                 embedding,
                 model.seq_len,
@@ -416,10 +425,9 @@ class OuterWeights:
             )
         if output is not None and "token" in norms:
             norms["token"] = norms["token"] + output.table()
+        head = {} if output is None else output.weights()
         result = [(0, name, norm) for name, norm in norms.items()]
-        if output is not None:
-            result += [(model.layers + 1, name, n) for name, n in output.weights().items()]
-        return result
+        return result + [(model.layers + 1, name, norm) for name, norm in head.items()]
 
 
 def last_gradient(
@@ -717,8 +725,8 @@ def first_kernel(
             "moments.layers.images.photograph), or variance and correlation; an encoder's in "
             "encoder_inputs"
         )
-    given = token_ids, segment_ids, model.d_model, documents, resolved, theory
-    return text_kernel(embedding, model.seq_len, *given)
+    text = token_ids, segment_ids, model.d_model, documents, resolved, theory
+    return text_kernel(embedding, model.seq_len, *text)
 
 
 def embedded(model: Transformer, theory: Theory) -> tuple[float, float]:
@@ -782,13 +790,13 @@ def last_kernel(
         raise DomainError("grad_kernel replaces grad_variance and grad_correlation: give one")
     if sequences > 1 and np.shape(kernel)[-1:] == (sequences * model.seq_len,):
         return check_kernel("grad_kernel", kernel, sequences * model.seq_len)
-    given = check_kernel("grad_kernel", kernel, model.seq_len)
+    single = check_kernel("grad_kernel", kernel, model.seq_len)
     if sequences == 1:
-        return given
+        return single
     length = model.seq_len
     joint = np.zeros((sequences, length, sequences, length))
     index = np.arange(sequences)
-    joint[index, :, index, :] = given.off_diagonal
+    joint[index, :, index, :] = single.off_diagonal
     return Kernel.of_matrix(joint.reshape(sequences * length, sequences * length))
 
 
@@ -803,10 +811,6 @@ def _of_image(model: Transformer, inputs: Inputs) -> tuple[Kernel, FixedPart | N
             f"model.replace(seq_len={model.embedding.seq_len})"
         )
     return entering(model.embedding, inputs.pixels, model.d_model)
-
-
-def _each(value: Array) -> Any:
-    return float(value) if np.ndim(value) == 0 else np.asarray(value, dtype=float)
 
 
 def _by_token(stream: list[Any], layout: SequenceLayout) -> tuple[np.ndarray, np.ndarray]:

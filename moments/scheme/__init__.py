@@ -1,7 +1,6 @@
 """Published initialisation and scaling schemes, a short function each.
 
-`registry` says what a scheme is and applies one; `plan` is `moments.solve`, from a scheme or an
-objective.
+`registry` lists and applies them; `plan` is `moments.solve`, for a scheme or an objective.
 
 Imports `solver`. Start with `weights`.
 """

@@ -1,4 +1,4 @@
-"""What clashes: a scheme with another one that the model already carries, or with its placement."""
+"""Conflicts of a scheme with an earlier one of the model, or with its placement of norms."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Conflict:
-    """A clash that `schemes` bring about: whether it is `present`, from the model before and after
-    and the options; a note on what is wrong; and who says so."""
+    """A conflict caused by `schemes`: a test of the models before and after and of the options, a
+    note for the user, and its source."""
 
     schemes: tuple[str, ...]
     present: Callable[[Transformer, Transformer, Options], bool]
@@ -32,23 +32,22 @@ class Conflict:
 
 
 def warn(scheme: Scheme, before: Transformer, after: Transformer, options: Options) -> None:
-    """Emit every clash of a scheme with the model it was applied to, in words with the reference,
-    as a ValidityWarning at the caller of `with_scheme`."""
-    found = [
+    """Emit a ValidityWarning for every conflict, at the caller of `with_scheme`."""
+    notes = [
         f"{scheme.name}: {conflict.note} ({conflict.source})"
         for conflict in CONFLICTS
         if scheme.name in conflict.schemes and conflict.present(before, after, options)
     ]
-    if not found and scheme.placements and after.norm not in scheme.placements:
+    if not notes and scheme.placements and after.norm not in scheme.placements:
         used = " or ".join(f"norm={name!r}" for name in scheme.placements)
-        found = [
+        notes = [
             f"{scheme.name} with norm={after.norm!r}: its authors use {used} ({scheme.source})"
         ]
-    for note in found:
+    for note in notes:
         warnings.warn(note, ValidityWarning, stacklevel=4)
 
 
-# --- what a model carries ------------------------------------------------------------------------
+# --- traces of earlier schemes --------------------------------------------------------------------
 
 
 def _scaled_skips(model: Transformer) -> bool:
@@ -60,7 +59,7 @@ def _scaled_branches(model: Transformer) -> bool:
 
 
 def _unit_scales(model: Transformer) -> bool:
-    """Skip connection and branch with squares that sum to 1, as DeepScaleLM sets them."""
+    """Whether squares of skip and branch scales sum to 1, as in DeepScaleLM."""
     squares = model.by_block("skip_scale") ** 2 + model.by_block("branch_scale") ** 2
     return bool(np.allclose(squares, 1.0))
 

@@ -33,68 +33,75 @@ def _dslm(
     simplified: bool = False,
     inputs: Mapping[str, Any] | None = None,
 ) -> Transformer:
-    """beta^2 = k / N^alpha, lambda^2 = 1 - beta^2, and weights that make every block's output 1.
+    """beta^2 = k / N^alpha, lambda^2 = 1 - beta^2, and weights that give block outputs variance 1.
 
-    Where beta is learned, this is where it starts. Embedding tables sum to variance 1 after their
-    dropout, and a head's logits are divided by sqrt(d_model).
+    A learned beta starts at this value. Embedding tables sum to variance 1 after dropout, and a
+    head's logits are divided by sqrt(d_model).
 
     Args:
-        model: its norm, activation and shape stay as they are.
-        k, alpha: of the branch scale.
+        model: its norm, activation and shape do not change.
+        k, alpha: constants of the branch scale.
         input_correlation: token correlation of the embedding, before its dropout; None: that of
             model.embedding, or of `inputs`.
-        variant: "released", where layer l uses the correlation that enters it, as the authors'
-            code does; "printed", as the paper's pseudo-code: the one that leaves it; "solved": the
-            same conditions, solved with this model's own laws: value and output matrices alike, and
-            those of the feed-forward block alike. None: "released" where the constants hold (ReLU,
-            LayerNorm, Pre- or Post-LN, full attention of equal heads), else "solved".
-        simplified: whether value and output weights are those of the feed-forward block.
-        inputs: for "solved", what `predict` takes to describe the input, such as token_ids.
+        variant: "released": layer l uses the token correlation of its input, as in the authors'
+            code; "printed": that of its output, as in the paper's pseudo-code; "solved": the same
+            conditions solved with this model's laws, with one variance for value and output
+            matrices and one for feed-forward matrices. None: "released" if the constants apply
+            (ReLU, LayerNorm, Pre- or Post-LN, full attention of equal heads), else "solved".
+        simplified: whether value and output matrices have the feed-forward block's variance.
+        inputs: for "solved", arguments of `predict` for the input, such as token_ids.
     """
     check_in("k", k, POSITIVE)
     check_in("alpha", alpha, POSITIVE)
     check_choice("variant", variant, VARIANTS)
     check_flag("simplified", simplified)
-    given, variant = dict(inputs or {}), variant or usual_variant(model)
+    arguments, variant = dict(inputs or {}), variant or usual_variant(model)
     if model.encoder is not None:
-        outer = given["encoder_inputs"] = dict(given.get("encoder_inputs") or {})
-        # An encoder is resolved by token where its decoder is.
-        inner = {**outer, "tokens": True} if by_token(model, given) else outer
+        encoder_arguments = dict(arguments.get("encoder_inputs") or {})
+        arguments["encoder_inputs"] = encoder_arguments
+        # The encoder's prediction has one row per token if the decoder's has.
+        resolved = {"tokens": True} if by_token(model, arguments) else {}
         encoder = _dslm(
-            model.encoder, k, alpha, input_correlation, variant, simplified, inputs=inner
+            model.encoder,
+            k,
+            alpha,
+            input_correlation,
+            variant,
+            simplified,
+            inputs=encoder_arguments | resolved,
         )
         model = model.replace(encoder=encoder)
         if input_correlation is not None:
-            outer |= {"variance": 1.0, "correlation": left_by_dropout(encoder) * input_correlation}
+            correlation = keep_probability(encoder) * input_correlation
+            encoder_arguments |= {"variance": 1.0, "correlation": correlation}
     scaled = _prepared(model, k, alpha)
     if variant == "solved":
-        if input_correlation is not None or (model.embedding is None and not described(given)):
-            found = left_by_dropout(model) * _input_correlation(model, input_correlation)
-            given |= {"variance": 1.0, "correlation": found}
-        return solved(scaled, simplified, given)
+        if input_correlation is not None or (model.embedding is None and not described(arguments)):
+            correlation = keep_probability(model) * _input_correlation(model, input_correlation)
+            arguments |= {"variance": 1.0, "correlation": correlation}
+        return solved(scaled, simplified, arguments)
     if simplified:
         return scaled
-    if described(given):
-        raise domain_error("inputs", sorted(given), 'absent unless variant is "solved"')
-    start = left_by_dropout(model) * _input_correlation(model, input_correlation)
+    if described(arguments):
+        raise domain_error("inputs", sorted(arguments), 'absent unless variant is "solved"')
+    start = keep_probability(model) * _input_correlation(model, input_correlation)
     square = float(scaled.branch_scales[0]) ** 2
     rows = correlations(start, model.layers, square, model.dropout)
-    kept = 1 - model.dropout
-    chosen = [entering if variant == "released" else leaving for entering, leaving in rows]
-    if min(chosen) <= 0:
+    used = [before if variant == "released" else after for before, after in rows]
+    if min(used) <= 0:
         raise DomainError(
-            f"tokens correlate by {min(chosen):.3g}, and must be above 0: dslm's constants for "
+            f"tokens correlate by {min(used):.3g}, and must be above 0: dslm's constants for "
             "values and outputs go with one over its square root"
         )
-    attention = [math.sqrt(kept / r) / model.d_model for r in chosen]
+    attention = [math.sqrt((1 - model.dropout) / r) / model.d_model for r in used]
     assert scaled.weights is not None
     return scaled.replace(weights=scaled.weights.replace(value=attention, output=attention))
 
 
 def usual_variant(model: Transformer) -> str:
-    """ "released" where the paper derives its constants for such a model, else "solved"."""
+    """ "released" if the paper derives its constants for such a model, else "solved"."""
     variances = [] if model.biases is None else list(model.biases.to_dict().values())
-    hold = (
+    derived = (
         (model.activation, model.gated, model.normalization) == ("relu", False, "layernorm")
         and model.norm in ("pre", "post")
         and model.heads * (model.d_head or 0) == model.d_model
@@ -106,11 +113,11 @@ def usual_variant(model: Transformer) -> str:
         and not model.identity_attention
         and not any(np.any(value) for value in variances)
     )
-    return "released" if hold else "solved"
+    return "released" if derived else "solved"
 
 
 def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
-    """Scales, embedding and head, and the feed-forward block's weights everywhere but in q and k.
+    """Set scales, embedding and head; all but q and k get the feed-forward matrices' variance.
 
     A ReLU block's output has variance d_model d_ff s_f^2 / (2 (1 - p)).
     """
@@ -124,7 +131,7 @@ def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
         )
     d_model, d_ff = model.d_model, model.d_ff or 0
     ffn = math.sqrt(2 * (1 - (model.ffn_dropout or 0.0)) / (d_model * d_ff))
-    # Logits of variance 1 whatever divides them (T5's are not divided by sqrt(d_head)).
+    # Attention logits have variance 1 at any temperature (T5's are not divided by sqrt(d_head)).
     divisors = set(model.temperatures.tolist())
     query = [t * t / d_model for t in model.temperatures.tolist()]
     changes: dict[str, Any] = {
@@ -144,17 +151,17 @@ def _prepared(model: Transformer, k: float, alpha: float) -> Transformer:
 def correlations(
     start: float, layers: int, branch: float, drop_prob: float
 ) -> list[tuple[float, float]]:
-    """Token correlation that enters and that leaves every layer, at unit variances.
+    """Token correlation of every layer's input and output, at unit variances.
 
-    The attention block's output correlates by 1 - p (Table 2), the feed-forward block's by its full
-    law; the stream mixes each in with weight `branch`.
+    The attention block's output has token correlation 1 - p (Table 2), the feed-forward block's
+    follows its full law; each enters the stream with weight `branch`.
     """
     rows, r = [], start
     for _ in range(layers):
-        entering = r
+        before = r
         r = (1 - branch) * r + branch * (1 - drop_prob)
         r = (1 - branch) * r + branch * _ffn_correlation(r, drop_prob)
-        rows.append((entering, r))
+        rows.append((before, r))
     return rows
 
 
@@ -165,8 +172,8 @@ def _ffn_correlation(r: float, drop_prob: float) -> float:
     return float(laws["covariance"].of(values) / laws["variance"].of(values))
 
 
-def left_by_dropout(model: Transformer) -> float:
-    """What dropout keeps of the embedding."""
+def keep_probability(model: Transformer) -> float:
+    """Keep probability of the embedding's dropout."""
     return 1 - (model.dropout if model.embedding is None else model.embedding.dropout)
 
 
@@ -188,9 +195,9 @@ def _input_correlation(model: Transformer, given: float | None) -> float:
 
 def _unit_embedding(model: Transformer) -> Any:
     """Tables of equal variance whose sum has variance 1 after dropout; pixels of mean square 1."""
-    embedding, kept = model.embedding, left_by_dropout(model)
+    embedding, keep = model.embedding, keep_probability(model)
     if not hasattr(embedding, "token_variance"):
-        share = kept / (1 + (embedding.position_variance > 0))
+        share = keep / (1 + (embedding.position_variance > 0))
         changes = {"patch_variance": share / embedding.patch_width}
         changes |= {"position_variance": share} if embedding.position_variance else {}
         changes |= {"class_variance": share} if embedding.class_token else {}
@@ -200,9 +207,9 @@ def _unit_embedding(model: Transformer) -> Any:
     fixed = embedding.replace(**dict.fromkeys(used, 1.0)).variance - (
         embedding.scale**2 + len(used) - 1
     )
-    if fixed >= kept:
-        raise domain_error("positions", embedding.positions, f"of mean square below {kept:g}")
-    share = (kept - fixed) / len(used)
+    if fixed >= keep:
+        raise domain_error("positions", embedding.positions, f"of mean square below {keep:g}")
+    share = (keep - fixed) / len(used)
     tables = dict.fromkeys(used, share) | {"token_variance": share / embedding.scale**2}
     return embedding.replace(**tables)
 
@@ -218,57 +225,57 @@ DSLM = Scheme(
 
 
 ROUNDS = 50
-"""Walks through the layers at most, where value and output weights follow the feed-forward's."""
+"""Largest number of forward passes of the fixed-point iteration for `simplified`."""
 
 
 def solved(model: Transformer, simplified: bool, inputs: Mapping[str, Any]) -> Transformer:
-    """The model with every block's output at variance 1, averaged over tokens; all matrices of a
-    block but query and key keep one common variance.
+    """Solve for block outputs of variance 1, averaged over tokens, with one variance for all
+    matrices of a block but query and key.
 
     Args:
         model: with DeepScaleLM's scales, and matrices of one variance in every block.
         simplified: whether value and output matrices have the feed-forward block's variances.
-        inputs: what `predict` takes to describe the input.
+        inputs: arguments of `predict` for the input.
 
     Raises:
-        DomainError: a block whose output does not depend on its weights, or a walk that does not
-            settle.
+        DomainError: a block's output does not depend on its weights, or the iteration does not
+            converge.
     """
     if not simplified:
-        return _once(model, inputs, solvable(model))
+        return _solved(model, inputs, solvable(model))
     ffn = tuple(name for name in solvable(model) if name in MATRICES["ffn"])
     others = [name for name in solvable(model) if name not in ffn]
     for _ in range(ROUNDS):
-        found = _once(model, inputs, ffn)
-        assert found.weights is not None
+        changed = _solved(model, inputs, ffn)
+        assert changed.weights is not None
         assert model.weights is not None
-        before, after = np.asarray(model.weights.of("value")), found.weights.of("ffn_in")
-        model = found.replace(weights=found.weights.replace(**dict.fromkeys(others, after)))
+        before, after = np.asarray(model.weights.of("value")), changed.weights.of("ffn_in")
+        model = changed.replace(weights=changed.weights.replace(**dict.fromkeys(others, after)))
         if np.allclose(before, after, rtol=1e-12, atol=0):
             return model
     raise DomainError("dslm: value and output weights do not settle; use simplified=False")
 
 
 def described(inputs: Mapping[str, Any]) -> bool:
-    """Whether inputs say how the tokens of the stream correlate."""
+    """Whether inputs determine the token correlation of layer 1's input."""
     return bool({"correlation", "token_ids", "kernel", "pixels"} & set(inputs))
 
 
 def by_token(model: Transformer, inputs: Mapping[str, Any]) -> bool:
-    """Whether a prediction of the model on such inputs is resolved by token."""
+    """Whether a prediction for such inputs is resolved by token."""
     stack, _ = stacks(model, inputs)
     return stack.resolved is True
 
 
-def _once(model: Transformer, inputs: Mapping[str, Any], free: tuple[str, ...]) -> Transformer:
+def _solved(model: Transformer, inputs: Mapping[str, Any], free: tuple[str, ...]) -> Transformer:
     stack, memory = entered(model, inputs)
     found = solve_blocks(
         model, stack.enter(), stack.layout, free, lambda number, block: 1.0, False, memory
     )
     if found.missed:
-        layer, block = found.missed[0]
+        first = found.missed[0]
         raise DomainError(
-            f"dslm: no weights give the {block} block of layer {layer} variance 1, only "
-            f"{found.nearest:.3g}: its activation saturates or its input vanishes"
+            f"dslm: no weights give the {first.block} block of layer {first.layer} variance 1, "
+            f"only {found.nearest:.3g}: its activation saturates or its input vanishes"
         )
     return model.replace(weights=scaled_weights(model, found.factors))

@@ -1,4 +1,4 @@
-"""Schemes that choose where, and with what, the stream is normalised."""
+"""Schemes that set the placement and kind of the normalisation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _to(placement: str) -> Callable[[Transformer], Transformer]:
 
 
 def _mix(model: Transformer, fraction: float = 0.25) -> Transformer:
-    """The first layers Post-LN, the others Pre-LN: a `fraction` of them, rounded down; the authors'
-    .25."""
+    """A `fraction` of the layers, rounded down, Post-LN and the rest above them Pre-LN; the authors
+    use .25."""
     check_in("fraction", fraction, Interval(0.0, 1.0))
     return model.replace(norm="mix", post_layers=math.floor(fraction * model.layers))
 
@@ -39,37 +39,37 @@ def _peri(model: Transformer) -> Transformer:
 
 
 def _group(model: Transformer, groups: int = 32) -> Transformer:
-    """Features normalised in groups, Pre-LN; the authors have 32."""
+    """Pre-LN with features normalised in groups; the authors use 32."""
     check_count("groups", groups)
     return placed(model, "pre", norm_groups=groups)
 
 
 def _dyt(model: Transformer, alpha: float = 0.5) -> Transformer:
-    """tanh(alpha x) where a norm was.
+    """Replace every norm by tanh(alpha x).
 
     Args:
         model: its placement stays.
-        alpha: the authors' .5, which they keep outside language models; in those they take less
-            the wider the model is, and more before attention than elsewhere.
+        alpha: .5 is the authors' value outside language models; in language models theirs decreases
+            with width, and is larger before attention than elsewhere.
     """
     check_in("alpha", alpha, POSITIVE)
     return model.replace(normalization="dyt", dyt_alpha=alpha)
 
 
 def _qk_norm(model: Transformer, normalization: str = "layernorm") -> Transformer:
-    """Queries and keys normalised head by head, by "layernorm" or "rmsnorm"."""
+    """Normalise queries and keys of every head by "layernorm" or "rmsnorm"."""
     check_choice("normalization", normalization, ("layernorm", "rmsnorm"))
     return model.replace(qk_norm=normalization)
 
 
 def _layernorm_scaling(model: Transformer, position: str = "after-norm") -> Transformer:
-    """Layer l's signal times 1/sqrt(l) at one place.
+    """Multiply layer l's signal by 1/sqrt(l) at one position.
 
     Args:
         model: becomes Pre-LN.
-        position: "after-norm", the authors'; the others of their Table 8: "before-norm",
+        position: "after-norm" as proposed, or another row of the authors' Table 8: "before-norm",
             "after-block" (which they use in a ViT), "after-residual", "attention-only", "ffn-only"
-            (its "LNS only after Attn", "only after FFN", read as after the norm of that block).
+            ("LNS only after Attn" and "only after FFN", read as after the norm of that block).
     """
     return placed(model, "pre", layernorm_scaling=position)
 

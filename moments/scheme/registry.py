@@ -1,4 +1,4 @@
-"""What a scheme is, and the list of them."""
+"""Published schemes: the class, and the list of all."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import domain_error, unknown_name
 from ..formulas.law import Source
 from ..model.transformer import Transformer
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -21,12 +18,12 @@ class Scheme:
     """One published scheme.
 
     Attributes:
-        name, title: what `with_scheme` takes, and what it is, in one line.
-        sets, source: which fields of the Transformer it sets, and the paper and place.
-        transform: the model it makes of a model; keyword arguments are its options.
-        placements: where its authors put the norm, theirs first; empty: anywhere.
-        both_stacks: whether the transform takes care of a model's encoder itself.
-        predictions: how many applying it takes, about.
+        name, title: its name in `with_scheme`, and its description in one line.
+        sets, source: the fields of the Transformer that it sets, and the paper and place.
+        transform: returns the changed model; its keyword arguments are the scheme's options.
+        placements: the authors' placements of the norm, the main one first; empty: any.
+        both_stacks: whether the transform also sets a model's encoder.
+        predictions: roughly how many predictions its application takes.
     """
 
     name: str
@@ -45,10 +42,10 @@ class Scheme:
         return {p.name: p.default for p in parameters}
 
     def apply(self, model: Transformer, **options: Any) -> Transformer:
-        """The model as the scheme sets it, its encoder too.
+        """Set a model and its encoder.
 
         Raises:
-            DomainError: an unknown option, or one outside what is allowed.
+            DomainError: an unknown option, or a value outside its domain.
         """
         for option in options:
             if option not in self.options:
@@ -60,43 +57,43 @@ class Scheme:
 
 
 MODULES = ("weights", "dslm", "scales", "placements")
-"""Files of this folder, in the order of the list; each with one Scheme or a tuple of them."""
+"""Modules of this folder that define schemes, in the order of `schemes()`."""
 
 
 def _declared(name: str) -> list[Scheme]:
-    """Schemes whose transforms a module defines, not those it imports."""
-    found: list[Scheme] = []
+    """Schemes, or tuples of schemes, that a module defines and does not only import."""
+    result: list[Scheme] = []
     for value in vars(importlib.import_module(name)).values():
-        several = value if isinstance(value, tuple) else (value,)
-        found += [one for one in several if isinstance(one, Scheme)]
-    return [one for one in found if one.transform.__module__ == name]
+        values = value if isinstance(value, tuple) else (value,)
+        result += [entry for entry in values if isinstance(entry, Scheme)]
+    return [entry for entry in result if entry.transform.__module__ == name]
 
 
 def schemes() -> tuple[Scheme, ...]:
     """Every scheme: name, title, source, what it sets and its options."""
-    return tuple(found for name in MODULES for found in _declared(f"{__package__}.{name}"))
+    return tuple(entry for name in MODULES for entry in _declared(f"{__package__}.{name}"))
 
 
 def scheme(name: str) -> Scheme:
-    """A scheme by its name; DomainError where there is none."""
-    known = {found.name: found for found in schemes()}
+    """A scheme by its name; DomainError if there is none."""
+    known = {entry.name: entry for entry in schemes()}
     if not isinstance(name, str) or name not in known:
         raise unknown_name("scheme", name, known)
     return known[name]
 
 
 def apply(model: Transformer, name: str, **options: Any) -> Transformer:
-    """The model as the scheme sets it; a ValidityWarning says where the two clash."""
+    """Apply a scheme, with a ValidityWarning if it conflicts with the model."""
     from .conflicts import warn
 
-    found = scheme(name)
-    changed = found.apply(model, **options)
-    warn(found, model, changed, options)
+    chosen = scheme(name)
+    changed = chosen.apply(model, **options)
+    warn(chosen, model, changed, options)
     return changed
 
 
 def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by which a scheme learns of the input; what it does not ask for is left out."""
+    """The options of a scheme that describe the model's input."""
     correlation = inputs.get("correlation")
     if "correlation" in scheme.options and correlation is not None:
         return {"correlation": correlation}
@@ -105,7 +102,7 @@ def input_options(model: Transformer, scheme: Scheme, inputs: Mapping[str, Any])
     names = ("correlation", "token_ids", "segment_ids", "kernel", "pixels", "encoder_inputs")
     given = {name: inputs[name] for name in names if inputs.get(name) is not None}
     if model.embedding is None and set(given) <= {"correlation"} and given.get("correlation"):
-        # The correlation is that after the embedding's dropout, as `predict` takes it.
+        # `predict` takes the correlation after the embedding's dropout, the scheme that before it.
         return {"input_correlation": min(1.0, given["correlation"] / (1 - model.dropout))}
     if model.embedding is None:
         return {"variant": "solved", "inputs": {"correlation": 0.0, **given}}

@@ -1,5 +1,5 @@
-"""Schemes that scale what blocks add to the stream: one gain on every output, attention that starts
-as the identity (Value-SkipInit), and scales that are read off a prediction (Noci et al., ADMIN)."""
+"""Schemes that scale residual branches: a gain on every output, attention that starts as the
+identity (Value-SkipInit), and scales from a prediction (Noci et al., ADMIN)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .shared import blocks, placed, xavier
 def _skipinit(
     model: Transformer, alpha: float | None = None, variant: str = "authors"
 ) -> Transformer:
-    """Every block's output times a learnable gain that starts at alpha; the authors have no
-    normalisation and also try 0, Sun et al. have Pre-LN.
+    """Multiply every block's output by a learnable gain, initially alpha; the authors use no
+    normalisation and also try 0, Sun et al. use Pre-LN.
 
-    The variant's own alpha is "authors": 1/sqrt(number of residual blocks), 2 N without
-    cross-attention; "sun": 1/sqrt(N), as Sun et al. have it.
+    Default alpha of the variants: "authors": 1/sqrt(number of residual blocks), 2 N without
+    cross-attention; "sun": 1/sqrt(N), as in Sun et al.
     """
     check_choice("variant", variant, ("authors", "sun"))
     count = blocks(model) if variant == "authors" else model.layers
@@ -37,13 +37,13 @@ def _skipinit(
 
 
 def _rezero(model: Transformer, alpha: float = 0.0) -> Transformer:
-    """No normalisation, and a learnable gain on every block that starts at zero."""
+    """No normalisation, and a learnable gain on every block, initially zero."""
     check_in("alpha", alpha, NONNEGATIVE)
     return placed(model, "none", layernorm_scaling=False, branch_scale=alpha, skip_scale=1.0)
 
 
 def _layerscale(model: Transformer, epsilon: float | None = None) -> Transformer:
-    """Pre-LN, every block's output times a learnable gain per feature that starts at epsilon; None:
+    """Pre-LN, every block's output times a learnable gain per feature, initially epsilon; None:
     the authors' .1 up to 18 layers, 1e-5 up to 24, 1e-6 beyond."""
     by_depth = 0.1 if model.layers <= 18 else 1e-5 if model.layers <= 24 else 1e-6
     gain = by_depth if epsilon is None else epsilon
@@ -58,7 +58,7 @@ def _depth_mup(model: Transformer, a: float = 1.0) -> Transformer:
 
 
 def _value_skipinit(model: Transformer) -> Transformer:
-    """Attention weights alpha I + beta softmax(...), learned, that start at alpha 1 and beta 0."""
+    """Attention weights alpha I + beta softmax(...), learned, initially with alpha 1 and beta 0."""
     return model.replace(identity_attention=True)
 
 
@@ -69,11 +69,11 @@ def _noci(
 
     Args:
         model: its placement stays; the authors' is "post".
-        temperature: "solved": one for all layers, at which this model's query and value weights
-            receive the same gradient (geometric mean over layers); "per-layer": each layer's own;
+        temperature: "solved": one for all layers, with equal squared gradient norms of this model's
+            query and value weights (geometric mean over layers); "per-layer": one for each layer;
             "printed": the authors' closed form for uniform attention in every layer, from the
-            moments that enter it; None: stays.
-        correlation: of the input's tokens; None: that of the embedding, else 0.
+            moments of its input; None: unchanged.
+        correlation: token correlation of the input; None: that of the embedding, else 0.
     """
     check_choice("temperature", temperature, ("solved", "per-layer", "printed", None))
     scaled = model.replace(branch_scale=1 / math.sqrt(model.layers), skip_scale=1.0)
@@ -89,28 +89,29 @@ def _noci(
 
 
 def _printed(model: Transformer, correlation: float | None) -> list[float]:
+    """The temperature of every layer by the authors' closed form."""
     with without_warnings():
-        found = predict(model, correlation=correlation)
-    frame = found.to_frame()
+        prediction = predict(model, correlation=correlation)
+    frame = prediction.to_frame()
     normed = frame[frame.site == "attention.norm"]
     if model.norm == "pre" and len(normed) == model.layers:
-        entering = zip(normed.variance, normed.correlation, strict=True)
+        moments = zip(normed.variance, normed.correlation, strict=True)
     else:
-        entering = zip(found.variance[:-1], found.correlation[:-1], strict=True)
+        moments = zip(prediction.variance[:-1], prediction.correlation[:-1], strict=True)
     law = UNIFORM_ATTENTION_GRADIENTS.law("inverse_temperature_square")
     shape = {"d_model": model.d_model, "seq_len": model.seq_len}
-    squares = [law(**shape, x_variance=v, x_correlation=r) for v, r in entering]
+    squares = [law(**shape, x_variance=v, x_correlation=r) for v, r in moments]
     return [1 / float(np.sqrt(square)) for square in squares]
 
 
 def _admin(
     model: Transformer, correlation: float | None = None, per_head: bool = True
 ) -> Transformer:
-    """x <- LayerNorm(omega_i x + f_i(x)), omega_i^2 the variance of all that came before block i.
+    """x <- LayerNorm(omega_i x + f_i(x)), omega_i^2 the summed variance of all addends before i.
 
-    omega_1 = 1; then the input's variance and those of the blocks' outputs add up, as in the
-    authors' code. Their profiling pass, with omega = 1 and Xavier weights, is our prediction, whose
-    tokens correlate as the embedding's, else by 0, unless `correlation` is given.
+    omega_1 = 1; the other sums are of the input's variance and of earlier blocks' output variances,
+    as in the authors' code. A prediction replaces their profiling pass with omega = 1 and Xavier
+    weights; its token correlation is `correlation`, or None: that of the embedding, else 0.
     """
     if model.encoder is not None:
         raise DomainError("admin needs a scale for every cross-attention: use a single stack")
@@ -118,16 +119,16 @@ def _admin(
         model, "post", weights=xavier(model, per_head), skip_scale=1.0, branch_scale=1.0
     )
     with without_warnings():
-        found = predict(profiled, correlation=correlation)
-    frame = found.to_frame()
+        prediction = predict(profiled, correlation=correlation)
+    frame = prediction.to_frame()
     variances = {
         (int(row["layer"]), str(row["site"])): float(row["variance"])
         for row in frame.to_dict("records")
     }
     sites = ("attention.dropout", "ffn.dropout")
-    # Absent blocks add nothing, and have no sum that a scale would reach.
+    # An absent block adds no variance, and has no residual sum that uses its scale.
     outputs = [variances.get((n, site), 0.0) for n in range(1, model.layers + 1) for site in sites]
-    before = float(found.variance[0]) + np.concatenate([[0.0], np.cumsum(outputs)[:-1]])
+    before = float(prediction.variance[0]) + np.concatenate([[0.0], np.cumsum(outputs)[:-1]])
     before[0] = 1.0
     if isinstance(model.mixers[0], Absent):
         before[1] = 1.0

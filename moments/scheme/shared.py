@@ -1,4 +1,4 @@
-"""What several schemes start from: Xavier weights, a model's blocks, another placement."""
+"""Helpers of several schemes: Xavier weights, the number of blocks, another placement."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..model.transformer import Transformer
 from ..model.weights import Weights
 
 SCALED = ("value", "output", "ffn_in", "ffn_out")
-"""Matrices that set the size of what a block adds."""
+"""Matrices that scale a block's output."""
 
 
 def xavier(model: Transformer, per_head: bool = True) -> Weights:
-    """2 / (fan_in + fan_out) for every matrix: each head of query, key and value by itself, as in
-    Kedia et al., or (not `per_head`) the heads together, as `xavier_normal_` of a projection's
-    weight."""
+    """2 / (fan_in + fan_out) for every matrix; with `per_head` each head of query, key and value is
+    a matrix of its own, as in Kedia et al., else a projection is one matrix, as for
+    `xavier_normal_`."""
     check_flag("per_head", per_head)
     d_model, d_head = model.d_model, model.d_head or 0
     weights = Weights.xavier(d_model, model.heads, model.d_ff, d_head)
@@ -31,5 +31,5 @@ def blocks(model: Transformer) -> int:
 
 
 def placed(model: Transformer, norm: str, **changes: Any) -> Transformer:
-    """The model with another placement, nothing left of norm="mix"."""
+    """The model with another placement of norms; resets `post_layers` of norm="mix"."""
     return model.replace(norm=norm, post_layers=0, **changes)

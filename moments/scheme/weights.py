@@ -16,7 +16,7 @@ from .shared import SCALED, blocks, placed, xavier
 
 
 def _xavier(model: Transformer, per_head: bool = True) -> Transformer:
-    """Glorot variances, of each head of query, key and value by itself where `per_head`."""
+    """Glorot variances; with `per_head` each head of query, key and value is its own matrix."""
     return model.replace(weights=xavier(model, per_head))
 
 
@@ -33,11 +33,11 @@ def _deepnorm(
     per_head: bool = True,
 ) -> Transformer:
     """x <- LayerNorm(alpha x + f(x)), Xavier with gain beta on `matrices`, and on the token table
-    where `embedding`.
+    with `embedding`.
 
-    A stack alone has alpha = (2 N)^(1/4) and beta = (8 N)^(-1/4); a decoder of M layers with an
+    A single stack has alpha = (2 N)^(1/4) and beta = (8 N)^(-1/4); a decoder of M layers with an
     encoder of N has (3 M)^(1/4) and (12 M)^(-1/4), and its encoder .81 (N^4 M)^(1/16) and .87 (N^4
-    M)^(-1/16). The authors' code takes the heads together (`per_head` False).
+    M)^(-1/16). The authors' code initialises all heads as one matrix (`per_head` False).
     """
     for name in matrices:
         check_choice("matrices", name, SCALED)
@@ -48,21 +48,21 @@ def _deepnorm(
     else:
         alpha, gain = (3 * model.layers) ** 0.25, (12 * model.layers) ** -0.25
         depth = encoder.layers**4 * model.layers
-        outer = 0.81 * depth ** (1 / 16), 0.87 * depth ** (-1 / 16)
-        model = model.replace(encoder=_scaled(encoder, *outer, matrices, per_head))
-    found = _scaled(model, alpha, gain, matrices, per_head)
-    if embedding and hasattr(found.embedding, "token_variance"):
-        table = found.embedding.token_variance * gain**2
-        found = found.replace(embedding=found.embedding.replace(token_variance=table))
-    return found
+        scales = 0.81 * depth ** (1 / 16), 0.87 * depth ** (-1 / 16)
+        model = model.replace(encoder=_scaled(encoder, *scales, matrices, per_head))
+    result = _scaled(model, alpha, gain, matrices, per_head)
+    if embedding and hasattr(result.embedding, "token_variance"):
+        table = result.embedding.token_variance * gain**2
+        result = result.replace(embedding=result.embedding.replace(token_variance=table))
+    return result
 
 
 def _scaled(
     model: Transformer, alpha: float, gain: float, matrices: tuple[str, ...], per_head: bool
 ) -> Transformer:
     plain = xavier(model, per_head)
-    one: Any = plain.layer(1)
-    changes = {name: getattr(one, name) * gain**2 for name in matrices}
+    layer: Any = plain.layer(1)
+    changes = {name: getattr(layer, name) * gain**2 for name in matrices}
     return placed(
         model, "post", weights=plain.replace(**changes), skip_scale=alpha, branch_scale=1.0
     )
@@ -74,8 +74,8 @@ VARIANTS = ("gpt2", "megatron", "olmo", "sun")
 def _ds_init(
     model: Transformer, alpha: float = 1.0, variant: str = "authors", per_head: bool = True
 ) -> Transformer:
-    """Xavier, every matrix of layer l with its deviation times alpha / sqrt(l), the authors' alpha
-    being 1; "sun": alpha / sqrt(2 l), which Sun et al. call depth-scaled."""
+    """Xavier, with standard deviations of layer l times alpha / sqrt(l), alpha = 1 in the paper;
+    "sun": alpha / sqrt(2 l), which Sun et al. call depth-scaled."""
     check_in("alpha", alpha, POSITIVE)
     check_choice("variant", variant, ("authors", "sun"))
     plain = xavier(model, per_head)
@@ -90,7 +90,7 @@ def _ds_init(
 def _scaled_init(
     model: Transformer, variance: float | None = None, variant: str = "gpt2"
 ) -> Transformer:
-    """One variance for all, that of `output` and `ffn_out` smaller with depth.
+    """One variance for all matrices but `output` and `ffn_out`, whose variance falls with depth.
 
     Args:
         model: its placement stays; the authors' is "pre".
@@ -114,7 +114,8 @@ def _scaled_init(
 
 
 def shrinks_outward(model: Transformer) -> bool:
-    """Whether output projections are smaller than value projections by depth, as here set."""
+    """Whether output projections have at most .4 of the value projections' variance on average, as
+    after `_scaled_init`."""
     if model.layers < 2 or model.weights is None:
         return False
     ratios = np.asarray(model.weights.of("output")) / np.asarray(model.weights.of("value"))
@@ -122,11 +123,11 @@ def shrinks_outward(model: Transformer) -> bool:
 
 
 def t_fixup(model: Transformer, role: str | None = None, per_head: bool = True) -> Transformer:
-    """Xavier without norms, value, output and ffn matrices times a power of the depth.
+    """No norms; Xavier with value, output and ffn matrices times a power of the depth.
 
-    .67 N^(-1/4) in an encoder and (9 N)^(-1/4) in a decoder, which a model of no given `role` is
-    where it is causal or has an encoder; token tables have variance 1/d_model times (9 N)^(-1/2),
-    and no norm.
+    The factor is .67 N^(-1/4) in an encoder and (9 N)^(-1/4) in a decoder; without a `role` a model
+    is a decoder if it is causal or has an encoder. Token tables have variance (9 N)^(-1/2) /
+    d_model, and no norm behind them.
     """
     check_choice("role", role, ("encoder", "decoder", None))
     if model.encoder is not None:
@@ -137,7 +138,7 @@ def t_fixup(model: Transformer, role: str | None = None, per_head: bool = True) 
     gain = deep if decodes else 0.67 * model.layers**-0.25
     weights = xavier(model, per_head)
     changes: dict[str, Any] = {name: weights.of(name) * gain**2 for name in SCALED}
-    found = placed(
+    result = placed(
         model,
         "none",
         layernorm_scaling=False,
@@ -145,11 +146,11 @@ def t_fixup(model: Transformer, role: str | None = None, per_head: bool = True) 
         skip_scale=1.0,
         branch_scale=1.0,
     )
-    if hasattr(found.embedding, "token_variance"):
+    if hasattr(result.embedding, "token_variance"):
         table = deep**2 / model.d_model
-        embedding = found.embedding.replace(token_variance=table, norm=False)
-        found = found.replace(embedding=embedding)
-    return found
+        embedding = result.embedding.replace(token_variance=table, norm=False)
+        result = result.replace(embedding=embedding)
+    return result
 
 
 def _mup(
@@ -166,8 +167,9 @@ def _mup(
     Args:
         model: its placement stays.
         variance: that of a matrix's output for unit input.
-        base_width, base_d_head: where output and logits are not scaled; None: base_width/heads.
-        scale_logits: whether the logits are scaled at all.
+        base_width, base_d_head: the shape at which output and attention logits are unscaled; None:
+            base_width/heads.
+        scale_logits: whether the attention logits are scaled.
         zero_query: whether query weights start at zero, which the authors recommend in Appendix D.
     """
     check_in("variance", variance, POSITIVE)
@@ -181,13 +183,13 @@ def _mup(
     weights = Weights.normal(variance / d_model).replace(
         output=variance / (model.heads * d_head), ffn_out=variance / d_ff
     )
-    found = model.replace(weights=weights.replace(query=0.0) if zero_query else weights)
+    result = model.replace(weights=weights.replace(query=0.0) if zero_query else weights)
     if scale_logits:
-        found = found.replace(temperature=math.sqrt(d_head / base_head))
+        result = result.replace(temperature=math.sqrt(d_head / base_head))
     if model.head is not None:
         scale = model.head.output_scale * base_width / d_model
-        found = found.replace(head=model.head.replace(output_scale=scale))
-    return found
+        result = result.replace(head=model.head.replace(output_scale=scale))
+    return result
 
 
 SCHEMES = (

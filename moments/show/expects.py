@@ -69,8 +69,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of the declaration that explains the measured numbers: in words, as a model, and
-    with its prediction at every measured point."""
+    """A variant of the declaration: in words, as a model, and with its prediction at every measured
+    point."""
 
     words: str
     model: Transformer
@@ -122,16 +122,16 @@ class Expects(Shown):
         """Variants with another prediction, the nearest to the measured numbers first."""
         result = []
         with without_warnings():
-            for words, model in self._nearest():
+            for words, model in self._candidates():
                 try:
-                    points = self._of(model)
+                    points = self._points_under(model)
                 except MomentsError:
                     continue  # a variant that the theory does not cover
                 if points is not None:
                     result.append(Variant(words, model, points))
         return tuple(sorted(result, key=lambda one: one.off))
 
-    def _nearest(self) -> list[tuple[str, Transformer]]:
+    def _candidates(self) -> list[tuple[str, Transformer]]:
         """The variants worth a full prediction, by a fast one with exchangeable tokens."""
         every = list(variants(self.prediction.model))
         if len(every) <= TRIED:
@@ -158,7 +158,7 @@ class Expects(Shown):
         order = sorted(range(len(every)), key=off.__getitem__)
         return [every[n] for n in order[:TRIED] if off[n] < math.inf]
 
-    def _of(self, model: Transformer) -> tuple[Point, ...] | None:
+    def _points_under(self, model: Transformer) -> tuple[Point, ...] | None:
         """The measured points judged by another declaration; None if its prediction is the same."""
         asked = self.prediction.asked
         mine = np.array([point.predicted for point in self.points])
@@ -179,9 +179,7 @@ class Expects(Shown):
                 for point, mean, one in zip(self.points, theirs.tolist(), off, strict=True)
             )
         other = predict(model, **asked) if other is None else other
-        return points_of(
-            other, [(p.quantity, p.layer, p.measured) for p in self.points], self.draws
-        )
+        return _points(other, [(p.quantity, p.layer, p.measured) for p in self.points], self.draws)
 
     @property
     def causes(self) -> tuple[Variant, ...]:
@@ -269,7 +267,7 @@ def expects(
             )
     if not given:
         raise DomainError("no measured numbers: pass them by layer, such as variance={24: 20.0}")
-    return Expects(prediction, points_of(prediction, given, draws), draws)
+    return Expects(prediction, _points(prediction, given, draws), draws)
 
 
 WRITTEN = re.compile(r"(?:(?P<name>\w+)@(?P<layer>\d+)=(?P<value>\S+)|(?P<only>\S+)@(?P<at>\d+))")
@@ -301,7 +299,7 @@ def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, flo
     return result
 
 
-def points_of(
+def _points(
     prediction: Prediction, given: Sequence[tuple[str, int, float]], draws: int
 ) -> tuple[Point, ...]:
     """Points for measured (quantity, layer, value); bands include the error of the theory."""

@@ -71,8 +71,7 @@ class Row:
     """A measured number and the expected one.
 
     Attributes:
-        layer, role: place of the number; layer 0 is outside the layers or all of them together,
-            role "" is the stream.
+        layer, role: its place; 0 is outside the layers or all of them, "" the stream.
         parameter: the tensor, or the submodule of a sum or norm; "" for the stream.
         quantity: "variance", "skip_scale", "loss", ...
         expected, measured: nan if not known.
@@ -222,8 +221,7 @@ class Report:
             raise Unhealthy(self.text(whole=True))
 
     def with_measured(self, measured: Mapping[Any, Any]) -> Report:
-        """Return a report that also judges `measured`: variances by layer, or arguments of
-        `Prediction.expects`."""
+        """A report that also judges measured variances by layer, or arguments of `expects`."""
         assert self.prediction is not None
         by_name = any(isinstance(key, str) for key in measured)
         value = self.prediction.expects(**(measured if by_name else {"variance": measured}))
@@ -411,10 +409,7 @@ class Report:
 
     def plot(self, name: str | None = None) -> Figure:
         """Draw measured and expected numbers along the depth; without a measurement the prediction.
-
-        Args:
-            name: for the title; None: `source`.
-        """
+        `name` is for the title; None: `source`."""
         name = self.source if name is None else name
         if self.comparison is not None:
             from .plot import plot_report

@@ -322,32 +322,7 @@ def _identity(seen: Seen) -> RuleOutput:
     if meant:
         yield f"{words}, as its scheme intends"
         return
-    embedding, weights = seen.prediction.model.embedding, seen.prediction.model.weights
-    tokens = getattr(embedding, "token_variance", None)
-    inner = float(np.median(np.asarray(weights.query))) if weights is not None else 0.0
-    if embedding is not None and tokens is not None and inner:
-        entering = float(embedding.scale) ** 2 * float(tokens)
-        if entering > LARGE * inner and float(np.min(ratio)) * entering / inner > IDENTITY:
-            scale, root = float(embedding.scale), math.sqrt(inner)
-            mend = f"draw the token table with the matrices' std, {root:.3g}: nn.Embedding draws "
-            mend += "it with std 1"
-            if tokens <= LARGE * inner:  # its table is drawn as they are
-                mend = (
-                    f"lower the factor {scale:.3g} on the embedding, or divide the blocks by less"
-                )
-            yield Finding(
-                "warning",
-                "embedding scale",
-                seen.of("token") or ("token",),
-                idle,
-                math.sqrt(entering),
-                math.sqrt(inner),
-                f"{words}, because tokens enter with a std of {math.sqrt(entering):.3g}, "
-                f"{math.sqrt(entering / inner):.3g} times that of the matrices",
-                mend,
-            )
-            return
-    yield Finding(
+    yield _large_embedding(seen, idle, float(np.min(ratio)), words) or Finding(
         "warning",
         "identity layers",
         seen.of("output", "ffn_out"),
@@ -360,6 +335,27 @@ def _identity(seen: Seen) -> RuleOutput:
         "draw matrices by their width (Xavier, 1/fan_in) instead of one std for all widths, or "
         "draw the embedding tables with a smaller std",
     )
+
+
+def _large_embedding(seen: Seen, idle: tuple[int, ...], least: float, words: str) -> Finding | None:
+    """The finding that token embeddings are so large that layers are idle; None if they are not."""
+    embedding, weights = seen.prediction.model.embedding, seen.prediction.model.weights
+    tokens = getattr(embedding, "token_variance", None)
+    inner = float(np.median(np.asarray(weights.query))) if weights is not None else 0.0
+    if embedding is None or tokens is None or not inner:
+        return None
+    scale = float(embedding.scale)
+    entering = scale**2 * float(tokens)
+    if entering <= LARGE * inner or least * entering / inner <= IDENTITY:
+        return None
+    size, std = math.sqrt(entering), math.sqrt(inner)
+    mend = f"draw the token table with the matrices' std, {std:.3g} (nn.Embedding's own is 1)"
+    if tokens <= LARGE * inner:  # the table has the std of the matrices
+        mend = f"lower the factor {scale:.3g} on the embedding, or divide the blocks by less"
+    reason = f"{words}, because tokens enter with a std of {size:.3g}, {size / std:.3g} times that "
+    reason += "of the matrices"
+    where = seen.of("token") or ("token",)
+    return Finding("warning", "embedding scale", where, idle, size, std, reason, mend)
 
 
 def _gradient(seen: Seen) -> RuleOutput:

@@ -1,9 +1,9 @@
 """From objectives to weight variances and scales.
 
-`block` and `layerwise` invert the formulas block by block, `search` what only a whole prediction
-answers; `plan` is what comes out.
+`block` and `layerwise` invert the formulas block by block, `search` finds roots of numbers that
+need a whole prediction; `plan` is the result.
 
-Imports `prediction`; the schemes stand on it. Start with `solve`.
+Imports `prediction`; the schemes import this package. Start with `solve`.
 """
 
 from .plan import Plan

@@ -1,7 +1,7 @@
 """One block as a function of a factor on its free matrices' variances.
 
-What stands before the first of them is propagated once; behind it means and variances suffice to
-find the factor. The accepted one is propagated in full, once.
+The parts before the first free matrix are propagated once. Behind it, means and variances suffice
+to find the factor, with which the block is then propagated in full, once.
 """
 
 from __future__ import annotations
@@ -24,46 +24,48 @@ from .goals import matrices_of
 # --- the factor that gives a variance -------------------------------------------------------------
 
 LIMIT = math.log(1e12)
-"""Largest logarithm of a factor on a variance that is tried."""
+"""Largest logarithm of a factor on a variance."""
 
 CLOSE = 1e-13
-"""Relative distance at which a root is one, a few roundings."""
+"""Relative distance to the target at which a root is accepted, a few rounding errors."""
 
-SECANTS = 12
+SECANT_STEPS = 12
 
 
 def factor_for(
-    output: Callable[[float], float], aim: float, count: int, ends: tuple[float, float]
+    output: Callable[[float], float], target: float, count: int, ends: tuple[float, float]
 ) -> tuple[float, float]:
-    """The factor on `count` variances at which `output` is `aim`, and the output there.
+    """Find the factor on `count` variances at which `output` is `target`, and the output there.
 
-    In one step where the output is the factor to the power `count`; elsewhere by secants in
-    logarithms, and a bracketed root where they stray. Where there is none, the end of the range,
-    `ends` as logarithms of the factor, that comes nearest. DomainError where the output does not
-    depend on it.
+    One step suffices if the output is proportional to the factor to the power `count`; otherwise
+    secant steps in logarithms, or a bracketed root if their slope is implausible. Without a root,
+    the result is the nearer end of the range `ends`, which is in logarithms of the factor.
+
+    Raises:
+        DomainError: the output does not depend on the factor.
     """
 
     def distance(log: float) -> float:
         value = output(math.exp(log))
         if not 0 < value < math.inf:
             return math.copysign(math.inf, value - 1)
-        ratio = value / aim
-        return math.log(ratio) if 0 < ratio < math.inf else math.log(value) - math.log(aim)
+        ratio = value / target
+        return math.log(ratio) if 0 < ratio < math.inf else math.log(value) - math.log(target)
 
     low, high = ends
-    before = min(0.0, high)
-    far = distance(before)
-    start = min(max(before - far / count, low), high)
+    previous = min(0.0, high)
+    error = distance(previous)
+    start = min(max(previous - error / count, low), high)
     log, slope = start, float(count)
-    for _ in range(SECANTS):
-        last, far = far, distance(log)
-        if abs(far) <= CLOSE:
+    for _ in range(SECANT_STEPS):
+        previous_error, error = error, distance(log)
+        if abs(error) <= CLOSE:
             return math.exp(log), output(math.exp(log))
-        if log != before and math.isfinite(far - last):
-            slope = (far - last) / (log - before)
-        if not (0.1 < slope / count < 10 and math.isfinite(far)):
+        if log != previous and math.isfinite(error - previous_error):
+            slope = (error - previous_error) / (log - previous)
+        if not (0.1 < slope / count < 10 and math.isfinite(error)):
             break
-        before, log = log, min(max(log - far / slope, low), high)
+        previous, log = log, min(max(log - error / slope, low), high)
     log = _bracketed(distance, start, ends)
     return math.exp(log), output(math.exp(log))
 
@@ -71,7 +73,7 @@ def factor_for(
 def _bracketed(
     distance: Callable[[float], float], start: float, ends: tuple[float, float]
 ) -> float:
-    """Where `distance` is 0, from an interval around `start` that grows; or the nearer end."""
+    """The root of `distance`, bracketed by a growing interval around `start`, or the nearer end."""
     from scipy.optimize import brentq
 
     width, below, above = 1e-2, 1.0, 1.0
@@ -97,29 +99,34 @@ SOLVABLE = tuple(name for names in MATRICES.values() for name in names)
 
 
 def solvable(model: Transformer) -> tuple[str, ...]:
-    """Those of a model."""
+    """The matrices of a model that block-wise inversion can scale."""
     return tuple(name for name in SOLVABLE if name in matrices_of(model))
 
 
 @dataclass(frozen=True)
 class KnownOutput(Leaf):
-    """Stands for components whose output is known already."""
+    """A component that returns a signal computed before."""
 
     output: Signal
     label: str = "given"
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        return self.output, _no_way_back
+        return self.output, _no_backward
 
 
-def _no_way_back(_: Any) -> Any:
+def _no_backward(_: Any) -> Any:
     raise DomainError("a solver's walk goes forward only")
 
 
 class FreeBlock:
-    """A chain of components ("attention", "cross" or "ffn", norms before and scales behind
-    included), whose free matrices share one factor, entered by a signal; `memory` is what
-    cross-attention reads."""
+    """One block whose free matrices share one factor on their variances.
+
+    Args:
+        name: "attention", "cross" or "ffn".
+        parts: its components, with the norms before and the scales behind it.
+        free: names of free matrices, of this block or of others.
+        signal, layout, memory: the block's input, and the encoder output for cross-attention.
+    """
 
     def __init__(
         self,
@@ -132,92 +139,97 @@ class FreeBlock:
     ) -> None:
         self.name, self.layout, self.memory = name, layout, memory
         free = self.free = tuple(matrix for matrix in MATRICES[name] if matrix in free)
-        first = next((i for i, part in enumerate(parts) if holds(part, free)), len(parts))
+        first = next((i for i, part in enumerate(parts) if has_any(part, free)), len(parts))
         last = next((i for i, part in enumerate(parts) if part.label == f"{name}.dropout"), -1)
         end = max(first, last + 1)
-        self.entering = forward(Chain(parts[:first]), signal, self.memory)[0]
-        self.tail, self.rest = parts[first:end], parts[end:]
+        self.input = forward(Chain(parts[:first]), signal, self.memory)[0]
+        self.free_parts, self.scales = parts[first:end], parts[end:]
         self.heads: Signal | None = None
-        if self.tail and self.tail[0].mixes_tokens:
-            self._attend()
-        self._stages = [self._stage(part) for part in self.tail]
-        self._behind = [self._stage(part) for part in self.rest]
-        self._start = self.entering.mean, self.entering.kernel.diagonal
-        self.ends = -LIMIT, min(LIMIT, self._resolved())
-        self._in_full = 1.0
+        if self.free_parts and self.free_parts[0].mixes_tokens:
+            self._fit_heads()
+        self._free_laws = [self._entry_law(part) for part in self.free_parts]
+        self._scale_laws = [self._entry_law(part) for part in self.scales]
+        self._input_moments = self.input.mean, self.input.kernel.diagonal
+        self.ends = -LIMIT, min(LIMIT, self._domain_end())
+        self._correction = 1.0
 
     def output(self, factor: float) -> float:
-        """Variance of the block's output, before any scale of the branch; averaged over tokens."""
-        return self._through(self._stages, factor)
+        """Variance of the block's output before any scale of the branch, averaged over tokens."""
+        return self._variance(self._free_laws, factor)
 
     def added(self, factor: float) -> float:
-        """Variance of what is added to the stream, before branch_scale."""
-        return self._through(self._stages + self._behind, factor)
+        """Variance of the branch before branch_scale, averaged over tokens."""
+        return self._variance(self._free_laws + self._scale_laws, factor)
 
     def propagated(self, factor: float) -> Signal:
-        """What is added to the stream, in full."""
-        parts, signal = self.tail, self.entering
+        """The whole signal of the branch before branch_scale."""
+        parts, signal = self.free_parts, self.input
         if self.heads is not None and self._proportional:
             heads = self.heads
             varies = None if heads.fluctuation is None else heads.fluctuation.scaled(factor)
             signal = heads.replace(kernel=heads.kernel.scaled(factor), fluctuation=varies)
             parts = parts[1:]
-        whole = Chain(tuple(part.with_variances(self.free, factor) for part in parts) + self.rest)
-        return forward(whole, signal, self.memory)[0]
+        scaled = tuple(part.with_variances(self.free, factor) for part in parts)
+        return forward(Chain(scaled + self.scales), signal, self.memory)[0]
 
-    def settles(self, factor: float, added: float) -> bool:
-        """Whether the block in full adds another variance than its entries say, as experts do whose
-        gates and outputs depend on one overlap; the ratio is taken from here on."""
+    def corrected(self, factor: float, added: float) -> bool:
+        """Correct later variances if the whole signal's, `added`, differs from that of its entries.
+
+        It does for experts whose gates and outputs depend on one overlap. Returns whether the
+        correction changed.
+        """
         ratio = added / self.added(factor) if added else 1.0
         if not abs(ratio - 1.0) > 10 * CLOSE:
             return False
-        self._in_full *= ratio
+        self._correction *= ratio
         return True
 
     # --- means and variances -------------------------------------------------------------------
 
-    def _through(self, stages: list[OfEntry], factor: float) -> float:
-        moments = self._start
+    def _variance(self, laws: list[OfEntry], factor: float) -> float:
+        """Variance behind a sequence of laws, averaged over tokens."""
+        moments = self._input_moments
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            for stage in stages:
-                moments = stage(moments, factor)
-        return self._in_full * float(self.layout.average(moments[1]))
+            for law in laws:
+                moments = law(moments, factor)
+        return self._correction * float(self.layout.average(moments[1]))
 
-    def _resolved(self) -> float:
-        """Logarithm of the factor up to which an activation's laws are resolved."""
-        moments, algebra = self._start, self.entering.algebra
-        for part, stage in zip(self.tail, self._stages, strict=True):
+    def _domain_end(self) -> float:
+        """Logarithm of the factor at which an activation's input leaves the domain of its laws."""
+        moments, algebra = self._input_moments, self.input.algebra
+        for part, law in zip(self.free_parts, self._free_laws, strict=True):
             share = float(np.max(part.domain_share(*moments, algebra)))
             if share > 0.0:
                 return -math.log(share)
-            moments = stage(moments, 1.0)
+            moments = law(moments, 1.0)
         return LIMIT
 
-    def _attend(self) -> None:
-        """The heads' variance is affine in that of the value matrix: its bias is the constant."""
-        attention = self.tail[0]
+    def _fit_heads(self) -> None:
+        """Heads' variance as an affine function of the factor; the constant is from the bias."""
+        attention = self.free_parts[0]
         if not isinstance(attention, Attention):
             raise DomainError(
                 f"{attention.label or 'a mixer'} has no inversion: solve for final_variance, or "
                 "leave value out of free"
             )
-        self.heads = forward(attention, self.entering, self.memory)[0]
+        self.heads = forward(attention, self.input, self.memory)[0]
         self._proportional = not np.any(attention.value_bias)
         self._slope, self._constant = self.heads.kernel.diagonal, 0.0
         if not self._proportional:
             doubled = attention.with_variances(attention.matrices, 2.0)
-            more = forward(doubled, self.entering, self.memory)[0]
-            self._slope = more.kernel.diagonal - self.heads.kernel.diagonal
+            doubled_heads = forward(doubled, self.input, self.memory)[0]
+            self._slope = doubled_heads.kernel.diagonal - self.heads.kernel.diagonal
             self._constant = self.heads.kernel.diagonal - self._slope
 
-    def _stage(self, part: Component) -> OfEntry:
+    def _entry_law(self, part: Component) -> OfEntry:
+        """An output entry's mean and variance as a function of those of an input entry."""
         if part.mixes_tokens and part.matrices:
             return lambda _, factor: (0.0, self._slope * factor + self._constant)
-        stage = part.of_entry(self.entering.algebra, self.free)
-        if stage is None:
+        law = part.of_entry(self.input.algebra, self.free)
+        if law is None:
             label = part.label or "a sum of parallel blocks"
             raise DomainError(f"{label} has no inversion: solve for another objective")
-        return stage
+        return law
 
 
 # --- components -----------------------------------------------------------------------------------
@@ -233,17 +245,17 @@ def flat(component: Component) -> tuple[Component, ...]:
 def blocks_of(
     node: Residual,
 ) -> tuple[tuple[Component, ...], list[tuple[str, tuple[Component, ...]]]]:
-    """What blocks in parallel share before them, and every block's name and parts."""
+    """The parts before parallel blocks, if there are any, and every block's name and parts."""
     parts = flat(node.branch)
     if not parts[-1].splits:
         return (), [(node.label.partition(".")[0], parts)]
     blocks = []
-    for each in map(flat, parts[-1].children):
-        labels = {part.label for part in each}
-        blocks.append((next(name for name in MATRICES if f"{name}.dropout" in labels), each))
+    for block in map(flat, parts[-1].children):
+        labels = {part.label for part in block}
+        blocks.append((next(name for name in MATRICES if f"{name}.dropout" in labels), block))
     return parts[:-1], blocks
 
 
-def holds(part: Component, names: tuple[str, ...]) -> bool:
-    """Whether a component holds one of these matrices."""
+def has_any(part: Component, names: tuple[str, ...]) -> bool:
+    """Whether a component has one of these matrices."""
     return not set(names).isdisjoint(part.matrices)

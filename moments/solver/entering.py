@@ -1,4 +1,4 @@
-"""What enters the layers that a solver walks through, from the inputs that `predict` takes."""
+"""The stack of layers and its input, from the arguments of `predict`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_INPUTS = ("model", "theory", "progress", "batch")
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
-    """Raise unless these describe the input and the gradient of one configuration."""
+    """Raise DomainError unless these are arguments of `predict` for one configuration."""
     known = [name for name in inspect.signature(predict).parameters if name not in NOT_INPUTS]
     for name, value in inputs.items():
         if name not in known:
@@ -30,23 +30,26 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def stacks(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Stack | None]:
-    """The stack of layers and its encoder's, if it has one, before anything passes through them."""
-    own = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
+    """The stacks of a model and of its encoder, if it has one, before any forward pass."""
+    arguments = Inputs(**{name: value for name, value in inputs.items() if name in INPUTS})
     tokens = inputs.get("tokens")
     if model.encoder is None:
-        return stack_of(model, own, tokens), None
-    own, outer = as_many(own, Inputs(**dict(inputs.get("encoder_inputs") or {})))
-    stack, other = stack_of(model, own, tokens), stack_of(model.encoder, outer)
-    beside = isinstance(stack.resolved, PositionClasses) and other.resolved is False
-    if stack.resolved != other.resolved and not beside:
-        stack, other = stack_of(model, own, True), stack_of(model.encoder, outer, True)
-    return stack, other
+        return stack_of(model, arguments, tokens), None
+    encoder_arguments = Inputs(**dict(inputs.get("encoder_inputs") or {}))
+    arguments, encoder_arguments = as_many(arguments, encoder_arguments)
+    stack = stack_of(model, arguments, tokens)
+    encoder = stack_of(model.encoder, encoder_arguments)
+    compatible = isinstance(stack.resolved, PositionClasses) and encoder.resolved is False
+    if stack.resolved != encoder.resolved and not compatible:
+        stack = stack_of(model, arguments, True)
+        encoder = stack_of(model.encoder, encoder_arguments, True)
+    return stack, encoder
 
 
 def entered(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Signal | None]:
-    """The stack of layers, and what a decoder's cross-attention reads."""
-    stack, other = stacks(model, inputs)
-    if other is not None:
-        other.forward()
-        stack.reads(other)
+    """The stack of layers, and the encoder output that its cross-attention reads."""
+    stack, encoder = stacks(model, inputs)
+    if encoder is not None:
+        encoder.forward()
+        stack.reads(encoder)
     return stack, stack.run.memory

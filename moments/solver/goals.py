@@ -1,5 +1,5 @@
-"""What can be asked of a model, one number or one per layer read off a prediction, and what a
-solver may change for it: weight variances, scales, temperature, and DSLM's k."""
+"""Objectives that are read off a prediction, one number or one per layer, and the free variables of
+a solver: weight variances, scales, temperature, and DSLM's k."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..prediction.result import Prediction
 
 @dataclass(frozen=True)
 class Goal:
-    """A number of a prediction that a solver can steer, or one per layer.
+    """An objective: one number of a prediction, or one per layer.
 
     Attributes:
-        name, title: what `solve` takes, and what it is.
+        name, title: its name in `solve`, and its meaning.
         value: reads it off a prediction; shape () or (N,).
-        allowed, free: what targets make sense, and what is solved for unless the user says
-            otherwise.
-        at_most: whether a target is the most that is allowed, and not a value to reach.
+        allowed: the interval of targets.
+        free: the default free variables.
+        at_most: whether the target is an upper bound and not a value to reach.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Goal:
     at_most: bool = False
 
     def distance(self, value: Any, target: Any) -> Any:
-        """Signed and relative, 0 at the target: the logarithm of a positive quantity's ratio."""
+        """Signed distance: log(value / target) of positive quantities, else the difference."""
         if self.allowed is POSITIVE:
             with np.errstate(divide="ignore", invalid="ignore"):
                 return np.log(np.asarray(value) / target)
@@ -51,8 +51,8 @@ def _gradient_ratio(p: Prediction) -> float:
 
 
 def query_value_ratios(p: Prediction) -> np.ndarray:
-    """E|dL/dW_q|^2 / E|dL/dW_v|^2 of self-attention in every layer, shape (N,); nan where a block
-    without queries stands."""
+    """E|dL/dW_q|^2 / E|dL/dW_v|^2 of self-attention in every layer, shape (N,); nan for a layer
+    without queries."""
     norms = p.weight_gradients().set_index(["weight", "layer"]).squared_norm
     layers = range(1, p.model.layers + 1)
     query, value = (
@@ -65,8 +65,8 @@ def query_value_ratios(p: Prediction) -> np.ndarray:
 def _query_value(p: Prediction) -> float:
     with np.errstate(divide="ignore"):
         logs = np.log(query_value_ratios(p))
-    there = logs[~np.isnan(logs)]
-    return float(np.exp(np.mean(there))) if there.size else float("nan")
+    finite_logs = logs[~np.isnan(logs)]
+    return float(np.exp(np.mean(finite_logs))) if finite_logs.size else float("nan")
 
 
 GOALS = {
@@ -142,15 +142,14 @@ def names_of(free: Any) -> tuple[str, ...] | None:
 
 
 def matrices_of(model: Transformer) -> tuple[str, ...]:
-    """Names of the matrices that a model has."""
+    """Names of a model's matrices."""
     absent = (() if model.gated else ("gate",)) + (("cross_",) if model.encoder is None else ())
     absent += () if model.attention_gate else ("attention_gate",)
     return tuple(name for name in MATRICES if not name.startswith(absent))
 
 
 def check_free(model: Transformer, free: tuple[str, ...]) -> None:
-    """Raise unless these are names that the model has, each once, and k stands alone
-    scale."""
+    """Raise DomainError unless these are names of the model, each once, and k without a scale."""
     for name in free:
         if name not in NAMES:
             raise domain_error("free", name, f"one of {', '.join(NAMES)}")
@@ -168,7 +167,7 @@ def check_free(model: Transformer, free: tuple[str, ...]) -> None:
 
 
 def scaled(model: Transformer, free: tuple[str, ...], factor: Any) -> Transformer:
-    """Every free variance times `factor`, one number or one per layer; amplitudes times its root.
+    """Multiply free variances by `factor`, one number or one per layer, amplitudes by its root.
 
     "k" sets branch_scale^2 = factor / layers and skip_scale^2 = 1 - branch_scale^2.
     """
@@ -187,16 +186,16 @@ def scaled(model: Transformer, free: tuple[str, ...], factor: Any) -> Transforme
 
 
 def _scaled_amplitude(value: Any, roots: np.ndarray) -> Any:
-    given = np.asarray(value, dtype=float)
-    if given.ndim == 0 and np.all(roots == roots[0]):
-        return float(given * roots[0])
-    return (given * (roots[:, None] if given.ndim == 2 else roots)).tolist()
+    amplitude = np.asarray(value, dtype=float)
+    if amplitude.ndim == 0 and np.all(roots == roots[0]):
+        return float(amplitude * roots[0])
+    return (amplitude * (roots[:, None] if amplitude.ndim == 2 else roots)).tolist()
 
 
 def scaled_weights(model: Transformer, factors: Mapping[str, Any]) -> Any:
-    """The model's weights with matrices' variances times a factor per layer.
+    """The model's weights with variances multiplied by a factor per layer.
 
-    What followed another matrix by default stays where it is unless it is scaled too.
+    A matrix whose variance defaults to that of another keeps its value unless it is scaled too.
     """
     assert model.weights is not None
     changes: dict[str, Any] = {}
@@ -211,7 +210,7 @@ def scaled_weights(model: Transformer, factors: Mapping[str, Any]) -> Any:
 
 
 def bounds(model: Transformer, free: tuple[str, ...]) -> tuple[float, float]:
-    """The logarithms of the factor between which a root is sought."""
+    """The range of the factor's logarithm in which a root is searched."""
     if "k" in free:
         return math.log(1e-6), math.log(model.layers * (1 - 1e-6))
     sharper = {"temperature", "query", "key"} & set(free)

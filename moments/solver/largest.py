@@ -1,4 +1,4 @@
-"""The largest k or depth that keeps a number of the prediction within a bound, by bisection."""
+"""The largest k or depth that keeps an objective within a bound, by bisection."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LARGEST = {
     "largest_depth": "the largest number of layers within a bound",
 }
 DEPTH_MAX = 1024
-"""Depth at which a search ends."""
+"""Largest depth of a search."""
 MOST_PAIRS = 2**20
-"""Layers times pairs of tokens that a prediction passes; it keeps about a kilobyte of each."""
+"""Largest number of layers times pairs of tokens; a prediction stores about 1 kB for each."""
 CLOSE = 1e-12
 """Relative width of the interval for k at which the bisection ends."""
 
@@ -37,7 +37,7 @@ def largest(
     inputs: Mapping[str, Any],
     progress: bool = False,
 ) -> Plan:
-    """The plan of the largest k or depth; a bound once broken is taken to stay so."""
+    """The plan of the largest k or depth, assuming that a broken bound stays broken beyond it."""
     if not isinstance(bound, list | tuple) or len(bound) != 2 or bound[0] not in tuple(GOALS):
         raise domain_error("bound", bound, f"(goal, most), goal one of {', '.join(GOALS)}")
     goal = GOALS[bound[0]]
@@ -45,32 +45,32 @@ def largest(
     kind = objective.removeprefix("largest_")
 
     def value(candidate: Transformer) -> float:
-        found = or_nan(lambda: float(goal.value(predict(candidate))))
+        number = or_nan(lambda: float(goal.value(predict(candidate))))
         if progress and kind == "depth":
-            _say(f"{candidate.layers} layers: {goal.title} {found:.4g}, the bound is {most:g}")
-        return found
+            _print(f"{candidate.layers} layers: {goal.title} {number:.4g}, the bound is {most:g}")
+        return number
 
     if kind == "depth":
         _check_any_depth(model)
         limit = _limit(entered(model.replace(layers=1), inputs)[0].first.off_diagonal)
-        tried = [*(2.0**i for i in range((limit - 1).bit_length())), float(limit)]
+        trials = [*(2.0**i for i in range((limit - 1).bit_length())), float(limit)]
 
         def at(x: float) -> Transformer:
             return model.replace(layers=int(x))
     else:
         limit = None
         low, high = bounds(model, ("k",))
-        tried = [low, high]
+        trials = [low, high]
 
         def at(x: float) -> Transformer:
             return scaled(model, ("k",), math.exp(x))
 
-    x, width = _bisected(lambda x: value(at(x)) <= most, tried, 1.0 if limit else CLOSE)
-    solved, feasible = at(tried[0] if x is None else x), x is not None
+    x, width = _bisect(lambda x: value(at(x)) <= most, trials, 1.0 if limit else CLOSE)
+    solved, feasible = at(trials[0] if x is None else x), x is not None
     title = f"largest {kind} with {goal.title} at most {most:g}"
     if x is not None:
         title += f": {x:.0f}" if limit else f": {math.exp(x):.6g}"
-        title += ", the largest tried" if x == tried[-1] else ""
+        title += ", the largest tried" if x == trials[-1] else ""
     return Plan(
         solved,
         objective,
@@ -84,20 +84,28 @@ def largest(
     )
 
 
-def _bisected(
-    kept: Callable[[float], bool], tried: list[float], close: float
+def _bisect(
+    allowed: Callable[[float], bool], trials: list[float], close: float
 ) -> tuple[float | None, float]:
-    """The largest number that is kept (None: not even the first of those `tried`, which grow), and
-    the width of the interval left above it, at most `close`; 1 for whole numbers."""
-    if not kept(tried[0]):
+    """The largest allowed number and the width, at most `close`, of the interval left above it.
+
+    Args:
+        allowed: whether a number keeps the bound.
+        trials: increasing numbers, tried in this order before the bisection.
+        close: the final width; 1 for whole numbers.
+
+    Returns:
+        None for the number if not even the first trial is allowed.
+    """
+    if not allowed(trials[0]):
         return None, 0.0
-    high = next((one for one in tried[1:] if not kept(one)), None)
+    high = next((trial for trial in trials[1:] if not allowed(trial)), None)
     if high is None:
-        return tried[-1], 0.0
-    low = max(one for one in tried if one < high)
+        return trials[-1], 0.0
+    low = max(trial for trial in trials if trial < high)
     while high - low > close:
         middle = (low + high) / 2 if close < 1 else (low + high) // 2
-        low, high = (middle, high) if kept(middle) else (low, middle)
+        low, high = (middle, high) if allowed(middle) else (low, middle)
     return low, high - low
 
 
@@ -110,12 +118,12 @@ def _check_any_depth(model: Transformer) -> None:
 
 
 def _limit(pairs: Any) -> int:
-    """Layers that may be predicted, by how many pairs of tokens each holds."""
+    """The largest depth that is predicted, by the number of token pairs in a layer."""
     tokens = np.shape(pairs)[-1] if np.ndim(pairs) else 1
     return max(2, min(DEPTH_MAX, MOST_PAIRS // (tokens * tokens)))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     from rich.console import Console
 
     Console(stderr=True, highlight=False).print(text, soft_wrap=True, markup=False)

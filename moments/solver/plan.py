@@ -1,4 +1,4 @@
-"""What a solver returns: a model, the weights it needs, and how far it is from the target."""
+"""The result of a solver: a model with solved weights, and its distance to the target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 
 OFF = 1e-6
-"""Width times variance of a matrix below which what it gives counts as nothing."""
+"""Width times weight variance below which a block's output counts as zero."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ class Plan(Shown):
     """Weight variances and scales of every layer.
 
     Attributes:
-        model: the Transformer that carries them.
-        objective: what was asked for: a scheme's or an objective's name, or several.
-        title: the same in words.
-        target: what was asked of it: one number, one per layer, or one per objective.
-        free: names of what was solved for.
-        residual: largest relative distance to the target of a prediction of `model`. Of the scheme
-            "dslm", that of its blocks' output variances to 1; 0 for other schemes, which have no
-            target.
+        model: the Transformer with these values.
+        objective: name of the scheme or objective, or names of several objectives.
+        title: the objective in words.
+        target: one number, one per layer, or one per objective.
+        free: names of the free variables.
+        residual: largest relative distance to the target in a prediction of `model`. For the scheme
+            "dslm", the distance of its blocks' output variances to 1; 0 for other schemes, which
+            have no target.
         feasible: whether the target is reached to `tolerance`, by a value inside the range of the
             free variables and not merely in its limit.
-        nearest: the value nearest to the target where that is not reached, else None.
+        nearest: the value nearest to a target that is not reached, else None.
         tolerance: of `residual`; None for a scheme of printed constants, which promises none.
-        inputs: what `predict` must be given to see what the solver saw.
-        hint: what makes the target an odd one for this model, in words; "" where nothing does.
+        inputs: arguments with which `predict` repeats the solver's prediction.
+        hint: why the target is unusual for this model, in words, or "".
     """
 
     model: Transformer
@@ -88,7 +88,7 @@ class Plan(Shown):
         return as_frame(rows)
 
     def plot(self, name: str | None = None) -> Figure:
-        """Weight variances and scales layer by layer, and what they make of signal and gradient,
+        """Weight variances and scales layer by layer, and the resulting signal and gradient, with
         the model's `name` in the title."""
         from ..show.plot import plot_plan
 
@@ -102,10 +102,10 @@ class Plan(Shown):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote.
+        """Read the text of `to_json`.
 
         Raises:
-            DomainError: not such a text, or another format version.
+            DomainError: no such text, or another format version.
         """
         try:
             data = parse_json(text, "plan")
@@ -117,10 +117,10 @@ class Plan(Shown):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Read what `to_json` wrote, its JSON already parsed.
+        """Read the parsed JSON of `to_json`.
 
         Raises:
-            DomainError: no mapping, another format version, or a field of another kind.
+            DomainError: no mapping, another format version, or a field of a wrong type.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT_VERSION:
             raise domain_error("plan", data, f"a plan of format {FORMAT_VERSION}")
@@ -152,39 +152,39 @@ class Plan(Shown):
 
     @property
     def state(self) -> str:
-        """How near the plan comes to its target, in words."""
+        """The plan's distance to its target, in words."""
         if self.feasible:
             return f"residual {self.residual:.2g}"
         return f"NOT FEASIBLE: {self.missed}"
 
     @property
     def missed(self) -> str:
-        """What comes nearest to a target that is not reached, in words; "" where it is."""
+        """The value nearest to a target that is not reached, in words; "" if it is reached."""
         if self.feasible:
             return ""
         near, wanted = np.asarray(self.nearest), np.asarray(self.target)
         names = " and ".join(self.free)
-        off = self._switched_off
+        vanishing = self._vanishing
         if near.shape == wanted.shape and np.allclose(near, wanted, self.tolerance or 0.0, 0.0):
             limit = (
                 f"vanishing {names}, where blocks add nothing"
-                if off
+                if vanishing
                 else f"a change of {names} without end"
             )
             return (
                 f"{shown(self.target)} is approached in the limit of {limit}, and never reached: "
                 "ask for another target, or free something else"
             )
-        said = f"the nearest that {names} can give is {shown(self.nearest)}"
-        if off and self.objective in ("final_variance", "stream_variance"):
-            said += ", which the skip connection brings alone: ask for more, or free skip_scale"
-        elif off:
-            said += ", with blocks that add nothing"
-        return said
+        text = f"the nearest that {names} can give is {shown(self.nearest)}"
+        if vanishing and self.objective in ("final_variance", "stream_variance"):
+            text += ", which the skip connection brings alone: ask for more, or free skip_scale"
+        elif vanishing:
+            text += ", with blocks that add nothing"
+        return text
 
     @property
-    def _switched_off(self) -> bool:
-        """Whether what was free ended so small that blocks add nothing."""
+    def _vanishing(self) -> bool:
+        """Whether the free variables ended so small that blocks add nothing."""
         weights: Any = self.model.weights
         matrices = [name for name in self.free if name in MATRICES]
         sizes = [self.model.d_model * np.max(weights.of(name)) for name in matrices]
@@ -208,7 +208,7 @@ def _numbers(value: Any) -> bool:
     return value is None or _number(value) or bool(several)
 
 
-# What each field of a stored plan may hold, and the same in words.
+# A test for the value of each field of a stored plan, and the test in words.
 _STORED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "objective": (lambda value: isinstance(value, str), "a text"),
     "title": (lambda value: isinstance(value, str), "a text"),
@@ -227,14 +227,14 @@ _STORED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def shown(value: Any) -> str:
-    """A number, or a few."""
+    """One number or several, as text."""
     if np.ndim(value) == 0:
         return f"{value:.6g}"
     return ", ".join(f"{v:.6g}" for v in value)
 
 
 def as_lists(value: Any) -> Any:
-    """Arrays and tuples as lists, as JSON has them."""
+    """Arrays and tuples as lists, for JSON."""
     if isinstance(value, Mapping):
         return {name: as_lists(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, np.ndarray | np.generic):

@@ -1,4 +1,4 @@
-"""Roots in one number, in several by least squares, and in one number per layer."""
+"""Root finding in one unknown, in several by least squares, and in one unknown per layer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Ends = tuple[float, float]
 
 FIRST_STEP = 0.25
 LARGE = 50.0
-"""Distance that stands for numbers that overflow."""
+"""Distance that replaces one that overflows."""
 PATIENCE = 4
-"""Rounds that may pass before the largest distance of any layer has halved."""
+"""Secant rounds in which the largest distance must halve."""
 FEW = 64
-"""Layers up to which a Jacobian of one column per layer is affordable."""
+"""Largest number of layers for a dense Jacobian, one column per layer."""
 
 
 class Search(NamedTuple):
-    """Where a search ended: the logarithm of the factor, or several, and whether the target is
-    reached there, inside the range and not merely in its limit."""
+    """Where a search ended: the logarithms of one or several factors, and whether the target is
+    reached there, strictly inside the range."""
 
     at: Any
     reached: bool
 
 
 def or_nan(value: Callable[[], float]) -> float:
-    """A number, or NaN where a model's numbers overflow."""
+    """The value, or NaN if the model's numbers overflow."""
     try:
         return value()
     except DomainError:
@@ -40,48 +40,57 @@ def or_nan(value: Callable[[], float]) -> float:
 
 
 def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Search:
-    """Where the signed `distance` (NaN where there is none) is 0, nearest to 0 first and where it
-    falls; or where it is least. DomainError where there is no number in the whole range."""
+    """Find a root of the signed `distance`, or the point of least distance if there is no root.
+
+    Probes move away from 0, first to the side on which the distance falls.
+
+    Args:
+        distance: of the target at a factor's logarithm; NaN where the model overflows.
+        ends: the range of the logarithm.
+        tolerance: largest distance at which the target counts as reached.
+
+    Raises:
+        DomainError: the distance is NaN in the whole range.
+    """
     from scipy.optimize import brentq, minimize_scalar
 
-    seen: dict[float, float] = {}
+    known: dict[float, float] = {}
 
     def at(log: float) -> float:
-        if log not in seen:
-            seen[log] = distance(log)
-        return 0.0 if abs(seen[log]) <= 1e-2 * tolerance else seen[log]
+        if log not in known:
+            known[log] = distance(log)
+        return 0.0 if abs(known[log]) <= 1e-2 * tolerance else known[log]
 
     probes = _probes(ends)
     while probes:
-        # Where the nearest distances fall to one side, a root is looked for there first.
-        sides = [abs(seen.get(log, math.nan)) for log in (-FIRST_STEP, 0.0, FIRST_STEP)]
+        sides = [abs(known.get(log, math.nan)) for log in (-FIRST_STEP, 0.0, FIRST_STEP)]
         falls = (sides[0] < sides[1] < sides[2]) - (sides[0] > sides[1] > sides[2])
         probe = next((log for log in probes if log * falls <= 0), probes[0])
         probes.remove(probe)
         if at(probe) == 0.0:
             return Search(probe, ends[0] < probe < ends[1])
-        inside = sorted(log for log, far in seen.items() if math.isfinite(far))
+        inside = sorted(log for log, far in known.items() if math.isfinite(far))
         for low, high in itertools.pairwise(inside):
-            if seen[low] * seen[high] < 0:
-                with contextlib.suppress(ValueError):  # there is no number somewhere between
+            if known[low] * known[high] < 0:
+                with contextlib.suppress(ValueError):  # NaN somewhere in between
                     return Search(float(brentq(at, low, high, xtol=1e-14, rtol=1e-14)), True)
-    finite = {log: abs(far) for log, far in seen.items() if math.isfinite(far)}
+    finite = {log: abs(far) for log, far in known.items() if math.isfinite(far)}
     if not finite:
         raise DomainError("the numbers overflow whatever the free variables are")
     inside, least = sorted(finite), min(finite.values())
-    # Where nothing depends on the factor, it stays what it is.
+    # If the distance does not depend on the factor, the first probe, factor 1, is best.
     best = next(log for log in finite if finite[log] <= least * (1 + 1e-9) + 1e-15)
     index = inside.index(best)
     low, high = inside[max(index - 1, 0)], inside[min(index + 1, len(inside) - 1)]
 
     def least_at(log: float) -> float:
-        if at(log) * seen[best] <= 0:
+        if at(log) * known[best] <= 0:
             raise _Crossed(log)
         return abs(at(log))
 
     if low < high:
         try:
-            # A least distance is known to the square of the place's error.
+            # The error of a minimum is quadratic in the error of its location.
             found = minimize_scalar(
                 least_at, bounds=(low, high), method="bounded", options={"xatol": 1e-3}
             )
@@ -97,6 +106,7 @@ def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Se
 
 
 def _probes(ends: Ends) -> list[float]:
+    """Points at growing distances from 0 on both sides, and the ends of the range."""
     start = min(max(0.0, ends[0]), ends[1])
     probes, step = [start], FIRST_STEP
     while start - step > ends[0] or start + step < ends[1]:
@@ -106,10 +116,10 @@ def _probes(ends: Ends) -> list[float]:
 
 
 class _Crossed(Exception):
-    """The distance has another sign here than at every probe."""
+    """The distance has the opposite sign here from all probes."""
 
 
-class _Met(Exception):
+class _Reached(Exception):
     """All distances are well within the tolerance."""
 
 
@@ -119,8 +129,14 @@ Distances = Callable[[np.ndarray], np.ndarray]
 def least_squares(
     distances: Distances, ends: list[Ends], tolerance: float, start: Any = 0.0, most: int = 100
 ) -> Search:
-    """Where several signed distances are 0 together, or their squares' sum is least, from `start`
-    by at most so many derivatives; `ends` are those of every number's range."""
+    """Find where several signed distances vanish, or where the sum of their squares is least.
+
+    Args:
+        distances, tolerance: as in `root`, of several unknowns.
+        ends: the range of every unknown.
+        start: first point.
+        most: largest number of evaluations.
+    """
     from scipy import optimize
 
     low, high = np.array(ends).T
@@ -129,18 +145,18 @@ def least_squares(
 
     def finite(x: np.ndarray) -> np.ndarray:
         nonlocal at
-        found = _or_large(distances, x, count)
-        far: np.ndarray = np.nan_to_num(found, nan=LARGE, posinf=LARGE, neginf=-LARGE)
-        if np.max(np.abs(far)) <= 1e-2 * tolerance:
+        values = _or_large(distances, x, count)
+        errors: np.ndarray = np.nan_to_num(values, nan=LARGE, posinf=LARGE, neginf=-LARGE)
+        if np.max(np.abs(errors)) <= 1e-2 * tolerance:
             at = x.copy()
-            raise _Met
-        return far
+            raise _Reached
+        return errors
 
     try:
         found = optimize.least_squares(
             finite, at, bounds=(low, high), xtol=1e-15, ftol=1e-15, gtol=1e-15, max_nfev=most
         )
-    except _Met:
+    except _Reached:
         return Search(at, _inside(at, low, high))
     reached = float(np.max(np.abs(found.fun))) <= tolerance
     return Search(found.x, reached and _inside(found.x, low, high))
@@ -158,26 +174,29 @@ def _inside(x: np.ndarray, low: Any, high: Any) -> bool:
 
 
 def per_layer(distances: Distances, layers: int, ends: Ends, tolerance: float) -> Search:
-    """One number per layer, each mostly felt by its own layer's distance, by secant steps at once;
-    where that stalls, by least squares, or Newton's method in Krylov spaces where layers are many.
+    """Find one factor per layer, where a layer's distance depends mostly on its own factor.
+
+    Secant steps of all layers at once; if they stall, least squares for few layers, and Newton's
+    method in Krylov spaces for many.
     """
-    x, far = np.zeros(layers), distances(np.zeros(layers))
+    x, errors = np.zeros(layers), distances(np.zeros(layers))
     step = np.full(layers, 0.05)
-    slope = (distances(step) - far) / step
-    best, least, rounds = x, float(np.max(np.abs(far))), 0
+    slope = (distances(step) - errors) / step
+    best, least, rounds = x, float(np.max(np.abs(errors))), 0
     while least > 1e-1 * tolerance and rounds < PATIENCE:
         steep = np.where(np.abs(slope) < 1e-3, np.where(slope < 0, -1e-3, 1e-3), slope)
-        after = np.clip(x + np.clip(-far / steep, -2.0, 2.0), *ends)
-        new = _or_large(distances, after, layers)
-        moved = np.abs(after - x) > 1e-9
-        secant = np.divide(new - far, after - x, out=slope.copy(), where=moved)
+        next_x = np.clip(x + np.clip(-errors / steep, -2.0, 2.0), *ends)
+        next_errors = _or_large(distances, next_x, layers)
+        moved = np.abs(next_x - x) > 1e-9
+        secant = np.divide(next_errors - errors, next_x - x, out=slope.copy(), where=moved)
         usable = (secant / steep > 0.25) & (secant / steep < 4)
         slope = np.where(usable, secant, slope)
-        x, far, rounds = after, new, rounds + 1
-        if np.max(np.abs(far)) < 0.5 * least:
+        x, errors, rounds = next_x, next_errors, rounds + 1
+        largest = float(np.max(np.abs(errors)))
+        if largest < 0.5 * least:
             rounds = 0
-        if np.max(np.abs(far)) < least:
-            best, least = x, float(np.max(np.abs(far)))
+        if largest < least:
+            best, least = x, largest
     if least <= tolerance:
         return Search(best, _inside(best, *ends))
     if layers <= FEW:
@@ -186,14 +205,15 @@ def per_layer(distances: Distances, layers: int, ends: Ends, tolerance: float) -
 
 
 def _krylov(distances: Distances, ends: Ends, tolerance: float, start: np.ndarray) -> Search:
-    from scipy.optimize import root as many
+    from scipy.optimize import root as multivariate_root
 
     def finite(x: np.ndarray) -> np.ndarray:
         return _or_large(distances, np.clip(x, *ends), len(start))
 
     options = {"fatol": 1e-1 * tolerance, "maxiter": 8}
-    found = np.clip(many(finite, start, method="krylov", options=options).x, *ends)
-    far, before = finite(found), finite(start)
-    if np.max(np.abs(far)) > np.max(np.abs(before)):
-        found, far = start, before
-    return Search(found, _inside(found, *ends) and float(np.max(np.abs(far))) <= tolerance)
+    solution = multivariate_root(finite, start, method="krylov", options=options)
+    found = np.clip(solution.x, *ends)
+    errors, start_errors = finite(found), finite(start)
+    if np.max(np.abs(errors)) > np.max(np.abs(start_errors)):
+        found, errors = start, start_errors
+    return Search(found, _inside(found, *ends) and float(np.max(np.abs(errors))) <= tolerance)

@@ -1,6 +1,6 @@
-"""From an objective to the weight variances and scales that meet it.
+"""From an objective to the weight variances and scales that reach it.
 
-Targets that every layer has for itself are solved block by block, others by search.
+Variances of blocks or of the stream are solved block by block, other objectives by search.
 """
 
 from __future__ import annotations
@@ -35,56 +35,56 @@ def by_block(
     tolerance: float,
     inputs: Mapping[str, Any],
 ) -> Plan:
-    """The plan of "stream_variance" or "block_variance", with the residual of a pass through it;
-    DomainError where something else fixes the variance."""
+    """The plan for "stream_variance" or "block_variance"; its residual is from a separate forward
+    pass through the solved model. DomainError if the model fixes the variance otherwise."""
     names = solvable(model) if free is None else free
     for name in names:
         if name not in SOLVABLE:
             raise domain_error("free", name, f"one of {', '.join(SOLVABLE)}")
-    targets = per_layer_targets(model, target, POSITIVE)
+    targets = _per_layer_targets(model, target, POSITIVE)
     of_sum = objective == "stream_variance"
     _check_blocks(model, objective)
     if of_sum:
         _check_stream(model, names)
     stack, memory = entered(model, inputs)
     signal = stack.enter()
-    entering = float(stack.layout.average(signal.kernel.diagonal))
-    wanted = _ramp(targets, entering, model)
+    input_variance = float(stack.layout.average(signal.kernel.diagonal))
+    after_block = _ramp(targets, input_variance, model)
     found = solve_blocks(
         model,
         signal,
         stack.layout,
         names,
-        wanted if of_sum else lambda layer, _: float(targets[layer - 1]),
+        after_block if of_sum else lambda layer, _: float(targets[layer - 1]),
         of_sum,
         memory,
     )
     solved = model.replace(weights=scaled_weights(model, found.factors))
-    values, each, stream = _reached(solved, names, targets, of_sum, inputs)
-    far = np.abs(values / each - 1)
-    feasible = float(far.max()) <= tolerance and not found.missed
-    nearest = found.nearest if found.missed else float(values[far.argmax()])
+    values, value_targets, stream = _reached(solved, names, targets, of_sum, inputs)
+    errors = np.abs(values / value_targets - 1)
+    feasible = float(errors.max()) <= tolerance and not found.missed
+    nearest = found.nearest if found.missed else float(values[errors.argmax()])
     return Plan(
         solved,
         objective,
-        f"{LAYERWISE[objective]} = {worded(target)}",
-        stored(target),
+        f"{LAYERWISE[objective]} = {_target_text(target)}",
+        _stored_target(target),
         names,
-        float(far.max()),
+        float(errors.max()),
         feasible=feasible,
         nearest=None if feasible else nearest,
         tolerance=tolerance,
         inputs=inputs,
-        hint=_far_start(objective, float(targets[0]), [entering, *stream]) if feasible else "",
+        hint=_hint(objective, float(targets[0]), [input_variance, *stream]) if feasible else "",
     )
 
 
 FAR = 10.0
-"""Factor between a target and what enters layer 1, either way, that is named."""
+"""Ratio between a target and the variance of layer 1's input, or its inverse, that gets a hint."""
 
 
-def _far_start(objective: str, target: float, stream: Sequence[float]) -> str:
-    """That a target is far from what enters layer 1, and what comes of it; "" where it is not."""
+def _hint(objective: str, target: float, stream: Sequence[float]) -> str:
+    """The consequences of a target far from the variance of layer 1's input; "" if it is near."""
     start, end = stream[0], stream[-1]
     if start / FAR <= target <= FAR * start:
         return ""
@@ -98,7 +98,7 @@ def _far_start(objective: str, target: float, stream: Sequence[float]) -> str:
 
 
 def _check_blocks(model: Transformer, objective: str) -> None:
-    """Blocks are solved one after the other, each from what the last one gives it."""
+    """Raise DomainError if a layer reads earlier layers, as blocks are solved one by one."""
     earlier = [n for n in ("values", "skips", "input_mix") if getattr(model, n) is not None]
     if earlier:
         raise DomainError(
@@ -129,40 +129,38 @@ def _reached(
     of_sum: bool,
     inputs: Mapping[str, Any],
 ) -> tuple[np.ndarray, np.ndarray, list[float]]:
-    """What a pass through the solved model gives, the targets there, and the stream behind every
-    layer."""
+    """Variances that have a target, from a forward pass through the solved model; their targets;
+    and the stream's variance behind every layer."""
     stack, _ = entered(model, inputs)
-    moved = {block for block, matrices in MATRICES.items() if set(matrices) & set(names)}
-    moved = {"ffn"} if of_sum else moved
+    free = {block for block, matrices in MATRICES.items() if set(matrices) & set(names)}
+    judged = {"ffn"} if of_sum else free
     all_rows, stream = reached(stack)
-    rows = [row for row in all_rows if row.block in moved]
+    rows = [row for row in all_rows if row.block in judged]
     values = np.array([row.total if of_sum else row.output for row in rows])
     return values, targets[[row.layer - 1 for row in rows]], stream
 
 
-def _ramp(targets: np.ndarray, entering: float, model: Transformer) -> Target:
-    """What the stream shall have after every block: even steps from one layer's end to the next."""
-    ends = [entering, *targets.tolist()]
+def _ramp(targets: np.ndarray, input_variance: float, model: Transformer) -> Target:
+    """Target of the stream after every block: equal steps between the targets of two layers."""
+    ends = [input_variance, *targets.tolist()]
     blocks = ["attention", *(["cross"] if model.encoder is not None else []), "ffn"]
     shares = {block: (i + 1) / len(blocks) for i, block in enumerate(blocks)}
     return lambda n, block: ends[n - 1] + shares[block] * (ends[n] - ends[n - 1])
 
 
-def per_layer_targets(model: Transformer, target: Any, allowed: Interval) -> np.ndarray:
-    """A target per layer, (N,), from one number or N."""
+def _per_layer_targets(model: Transformer, target: Any, allowed: Interval) -> np.ndarray:
+    """Targets of shape (N,), from one number or N."""
     check_in("target", target, allowed)
     if np.shape(target) not in ((), (model.layers,)):
         raise domain_error("target", target, f"one number, or one per layer ({model.layers})")
     return np.broadcast_to(np.asarray(target, dtype=float), model.layers)
 
 
-def worded(target: Any) -> str:
-    """A target in a plan's title."""
+def _target_text(target: Any) -> str:
     return f"{target:g}" if np.ndim(target) == 0 else "one value per layer"
 
 
-def stored(target: Any) -> float | tuple[float, ...]:
-    """A target as a plan keeps it."""
+def _stored_target(target: Any) -> float | tuple[float, ...]:
     return float(target) if np.ndim(target) == 0 else tuple(float(v) for v in target)
 
 
@@ -173,9 +171,8 @@ Inputs = Mapping[str, Any]
 
 def objectives() -> dict[str, str]:
     """Name and meaning of every objective but the schemes."""
-    found = dict(LAYERWISE)
-    found |= {goal.name: goal.title for goal in (*GOALS.values(), *PROFILES.values())}
-    return found | LARGEST
+    searched = {goal.name: goal.title for goal in (*GOALS.values(), *PROFILES.values())}
+    return LAYERWISE | searched | LARGEST
 
 
 def solve_objective(
@@ -190,11 +187,11 @@ def solve_objective(
     **inputs: Any,
 ) -> Plan:
     """A plan for one of `objectives()`, or several; `moments.solve` without the schemes."""
-    alone = isinstance(objective, str)
-    searched = alone and objective in LARGEST
-    if bound is not None and not searched:
+    single = isinstance(objective, str)
+    bounded = single and objective in LARGEST
+    if bound is not None and not bounded:
         raise domain_error("bound", bound, f"left out, but for {' and '.join(LARGEST)}")
-    if target is not None and (searched or not alone):
+    if target is not None and (bounded or not single):
         raise domain_error("target", target, "left out: bound, or the pairs, say what to reach")
     target = 1.0 if target is None else target
     names = names_of(free)
@@ -229,7 +226,7 @@ def _pairs(objective: Any) -> list[tuple[Goal, float]]:
 
 
 class _Task:
-    """A model, the inputs it is solved for, and how closely."""
+    """A model to be solved for given inputs to a tolerance."""
 
     def __init__(self, model: Transformer, inputs: Inputs, tolerance: float) -> None:
         self.model, self.inputs, self.tolerance = model, inputs, tolerance
@@ -242,20 +239,20 @@ class _Task:
         check_in("target", target, goal.allowed)
         if np.ndim(target):
             raise domain_error("target", target, f"one number for {goal.name}")
-        wanted, names = float(target), goal.free if free is None else free
+        pairs, names = [(goal, float(target))], goal.free if free is None else free
 
         def distance(log: float) -> float:
-            return self._distances([(goal, wanted)], scaled(self.model, names, math.exp(log)))[0]
+            return self._distances(pairs, scaled(self.model, names, math.exp(log)))[0]
 
         if goal.at_most and "k" not in names and distance(0.0) <= 0:
-            return self._plan([(goal, wanted)], goal.name, names, self.model, True)
+            return self._plan(pairs, goal.name, names, self.model, True)
         found = root(distance, bounds(self.model, names), self.tolerance)
         solved = scaled(self.model, names, math.exp(found.at))
-        return self._plan([(goal, wanted)], goal.name, names, solved, found.reached)
+        return self._plan(pairs, goal.name, names, solved, found.reached)
 
     def several(self, pairs: list[tuple[Goal, float]], free: tuple[str, ...] | None) -> Plan:
-        freed = dict.fromkeys(name for goal, _ in pairs for name in goal.free)
-        names = tuple(freed) if free is None else free
+        defaults = dict.fromkeys(name for goal, _ in pairs for name in goal.free)
+        names = tuple(defaults) if free is None else free
 
         def at(logs: np.ndarray) -> Transformer:
             changed = self.model
@@ -271,7 +268,7 @@ class _Task:
         return self._plan(pairs, title, names, at(found.at), found.reached)
 
     def profile(self, goal: Goal, target: Any, free: tuple[str, ...] | None) -> Plan:
-        targets = per_layer_targets(self.model, target, goal.allowed)
+        targets = _per_layer_targets(self.model, target, goal.allowed)
         names = goal.free if free is None else free
         if "k" in names:
             raise domain_error("free", "k", "what each layer can have of its own")
@@ -286,27 +283,27 @@ class _Task:
         )
         solved = scaled(self.model, names, np.exp(found.at))
         values = np.asarray(goal.value(self.predicted(solved)))
-        far = np.abs(values / targets - 1)
-        met = found.reached and float(far.max()) <= self.tolerance
+        errors = np.abs(values / targets - 1)
+        feasible = found.reached and float(errors.max()) <= self.tolerance
         return Plan(
             solved,
             goal.name,
-            f"{goal.title} = {worded(target)}",
-            stored(target),
+            f"{goal.title} = {_target_text(target)}",
+            _stored_target(target),
             names,
-            float(far.max()),
-            feasible=met,
-            nearest=None if met else float(values[far.argmax()]),
+            float(errors.max()),
+            feasible=feasible,
+            nearest=None if feasible else float(values[errors.argmax()]),
             tolerance=self.tolerance,
             inputs=self.inputs,
         )
 
     def _distances(self, pairs: list[tuple[Goal, float]], model: Transformer) -> list[float]:
         try:
-            found = self.predicted(model)
+            prediction = self.predicted(model)
         except DomainError:
             return [math.nan] * len(pairs)
-        return [float(goal.distance(goal.value(found), wanted)) for goal, wanted in pairs]
+        return [float(goal.distance(goal.value(prediction), target)) for goal, target in pairs]
 
     def _plan(
         self,
@@ -314,29 +311,29 @@ class _Task:
         objective: str,
         names: tuple[str, ...],
         solved: Transformer,
-        met: bool,
+        reached: bool,
     ) -> Plan:
-        found = self.predicted(solved)
-        values = [float(goal.value(found)) for goal, _ in pairs]
+        prediction = self.predicted(solved)
+        values = [float(goal.value(prediction)) for goal, _ in pairs]
         residual = 0.0
-        for value, (goal, wanted) in zip(values, pairs, strict=True):
-            far = max(value - wanted, 0.0) if goal.at_most else abs(value - wanted)
-            residual = max(residual, far / max(abs(wanted), 1e-12))
-        met = met and residual <= self.tolerance
+        for value, (goal, target) in zip(values, pairs, strict=True):
+            error = max(value - target, 0.0) if goal.at_most else abs(value - target)
+            residual = max(residual, error / max(abs(target), 1e-12))
+        feasible = reached and residual <= self.tolerance
         words = (
-            f"{goal.title} {'at most' if goal.at_most else '='} {wanted:g}"
-            for goal, wanted in pairs
+            f"{goal.title} {'at most' if goal.at_most else '='} {target:g}"
+            for goal, target in pairs
         )
         single = len(pairs) == 1
         return Plan(
             solved,
             objective,
             ", ".join(words),
-            pairs[0][1] if single else tuple(wanted for _, wanted in pairs),
+            pairs[0][1] if single else tuple(target for _, target in pairs),
             names,
             residual,
-            feasible=met,
-            nearest=None if met else values[0] if single else tuple(values),
+            feasible=feasible,
+            nearest=None if feasible else values[0] if single else tuple(values),
             tolerance=self.tolerance,
             inputs=self.inputs,
         )

@@ -375,12 +375,12 @@ class Block:
         )
         if along_delta > 0 and slope > 0:  # what probes scatter by
             coherent = coherent * (slope / along_delta)
-        rng = np.random.default_rng(3)
-        ways = dict(steps)
-        for name, way in along(self.sent).items():
+        ways, moved_by = dict(steps), along(self.sent)
+        fresh = _independent(tuple(way.shape for way in moved_by.values()))
+        for (name, way), one in zip(moved_by.items(), fresh, strict=True):
             scale = way.shape[0] * way.shape[2]
             rest = spread(changes[name].total - gram(way) / scale)
-            ways[name] = rest @ rng.standard_normal(way.shape) - way
+            ways[name] = rest @ one - way
         every = self.draws.entering | self.draws.own
         share = max(float(np.abs(ways[k]).max() / (np.abs(every[k]).max() or 1.0)) for k in ways)
         grown = max(TINY / share, 1.0) if share > 0 else 1.0
@@ -427,6 +427,13 @@ class Block:
         if self.head.pairs:
             return np.zeros((self.draws.output.shape[1],) * 2)
         return self._averaged(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _independent(shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
+    """Standard normal numbers, the same at every rate and in all layers alike."""
+    rng = np.random.default_rng(3)
+    return [rng.standard_normal(shape) for shape in shapes]
 
 
 def _of_all(sent: Array, shared: float) -> Array:
@@ -620,7 +627,7 @@ class AttentionHead:
         if leaf.drop_prob:  # the same masks before and after a step
             kept = 1.0 - float(leaf.drop_prob)
             there = np.random.default_rng(6).random(weights.shape, np.float32) < kept
-            weights = weights * (there / kept)
+            weights = weights * there / kept
         result = weights @ value
         return result * sigmoid(entering["attention_gate"]) if self.gate else result
 
@@ -634,10 +641,14 @@ def entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
     def times(factor: Any) -> Callable[[Any], Any]:
         return lambda g: g * factor
 
+    def as_precise(y: Array, x: Array) -> Array:
+        return np.asarray(y, np.result_type(x))
+
     slope = primitive(
-        lambda x: np.asarray(derivative(NUMPY, x)), lambda r, x: times(bend(derivative, plain(x)))
+        lambda x: as_precise(derivative(NUMPY, x), x),
+        lambda r, x: times(as_precise(bend(derivative, plain(x)), plain(x))),
     )
-    return primitive(lambda x: np.asarray(function(NUMPY, x)), lambda r, x: times(slope(x)))
+    return primitive(lambda x: as_precise(function(NUMPY, x), x), lambda r, x: times(slope(x)))
 
 
 def bend(derivative: Callable[..., Array], x: Array) -> Array:

@@ -396,7 +396,8 @@ _LEAST, _MOST = 1e-12, 1e6
 def _search(
     prediction: Prediction, optimizer: str, quantity: str, bound: float, options: dict[str, Any]
 ) -> FirstStep:
-    """Secant steps in logarithms, kept inside a bracket; changes go with a power of the rate."""
+    """Secant steps in logarithms, kept inside a bracket, from a rate so small that changes go with
+    a power of it."""
     value = QUANTITIES[quantity]
 
     def at(log_rate: float) -> tuple[FirstStep, float]:
@@ -405,7 +406,7 @@ def _search(
         return step, math.log(found / bound) if found > 0 else -math.inf
 
     low, high = math.log(_LEAST), math.log(_MOST)
-    x, slope = math.log(1e-4), 1.0 if quantity == "loss_drop" else 2.0
+    x, slope = math.log(1e-6), 1.0 if quantity == "loss_drop" else 2.0
     last: tuple[float, float] | None = None
     most = -math.inf
     for _ in range(_TRIES):
@@ -424,9 +425,10 @@ def _search(
         if last is not None and math.isfinite(gap) and x != last[0]:
             found = (gap - last[1]) / (x - last[0])
             slope = found if 0.2 < found < 4 else slope
-        last = (x, gap) if math.isfinite(gap) else None
         moved = x - gap / slope if math.isfinite(gap) else x + 12.0
-        moved = min(max(moved, x - 7.0), x + 12.0 if gap == -math.inf else x + 4.0)
+        if last is not None:
+            moved = min(max(moved, x - 7.0), x + 12.0 if gap == -math.inf else x + 4.0)
+        last = (x, gap) if math.isfinite(gap) else None
         x = moved if low < moved < high else (low + high) / 2
         if high - low < 1e-4:
             break

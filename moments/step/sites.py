@@ -146,18 +146,19 @@ def over_tokens(kernel: Kernel) -> Array:
         block = between.T @ off_diagonal @ between
         np.fill_diagonal(block, diagonal @ between)
         blocks.append(block.astype(np.float32))
-    kinds, every = [], min(sequences, 2)
+    shape, every = (sequences, length, sequences, length), min(sequences, 2)
+    result: Array = np.empty(shape, np.float32)
+    there: Array = np.ones(shape, bool)
     for k in range(0, len(blocks), every):
-        inside, across = blocks[k], blocks[k + every - 1]
-        kind = np.tile(across, (sequences, sequences))
-        for start in range(0, len(kind), length):
-            kind[start : start + length, start : start + length] = inside
-        kinds.append(kind)
-    if not isinstance(classes, TextClasses):
-        return kinds[0]
-    assert classes.ids is not None
-    words = np.ravel(classes.ids)
-    return np.where(words[:, None] == words, kinds[1], kinds[0])
+        if k:
+            assert isinstance(classes, TextClasses)
+            assert classes.ids is not None
+            words = np.ravel(classes.ids)
+            there = (words[:, None] == words).reshape(shape)
+        np.copyto(result, blocks[k + every - 1][:, None], where=there)
+        for one in range(sequences):
+            np.copyto(result[one, :, one], blocks[k], where=there[one, :, one])
+    return np.reshape(result, (sequences * length, -1))
 
 
 @dataclass(frozen=True, eq=False)

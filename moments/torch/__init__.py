@@ -1,9 +1,9 @@
 """Real torch modules: measure, initialise, audit, fold and describe them.
 
-`dataflow/` reads any module from one pass: `roles` says which role every parameter plays and where
-residual sums, branches and norms sit, `anatomy` keeps both. `scales` sets
-residual and norm scales as hooks, `expectation` is what a model says of every role, `running` how a
-module is run and seen.
+`dataflow/` reads any module from one pass: the roles of its parameters, its residual branches and
+norms (types in `roles`); `anatomy` caches readings. `operations/` predicts modules that no
+Transformer describes. `scales` adds residual and norm scales as hooks, `expectation` computes what
+a model says of every role, `running` runs modules.
 
 The only folder besides `simulation` that imports torch; nothing but the commands imports it. Start
 with `measure`, then `audit`.

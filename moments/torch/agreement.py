@@ -1,4 +1,4 @@
-"""Whether two initialisers draw the same: a two-sample test for every tensor."""
+"""A two-sample test of every tensor of two initialisations."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from .running import grouped
 from .tensors import FALSE_ALARM
 
 MOST = 1 << 16
-"""Entries of a tensor whose distributions are compared; mean squares are of all."""
+"""Entries of a tensor whose distribution is compared; mean squares are of all entries."""
 
 
 def same_initialization(ours: Any, theirs: Any) -> Report:
-    """Whether the tensors of two freshly initialised modules are of the same distributions.
+    """Whether the tensors of two freshly initialised modules have the same distributions.
 
-    Every tensor of one is compared with that of the same name and shape in the other: constants
-    have to be equal; of drawn ones the mean squares are compared, with the sampling errors that
-    their kurtosis gives them, and the distributions by the two-sample test of Kolmogorov and
-    Smirnov. Two right initialisers fail with probability 1e-5, all tensors together. Tensors that
-    are equal entry by entry pass. Shards (DTensor) are gathered.
+    Tensors of the same name and shape are compared: constants have to be equal; of random entries
+    the mean squares are compared, with sampling errors by their kurtosis, and the distributions by
+    the two-sample test of Kolmogorov and Smirnov. Two equal initialisers fail with probability 1e-5
+    over all tensors together. Tensors with equal entries pass. Shards (DTensor) are gathered.
 
     Args:
         ours, theirs: modules, or mappings of names to tensors such as state dicts.
@@ -39,87 +38,83 @@ def same_initialization(ours: Any, theirs: Any) -> Report:
     Raises:
         DomainError: neither a module nor a mapping of tensors.
     """
-    one, other = (_tensors("ours", ours), _tensors("theirs", theirs))
-    both = [name for name in one if name in other and one[name].shape == other[name].shape]
-    rows = [row for name in both for row in _rows(name, one[name], other[name], len(both))]
-    result = list(_absent(one, other))
-    off = [row for row in rows if row.passed is False]
-    for (quantity, words), group in grouped(off, lambda row: (row.quantity, row.note)).items():
+    a, b = _tensors("ours", ours), _tensors("theirs", theirs)
+    common = [name for name in a if name in b and a[name].shape == b[name].shape]
+    rows = [row for name in common for row in _rows(name, a[name], b[name], len(common))]
+    findings = list(_absent(a, b))
+    failed = [row for row in rows if row.passed is False]
+    for (quantity, words), group in grouped(failed, lambda row: (row.quantity, row.note)).items():
         worst = max(group, key=lambda row: row.size)
         numbers = f"{worst.measured:.3g} here, {worst.expected:.3g} there, in {worst.parameter}"
         why = f"{words}: {quantity} {numbers}" if quantity != "distribution" else words
-        of = gathered_names([row.parameter for row in group]), (), worst.measured, worst.expected
-        mend = "draw both by the same code"
-        result.append(Finding("error", "other initialisation", *of, why, mend))
+        names, mend = gathered_names([r.parameter for r in group]), "draw both by the same code"
+        stated = names, (), worst.measured, worst.expected
+        findings.append(Finding("error", "other initialisation", *stated, why, mend))
     return Report(
         source=f"{type(ours).__name__} against {type(theirs).__name__}",
-        scheme=f"{len(both)} tensors of the same names and shapes",
-        findings=tuple(result),
+        scheme=f"{len(common)} tensors of the same names and shapes",
+        findings=tuple(findings),
         notes=(),
         unchecked=(),
         rows=tuple(sorted(rows, key=lambda row: -row.size)),
     )
 
 
-def _tensors(argument: str, given: Any) -> dict[str, Tensor]:
-    known: Any = given
-    if isinstance(given, nn.Module):
-        known = dict(given.named_parameters()) | dict(given.named_buffers())
-    if not isinstance(known, Mapping) or not all(isinstance(v, Tensor) for v in known.values()):
+def _tensors(argument: str, value: Any) -> dict[str, Tensor]:
+    named: Any = value
+    if isinstance(value, nn.Module):
+        named = dict(value.named_parameters()) | dict(value.named_buffers())
+    if not isinstance(named, Mapping) or not all(isinstance(v, Tensor) for v in named.values()):
         allowed = "an nn.Module or a mapping of names to tensors"
-        raise domain_error(argument, type(given).__name__, allowed)
-    whole = {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in known.items()}
+        raise domain_error(argument, type(value).__name__, allowed)
+    whole = {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in named.items()}
     return {name: v.detach() for name, v in whole.items() if v.is_floating_point()}
 
 
-def _absent(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[Finding]:
-    for here, there, words in ((one, other, "there"), (other, one, "here")):
-        lacking = [name for name in here if name not in there]
-        if lacking:
-            names = gathered_names(lacking)
-            why = f"no tensor of this name {words}"
+def _absent(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Findings on tensors without one of the same name and shape in the other module."""
+    for these, those, words in ((a, b, "there"), (b, a, "here")):
+        if missing := [name for name in these if name not in those]:
+            names, why = gathered_names(missing), f"no tensor of this name {words}"
             yield Finding("warning", "no counterpart", names, reason=why, mend="rename it")
-    shapes = [n for n in one if n in other and one[n].shape != other[n].shape]
+    shapes = [name for name in a if name in b and a[name].shape != b[name].shape]
     if shapes:
         first = shapes[0]
-        why = f"shapes differ: {tuple(one[first].shape)} and {tuple(other[first].shape)} of {first}"
+        why = f"shapes differ: {tuple(a[first].shape)} and {tuple(b[first].shape)} of {first}"
         yield Finding("warning", "other shape", gathered_names(shapes), reason=why)
 
 
-def _rows(name: str, one: Tensor, other: Tensor, count: int) -> Iterator[Row]:
-    """What is compared of one tensor."""
+def _rows(name: str, ours: Tensor, theirs: Tensor, count: int) -> Iterator[Row]:
+    """The checks of one tensor of `count`."""
     limit = FALSE_ALARM / (2 * max(count, 1))  # Bonferroni
-    if torch.equal(one.cpu(), other.cpu()):
-        yield Row(0, "", name, "variance", _square(other), _square(one), True, "equal")
+    where = 0, "", name, "variance"
+    if torch.equal(ours.cpu(), theirs.cpu()):
+        yield Row(*where, _square(theirs), _square(ours), True, "equal")
         return
-    a, b = EntryMoments.of(one), EntryMoments.of(other)
+    a, b = EntryMoments.of(ours), EntryMoments.of(theirs)
     if not (math.isfinite(a.square) and math.isfinite(b.square)):
-        yield Row(0, "", name, "variance", b.square, a.square, False, "entries are not finite")
+        yield Row(*where, b.square, a.square, False, "entries are not finite")
         return
-    drawn = a.kurtosis > 1 and b.kurtosis > 1 and a.square > 0 and b.square > 0
-    if not drawn:
-        note = "constant entries differ"
-        yield Row(0, "", name, "variance", b.square, a.square, False, note)
+    if not (a.kurtosis > 1 and b.kurtosis > 1 and a.square > 0 and b.square > 0):
+        yield Row(*where, b.square, a.square, False, "constant entries differ")
         return
     from scipy.special import kolmogorov
 
     spread = math.hypot(a.spread, b.spread)
-    away = abs(math.log(a.square / b.square)) / spread
-    chance = math.erfc(away / math.sqrt(2))
-    note = "" if chance >= limit else "mean squares differ"
-    stderr = b.square * spread
-    yield Row(0, "", name, "variance", b.square, a.square, chance >= limit, note, stderr, chance)
-    if chance < limit:
-        return  # which the test of distributions would say again
-    x, y = (np.sort(_some(part)) for part in (one, other))
+    deviations = abs(math.log(a.square / b.square)) / spread
+    p = math.erfc(deviations / math.sqrt(2))
+    note = "" if p >= limit else "mean squares differ"
+    yield Row(*where, b.square, a.square, p >= limit, note, b.square * spread, p)
+    if p < limit:
+        return  # distributions of unlike variance differ
+    x, y = (np.sort(_some(tensor)) for tensor in (ours, theirs))
     every = np.concatenate([x, y])
     steps = (np.searchsorted(part, every, "right") / part.size for part in (x, y))
     distance = float(np.max(np.abs(np.subtract(*steps))))
-    chance = float(kolmogorov(distance * math.sqrt(x.size * y.size / (x.size + y.size))))
+    p = float(kolmogorov(distance * math.sqrt(x.size * y.size / (x.size + y.size))))
     words = f"{a.distribution or 'one'} here, {b.distribution or 'another'} there"
-    note = "" if chance >= limit else f"distributions differ: entries look {words}"
-    of = 0, "", name, "distribution", 0.0, distance, chance >= limit, note
-    yield Row(*of, probability=chance)
+    note = "" if p >= limit else f"distributions differ: entries look {words}"
+    yield Row(0, "", name, "distribution", 0.0, distance, p >= limit, note, probability=p)
 
 
 def _square(tensor: Tensor) -> float:
@@ -127,7 +122,7 @@ def _square(tensor: Tensor) -> float:
 
 
 def _some(tensor: Tensor) -> np.ndarray:
-    """Entries spread evenly over a tensor."""
+    """Some of a tensor's entries, at equal distances."""
     flat = tensor.reshape(-1)
     step = max(1, flat.numel() // MOST)
     return np.asarray(flat[::step].double().cpu().numpy())

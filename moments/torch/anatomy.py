@@ -1,4 +1,4 @@
-"""Modules that were read, each from one pass while its entries stay what they are."""
+"""A cache of readings: a module is read again only if its code or its entries have changed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .roles import HookPoint, WeightPart, is_gain, with_experts
 from .running import restored
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
-"""Where to watch a module, and what its parameters are."""
+"""Hook points, and parts of parameters with their rows of weight gradients."""
 
 
 def hook_points(module: nn.Module, batch: Any = None) -> tuple[HookPoint, ...]:
-    """Every site of a module that a submodule takes or gives.
+    """Every site of a module that is the input or output of a submodule.
 
     Args:
-        batch: what the module reads, as in `moments.torch.measure`. None: random token ids,
-            features or pictures, as it takes them. A module on the meta device is read as its own
-            initialisation would draw it.
+        module: any; one on the meta device is read as its own initialisation would draw it.
+        batch: its input, as in `moments.torch.measure`; None: random token ids, features or
+            pictures.
 
     Raises:
         MomentsError: the module could not be read.
@@ -41,13 +41,12 @@ def hook_points(module: nn.Module, batch: Any = None) -> tuple[HookPoint, ...]:
 
 
 def measured_parts(module: nn.Module, batch: Any) -> Measured:
-    """Where a module is watched, and every parameter that can learn, split into its matrices.
+    """The hook points of a module and its trainable parameters, split into their matrices.
 
     Names are those of `moments.Weights`, with ".bias" for biases, "attention.norm.gain" and the
     like for norms, "token", "position", "segment", "patch" and "class" in layer 0,
-    "final.norm.gain", "head.transform" and "head" in layer N + 1; those of an encoder beside the
-    main stack begin with "encoder.". A parameter without a role keeps its own name as one, in
-    layer 0.
+    "final.norm.gain", "head.transform" and "head" in layer N + 1; with the prefix "encoder." for an
+    encoder if there is a decoder too. A parameter of unknown role has its own name, in layer 0.
     """
     reading = _reading(module, batch, values=False)
     if why := reading.unlayered:
@@ -66,22 +65,22 @@ def measured_parts(module: nn.Module, batch: Any) -> Measured:
 
 
 def parts_of(module: nn.Module, reading: ModuleReading) -> list[tuple[WeightGradient, WeightPart]]:
-    """The parameters that can learn, as of `measured_parts`."""
-    result = reading.roles
-    learn = {name for name, p in module.named_parameters() if p.requires_grad}
-    roles = [*result.roles, *result.scales]
+    """The trainable parameters, as of `measured_parts`."""
+    known = reading.roles
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    roles = [*known.roles, *known.scales]
     rows = [(WeightGradient(r.layer, r.full_name, r.parameter), r.part) for r in roles]
-    rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in result.unidentified]
-    return [(row, part) for row, part in rows if row.parameter in learn]
+    rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in known.unidentified]
+    return [(row, part) for row, part in rows if row.parameter in trainable]
 
 
 def as_drawn(reading: ModuleReading) -> Transformer | None:
-    """A module's shape, its matrices and biases as nn.Linear draws them, without tables and head,
-    whose draw nothing in it says; None where no Transformer describes it.
+    """A module's architecture with matrices and biases as nn.Linear draws them, without tables and
+    head, whose initialisation is unknown; None if no Transformer describes the module.
     """
-    crossing = any(block.name == "cross" for block in reading.roles.blocks)
-    if reading.model is None or (crossing and reading.model.encoder is None):
-        return None  # what a decoder alone reads, nothing in it says
+    crosses = any(block.name == "cross" for block in reading.roles.blocks)
+    if reading.model is None or (crosses and reading.model.encoder is None):
+        return None  # nothing says what a decoder without encoder attends to
     return _as_drawn(reading.model)
 
 
@@ -100,8 +99,8 @@ def _as_drawn(model: Transformer) -> Transformer:
 
 
 def anatomy_of(module: nn.Module, batch: Any = None, *, own: bool = False) -> ModuleReading:
-    """A module, read from one pass, or from an earlier one with the same entries; `own`:
-    from none over a batch, whose length its declaration has.
+    """The reading of a module, from one pass or from an earlier one with the same entries; `own`:
+    not one over a batch, which sets the length of the declaration.
 
     Raises:
         DomainError: a module on the meta device.
@@ -116,12 +115,12 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any, bool, ModuleReading
 
 
 def forget(module: nn.Module) -> None:
-    """Read a module anew when it is next read."""
+    """Remove the reading of a module from the cache."""
     _KNOWN.pop(module, None)
 
 
 def _reading(module: nn.Module, batch: Any, *, values: bool, own: bool = False) -> ModuleReading:
-    """As `anatomy_of`; without `values` an earlier reading does although entries have changed."""
+    """As `anatomy_of`; without `values` an earlier reading is used even if entries have changed."""
     if is_meta(module):
         name = next(name for name, p in module.named_parameters() if p.is_meta)
         raise DomainError(
@@ -132,24 +131,24 @@ def _reading(module: nn.Module, batch: Any, *, values: bool, own: bool = False) 
     structure, entries = _structure(module), _entries(module)
     known = _KNOWN.get(module)
     masked = isinstance(batch, Mapping) and any("mask" in name for name in batch)
-    masked = masked and not hasattr(module, "config")  # which only its caller knows
-    given = batch if masked or not _says_its_input(module) else None
+    masked = masked and not hasattr(module, "config")
+    used = batch if masked or not _runs_on_random_input(module) else None
     if known is not None and ((values and known[1] != entries) or (own and known[2])):
         known = None
     if known is None or known[0] != structure or (masked and not known[2]):
         with _readable(module):
-            reading = read(module, given)
+            reading = read(module, used)
         roles = with_experts(reading.roles, dict(module.named_parameters()))
         reading = dataclasses.replace(reading, roles=roles)
-        known = structure, entries, given is not None, reading
+        known = structure, entries, used is not None, reading
         _KNOWN[module] = known
     return known[3]
 
 
 @contextmanager
 def _readable(module: nn.Module) -> Iterator[None]:
-    """With a finite signal: entries that are not finite are zero meanwhile; norms whose weights are
-    all zero, and tables, as storage may be that was never drawn, have ones and normal entries.
+    """Give a module a finite signal within the context: entries that are not finite are zero;
+    norms of weight zero have ones, and tables of zeros, perhaps never drawn, normal entries.
     """
     infinite = [p for p in module.parameters() if not bool(torch.isfinite(p).all())]
     with torch.no_grad(), restored(infinite), ExitStack() as stack:
@@ -167,15 +166,15 @@ def _readable(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _says_its_input(module: nn.Module) -> bool:
-    """Whether a module is sure to run on random input: a batch may be padded, packed or long."""
+def _runs_on_random_input(module: nn.Module) -> bool:
+    """Whether random input, which is not padded, packed or long, is known to suit a module."""
     config = getattr(module, "config", None)
     known = hasattr(config, "to_dict") and getattr(config, "model_type", None) in FAMILIES
     return known or isinstance(module, nn.TransformerEncoder | nn.Transformer)
 
 
 def _structure(module: nn.Module) -> tuple[Any, ...]:
-    """What decides how a module computes: its parts, their settings, hooks and replaced methods."""
+    """What determines a module's computation: its parts, their settings, hooks and own methods."""
     rows = []
     for path, part in module.named_modules():
         own = {name: value for name, value in sorted(vars(part).items()) if name != "training"}
@@ -191,7 +190,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _entries(module: nn.Module) -> tuple[Any, ...]:
-    """What changes with the entries of a module's tensors, registered or not."""
+    """A fingerprint of the entries of a module's tensors, registered or not."""
     values = (value for part in module.modules() for value in vars(part).values())
     own = [value for value in values if isinstance(value, Tensor | list | tuple)]
     loose = (leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor))
@@ -199,7 +198,7 @@ def _entries(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _summary(tensor: Tensor) -> tuple[Any, ...]:
-    """Sum and norm: they tell a redraw or a rescaling, not a permutation or what rounding hides."""
+    """Sum and norm: they change with a redraw or a rescaling, not with a permutation."""
     entries = tensor.detach()
     if tensor.is_meta or not entries.is_floating_point():
         return tuple(tensor.shape), str(tensor.dtype), tensor._version

@@ -1,7 +1,6 @@
-"""Where real weights are not what the theory takes them for: independent, centred, Gaussian-like.
+"""Deviations of real weights from the theory's assumptions: independent, centred, Gaussian-like.
 
-Every departure is compared with what independent entries of the same variance would show, and named
-with the number found.
+Every statistic is compared with that of independent entries of the same variance.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from .roles import Role, block_of, tensors_of
 from .running import grouped, restored
 
 DEVIATIONS = 6
-"""Standard errors beyond which a departure is named."""
+"""Standard errors from which a deviation is reported."""
 
 KRYLOV, CONVERGED = 8, 1e-2
-"""Vectors of Lanczos' iteration, and the relative error at which it ends."""
+"""Vectors of Lanczos' iteration, and its relative tolerance."""
 
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """One matrix against independent entries.
+    """Statistics of a matrix relative to independent entries.
 
     Attributes:
         spectral: largest squared singular value over the expected (sqrt m + sqrt n)^2 variance.
@@ -46,7 +45,7 @@ class WeightStatistics:
 
     @classmethod
     def of(cls, role: Role, block: Tensor, entries: EntryMoments) -> WeightStatistics:
-        """Of a matrix, stored either way round, whose entries were looked at."""
+        """The statistics of a matrix, transposed or not, with the moments of its entries."""
         matrix = block.detach().float().reshape(-1, block.shape[-1])
         rows, columns = (math.sqrt(n) for n in matrix.shape)
         edge = (rows + columns) ** 2 * entries.square
@@ -60,7 +59,7 @@ class WeightStatistics:
 
 
 def _largest_square(matrix: Tensor) -> float:
-    """Largest squared singular value, by Lanczos' iteration."""
+    """The largest squared singular value, by Lanczos' iteration."""
     from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
 
     tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
@@ -82,16 +81,16 @@ def _largest_square(matrix: Tensor) -> float:
 
 
 def notes(matrices: Iterable[WeightStatistics]) -> Iterator[str]:
-    """Broken assumptions of the matrices, one sentence per role and kind, worst layer first."""
+    """Violated assumptions of matrices, in one sentence per role and kind with the worst layer."""
     for name, group in grouped(matrices, lambda result: result.role.full_name).items():
         yield from _matrix_notes(name, [result for result in group if result.entries.square > 0])
 
 
 def _matrix_notes(name: str, group: list[WeightStatistics]) -> Iterator[str]:
-    def worst(kind: list[tuple[float, WeightStatistics]]) -> tuple[float, str]:
-        value, result = max(kind, key=lambda pair: abs(pair[0]))
-        many = f" and {len(kind) - 1} more" if len(kind) > 1 else ""
-        return value, f"{result.role.label}{many}"
+    def worst(pairs: list[tuple[float, WeightStatistics]]) -> tuple[float, str]:
+        value, result = max(pairs, key=lambda pair: abs(pair[0]))
+        more = f" and {len(pairs) - 1} more" if len(pairs) > 1 else ""
+        return value, f"{result.role.label}{more}"
 
     shifted, tailed, spiked = [], [], []
     for result in group:
@@ -119,36 +118,36 @@ def _matrix_notes(name: str, group: list[WeightStatistics]) -> Iterator[str]:
 
 
 def alignment_note(query: list[tuple[Role, Tensor]], key: list[tuple[Role, Tensor]]) -> list[str]:
-    """Correlation of the entries of query and key matrices of the same layer and shape."""
-    off = []
+    """A sentence if the entries of query and key matrices of a layer are correlated."""
+    correlated = []
     for (role, q), (_, k) in zip(query, key, strict=False):
         if q.shape != k.shape:
             continue
         q, k = q.detach().double(), k.detach().double()
         share = float((q * k).sum()) / (float(q.norm() * k.norm()) or 1.0)
         if abs(share) * math.sqrt(q.numel()) > DEVIATIONS:
-            off.append((share, role.layer))
-    if not off:
+            correlated.append((share, role.layer))
+    if not correlated:
         return []
-    value, layer = max(off, key=lambda row: abs(row[0]))
+    value, layer = max(correlated, key=lambda row: abs(row[0]))
     return [
         f"query and key are not independent: their entries correlate by {value:.3g} in layer "
-        f"{layer}, in {len(off)} layers beyond chance"
+        f"{layer}, in {len(correlated)} layers beyond chance"
     ]
 
 
 def gain_notes(gains: list[tuple[Role, Tensor]]) -> list[str]:
-    """Norm gains that differ from feature to feature."""
-    wide = []
+    """A sentence if gains of norms differ between features."""
+    unequal = []
     for role, gain in gains:
         g = gain.detach().double()
         size = float(g.square().mean().sqrt())
         if size and float(g.std(correction=0)) > 0.01 * size:
-            wide.append((float(g.std(correction=0)) / size, role.parameter))
-    if not wide:
+            unequal.append((float(g.std(correction=0)) / size, role.parameter))
+    if not unequal:
         return []
-    value, where = max(wide)
-    more = f" and {len(wide) - 1} more" if len(wide) > 1 else ""
+    value, where = max(unequal)
+    more = f" and {len(unequal) - 1} more" if len(unequal) > 1 else ""
     return [
         f"norm gains differ between features, by {value:.2g} of their root mean square ({where}"
         f"{more}); one gain for all is assumed"
@@ -159,33 +158,31 @@ def gain_notes(gains: list[tuple[Role, Tensor]]) -> list[str]:
 
 
 Copies = tuple[Role, ...]
-"""One role whose blocks are equal, entry by entry, in several layers."""
+"""One role in several layers in which its entries are equal."""
 
 
 def copies(blocks: Iterable[tuple[Role, Tensor]]) -> list[Copies]:
-    """Matrices and bias vectors of one role that are equal in several layers and not constant.
+    """Matrices and biases of one role that are equal in several layers and not constant.
 
-    What such layers add to the stream is not independent. A matrix that is one parameter of all
-    layers stands in one of them only, and is none.
+    The outputs of such layers are not independent. A parameter that layers share has a role in one
+    of them only, and does not count.
     """
-    alike: dict[tuple[str, tuple[int, ...]], list[list[tuple[Role, Tensor]]]] = {}
+    known: dict[tuple[str, tuple[int, ...]], list[tuple[Tensor, list[Role]]]] = {}
     for role, block in blocks:
         drawn = role.is_matrix or role.name.endswith(".bias")
         if role.layer < 1 or not drawn or bool((block == block.reshape(-1)[0]).all()):
             continue
-        groups = alike.setdefault((role.full_name, tuple(block.shape)), [])
-        same = (group for group in groups if torch.equal(group[0][1], block))
-        group = next(same, None)
-        if group is None:
-            groups.append([(role, block)])
+        groups = known.setdefault((role.full_name, tuple(block.shape)), [])
+        equal = next((roles for first, roles in groups if torch.equal(first, block)), None)
+        if equal is None:
+            groups.append((block, [role]))
         else:
-            group.append((role, block))
-    several = (group for groups in alike.values() for group in groups if len(group) > 1)
-    return [tuple(role for role, _ in group) for group in several]
+            equal.append(role)
+    return [tuple(roles) for groups in known.values() for _, roles in groups if len(roles) > 1]
 
 
 def copy_notes(repeated: Iterable[Copies]) -> Iterator[str]:
-    """One sentence for all roles that are equal in the same layers."""
+    """Sentences on copies, one for all roles that are equal in the same layers."""
     for layers, groups in grouped(repeated, lambda roles: tuple(r.layer for r in roles)).items():
         names = [roles[0].full_name for roles in groups]
         names.sort(key=lambda name: name.endswith(".bias"))  # matrices first
@@ -197,7 +194,7 @@ def copy_notes(repeated: Iterable[Copies]) -> Iterator[str]:
 
 
 def shuffle(module: nn.Module, repeated: Iterable[Copies], seed: int) -> nn.Module:
-    """The module, every copy's entries in another order, as if drawn on their own."""
+    """The module with the entries of every copy permuted, as if drawn independently."""
     generator = torch.Generator().manual_seed(seed)
     for block in _copied(module, repeated):
         entries = block.reshape(-1).clone()
@@ -208,7 +205,7 @@ def shuffle(module: nn.Module, repeated: Iterable[Copies], seed: int) -> nn.Modu
 
 @contextmanager
 def shuffled(module: nn.Module, repeated: Iterable[Copies], seed: int) -> Iterator[None]:
-    """`shuffle`, and every tensor as it was afterwards."""
+    """`shuffle` a module within the context."""
     repeated = list(repeated)
     with restored(_copied(module, repeated)):
         shuffle(module, repeated, seed)
@@ -216,15 +213,15 @@ def shuffled(module: nn.Module, repeated: Iterable[Copies], seed: int) -> Iterat
 
 
 def _copied(module: nn.Module, repeated: Iterable[Copies]) -> list[Tensor]:
-    """Blocks that are another layer's, as views."""
+    """The copies of earlier layers' tensors, as views."""
     tensors = tensors_of(module)
     return [block_of(tensors, role) for roles in repeated for role in roles[1:]]
 
 
 def copy_rows(repeated: Iterable[Copies]) -> Iterator[Row]:
-    """A failed check for every tensor that is an earlier layer's."""
+    """A failed check for every copy of an earlier layer's tensor."""
     for first, *others in repeated:
         for role in others:
             note = f"equal, entry by entry, to {first.label}"
-            base = (role.layer, role.full_name, role.label, "correlation with another layer")
-            yield Row(*base, 0.0, 1.0, False, note)
+            where = role.layer, role.full_name, role.label, "correlation with another layer"
+            yield Row(*where, 0.0, 1.0, False, note)

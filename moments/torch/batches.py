@@ -1,4 +1,4 @@
-"""A real module's batch, as `predict` is given it."""
+"""Batches of a module: as inputs of `predict`, as token ids and targets, and random ones."""
 
 from __future__ import annotations
 
@@ -40,88 +40,88 @@ from .running import (
 from .text import mask_tokens
 
 OWN, SEQUENCES, MOST_TOKENS = 1, 2, 32
-"""Sequences that are read of random input and of a user's batch, and their tokens."""
+"""Sequences of random input, sequences used of a user's batch, and their tokens at most."""
 
 FEW = 16
-"""Tokens of the runs that look at sums, masks and dropout."""
+"""Tokens of passes that test for random operations."""
 
 TARGETS = ("targets", "target", "labels", "label", "y")
-"""What people call the tokens to predict."""
+"""Usual names of the argument that holds the tokens to predict."""
 
 
 def shifted_right(labels: np.ndarray, start: int = 0) -> np.ndarray:
-    """What an encoder-decoder's decoder reads to predict `labels`, (B, L)."""
-    read = np.concatenate([np.full((len(labels), 1), start), labels[:, :-1]], axis=1)
-    return np.where(read == NO_TARGET, start, read)
+    """The input of a decoder that predicts `labels`, (B, L), after an encoder."""
+    ids = np.concatenate([np.full((len(labels), 1), start), labels[:, :-1]], axis=1)
+    return np.where(ids == NO_TARGET, start, ids)
 
 
 def shifted_left(labels: np.ndarray) -> np.ndarray:
-    """Target of every token of a causal module that shifts its labels itself, (B, L)."""
+    """The target of every token, (B, L), of a causal module that shifts its labels itself."""
     return np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TARGET)
 
 
 def inputs_of(model: Transformer, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What a text, or a batch of pictures or spectrograms, is to the model, as keyword arguments of
-    `predict`.
+    """The keyword arguments of `predict` for a text, or for a batch of pictures or spectrograms.
 
-    `batch` holds a Hugging Face module's arguments as numpy arrays; empty where the model has no
-    embedding for them.
+    Args:
+        batch: a Hugging Face module's arguments as numpy arrays.
+
+    Returns:
+        Empty if the model has no embedding for them.
     """
     labels = batch.get("labels")
     head = model.head is not None and model.head.loss is not None
-    given: dict[str, Any] = _pixels(model.embedding, batch)
-    if given:
-        return given | ({"targets": labels} if head and labels is not None else {})
-    heard = {} if model.encoder is None else _pixels(model.encoder.embedding, batch)
-    if not isinstance(model.embedding, Embedding) or not (heard or "input_ids" in batch):
+    targets = {"targets": labels} if head and labels is not None else {}
+    if pixels := _pixels(model.embedding, batch):
+        return pixels | targets
+    sound = {} if model.encoder is None else _pixels(model.encoder.embedding, batch)
+    if not isinstance(model.embedding, Embedding) or not (sound or "input_ids" in batch):
         return {}
     if model.encoder is not None:
-        read = batch.get("decoder_input_ids")
-        if read is None and labels is not None:
-            read = shifted_right(labels)
-        if read is None:
+        ids = batch.get("decoder_input_ids")
+        if ids is None and labels is not None:
+            ids = shifted_right(labels)
+        if ids is None:
             return {}
-        other = heard or _text(batch["input_ids"], batch.get("attention_mask"), None)
-        given = _text(read, batch.get("decoder_attention_mask"), None) | {"encoder_inputs": other}
-        return given | ({"targets": labels} if head and labels is not None else {})
+        encoder = sound or _text(batch["input_ids"], batch.get("attention_mask"), None)
+        text = _text(ids, batch.get("decoder_attention_mask"), None)
+        return text | {"encoder_inputs": encoder} | targets
     segments = batch.get("token_type_ids")
-    given = _text(batch["input_ids"], batch.get("attention_mask"), segments)
-    given["tokens"] = True
-    if (places := batch.get("position_ids")) is not None:
-        documents = restarted(places, batch.get("attention_mask"))
+    inputs = _text(batch["input_ids"], batch.get("attention_mask"), segments)
+    inputs["tokens"] = True
+    if (positions := batch.get("position_ids")) is not None:
+        documents = restarted(positions, batch.get("attention_mask"))
         if documents is not None:
-            given["document_ids"] = np.broadcast_to(documents, given["token_ids"].shape)
-    if head and labels is not None:
-        assert model.head is not None
-        causal = model.head.loss == "causal"
-        given["targets"] = shifted_left(labels) if causal else labels
-    return given
+            inputs["document_ids"] = np.broadcast_to(documents, inputs["token_ids"].shape)
+    if targets and model.head is not None and model.head.loss == "causal":
+        targets = {"targets": shifted_left(np.asarray(labels))}
+    return inputs | targets
 
 
 def _pixels(embedding: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Pictures, or spectrograms as pictures of one channel, bins down and time across."""
+    """Pictures, or spectrograms as pictures of one channel: bins down, time across."""
     result = None
     if isinstance(embedding, PatchEmbedding):
         result = batch.get("pixel_values")
-        heard = batch.get("input_values")
-        if result is None and heard is not None and np.ndim(heard) == 3:
-            result = np.swapaxes(heard, 1, 2)[:, None]
+        spectrum = batch.get("input_values")
+        if result is None and spectrum is not None and np.ndim(spectrum) == 3:
+            result = np.swapaxes(spectrum, 1, 2)[:, None]
     elif isinstance(embedding, SoundEmbedding) and "input_features" in batch:
         result = np.asarray(batch["input_features"])[:, None]
     return {} if result is None else {"pixels": np.asarray(result, dtype=float)}
 
 
 def _text(ids: Any, mask: Any, segments: Any) -> dict[str, Any]:
-    given = {"token_ids": np.atleast_2d(ids)}
+    result = {"token_ids": np.atleast_2d(ids)}
     if mask is not None and np.ndim(mask) == 2 and not np.all(mask):
-        given["attention_mask"] = np.asarray(mask)
+        result["attention_mask"] = np.asarray(mask)
     if segments is not None:
-        given["segment_ids"] = np.atleast_2d(segments)
-    return given
+        result["segment_ids"] = np.atleast_2d(segments)
+    return result
 
 
 def measured_moments(measurement: Measurement) -> dict[str, Any]:
-    """The tensor that entered layer 1, tokens alike: its variance and token correlation."""
+    """The measured variance and token correlation of the input of layer 1."""
     correlation = _possible(measurement.correlation[0], measurement)
     return {"variance": float(measurement.variance[0]), "correlation": correlation}
 
@@ -129,7 +129,7 @@ def measured_moments(measurement: Measurement) -> dict[str, Any]:
 def measured_gradient(
     model: Transformer, measurement: Measurement, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The gradient that entered the last layer, by token where the prediction is."""
+    """The measured gradient behind the last layer, by token if the prediction is by token."""
     by_token = any(name in inputs for name in ("token_ids", "pixels", "kernel"))
     if by_token or positional(model):
         return {"grad_kernel": last_grad_kernel(measurement)}
@@ -138,12 +138,12 @@ def measured_gradient(
 
 
 def _possible(correlation: float, measurement: Measurement) -> float:
-    """Of so many tokens, what sampling may have put outside of that range."""
+    """A correlation clipped to the range that so many tokens can have."""
     return float(np.clip(correlation, -1 / max(measurement.seq_len - 1, 1), 1.0))
 
 
 def batch_shape(batch: Any) -> str:
-    """How much a batch holds, in words."""
+    """The size of a batch in words."""
     values = batch.values() if isinstance(batch, Mapping) else [batch]
     first = next((v for v in values if np.ndim(v) >= 2), None)
     if first is None:
@@ -154,11 +154,11 @@ def batch_shape(batch: Any) -> str:
     return f"{count} sequence{'s' * (count > 1)} of {length} tokens"
 
 
-# --- what a few runs show: what enters layer 1, ids, targets --------------------------------------
+# --- measured by hooks: the input of layer 1, token ids, targets ----------------------------------
 
 
 def first_stream(module: nn.Module, batch: Any) -> np.ndarray | None:
-    """The tensor that enters layer 1 without dropout, (B, L, d_model); None where it is no such."""
+    """The input of layer 1 without dropout, (B, L, d_model); None if it has another shape."""
     points = measured_parts(module, batch)[0]
     if any(point.site.startswith("encoder.") for point in points):
         return None
@@ -175,7 +175,7 @@ def first_stream(module: nn.Module, batch: Any) -> np.ndarray | None:
 
 
 def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | None:
-    """The (B, L) token ids that the one table of so many rows looks up, if there is one."""
+    """The (B, L) token ids that enter the only table of so many rows, if there is one."""
     seen: list[Tensor] = []
     hooks = (
         watch_tensor(part, "input", seen.append)
@@ -190,27 +190,29 @@ def ids_read(module: nn.Module, batch: Any, vocab_size: int) -> np.ndarray | Non
 def targets_read(
     module: nn.Module, batch: Any, ids: np.ndarray, loss: Callable[[Any, Any], Tensor] | None = None
 ) -> np.ndarray | None:
-    """Every token's target, (B, L), -100 where nothing.
+    """The target of every token, (B, L), -100 without one.
 
-    Of the arrays in the batch, as they are and shifted by one, that whose mean cross-entropy with
-    the module's logits is its loss; None where there is none.
+    It is the array of the batch, as it is or shifted by one, whose mean cross-entropy with the
+    module's logits is the module's loss; None if none is.
     """
     if (output := _evaluated(module, batch)) is None:
         return None
-    alone = not isinstance(batch, Mapping)
-    given = {"": batch} if alone else batch
+    is_mapping = isinstance(batch, Mapping)
     device = device_of(module)
-    tensors = {name: on_device(value, device) for name, value in given.items()}
+    values = batch if is_mapping else {"": batch}
+    tensors = {name: on_device(value, device) for name, value in values.items()}
     logits, value = module_logits(output), module_loss(output)
     if loss is not None:
-        value = loss(output, tensors[""] if alone else tensors)
+        value = loss(output, tensors if is_mapping else tensors[""])
         logits = first_tensor(output) if logits is None else logits
     if logits is None or value is None or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         return None
-    for one in tensors.values():
-        if not isinstance(one, Tensor) or one.shape != ids.shape or one.is_floating_point():
+    for tensor in tensors.values():
+        if not isinstance(tensor, Tensor) or tensor.shape != ids.shape:
             continue
-        labels = one.cpu().numpy().astype(np.int64)
+        if tensor.is_floating_point():
+            continue
+        labels = tensor.cpu().numpy().astype(np.int64)
         for targets in (labels, shifted_left(labels)):
             if targets.max() >= logits.shape[-1] or not np.any(targets >= 0):
                 continue
@@ -222,7 +224,7 @@ def targets_read(
 
 
 def _evaluated(module: nn.Module, batch: Any, hooks: Iterable[RemovableHandle] = ()) -> Any:
-    """What a module makes of a batch without dropout; None where it cannot be run."""
+    """A module's output for a batch without dropout; None if it does not run."""
     with in_mode(module, False), hooked(hooks):
         try:
             return run(module, batch)
@@ -231,7 +233,7 @@ def _evaluated(module: nn.Module, batch: Any, hooks: Iterable[RemovableHandle] =
 
 
 def shortened(batch: Any, sequences: int, tokens: int) -> Any:
-    """Of a text that is all it holds, the first tokens; anything else as it is."""
+    """The first tokens of a batch of texts alone; other batches unchanged."""
     if not isinstance(batch, Mapping):
         return batch[:sequences, :tokens] if is_ids(batch) else batch
     shapes = {np.shape(v) for v in batch.values() if np.ndim(v)}
@@ -242,15 +244,15 @@ def shortened(batch: Any, sequences: int, tokens: int) -> Any:
 
 
 def is_ids(value: Any) -> bool:
-    """Whether it is (B, L) token ids."""
+    """Whether a value is (B, L) token ids."""
     return np.ndim(value) == 2 and not torch.as_tensor(value).is_floating_point()
 
 
-# --- what it is run on ----------------------------------------------------------------------------
+# --- the batch of a check -------------------------------------------------------------------------
 
 
 class RunInputs(NamedTuple):
-    """What a module is run on; `few` is `batch` of fewer tokens."""
+    """The batch that a module is checked on, the same of fewer tokens, its loss, and words."""
 
     batch: Any
     few: Any
@@ -259,7 +261,7 @@ class RunInputs(NamedTuple):
 
 
 def completed(module: nn.Module, batch: Any) -> Any:
-    """A batch with what a module is trained on, where it holds the text alone."""
+    """A batch with targets or labels, if it is a text alone."""
     return _with_labels(module, _with_targets(module, batch))
 
 
@@ -271,25 +273,25 @@ def inputs_for(
     loss: Loss | None,
     example: Any,
 ) -> RunInputs:
-    """A batch of one's own, or the user's; `example` is what the module was run on to be read."""
+    """The user's batch, or a random one; `example`: the input with which the module was read."""
     random = batch is None
-    given = shortened(batch, SEQUENCES, MOST_TOKENS)
+    used = shortened(batch, SEQUENCES, MOST_TOKENS)
     if random:
-        given = _own_batch(module, roles, model, example)
-        if given is not example and not configured(module):  # nothing says how much it reads
-            given = _that_runs(module, given, example)
-    given = completed(module, given)
-    loss = loss or _next_token(module, given, roles)
-    words = f"measured on {batch_shape(given)}" + (" of random input" if random else "")
-    return RunInputs(given, shortened(given, 1, FEW), loss, words)
+        used = _random_batch(module, roles, model, example)
+        if used is not example and not configured(module):  # it may read fewer tokens
+            used = _that_runs(module, used, example)
+    used = completed(module, used)
+    loss = loss or _next_token_loss(module, used, roles)
+    words = f"measured on {batch_shape(used)}" + (" of random input" if random else "")
+    return RunInputs(used, shortened(used, 1, FEW), loss, words)
 
 
-def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
-    """Of the longest first tokens of a batch those that the module reads; else the example."""
-    lengths = (MOST_TOKENS, 24, FEW) if _ids_alone(given) else (MOST_TOKENS,)
+def _that_runs(module: nn.Module, batch: Any, example: Any) -> Any:
+    """As many first tokens of a batch as the module runs on; else the example."""
+    lengths = (MOST_TOKENS, 24, FEW) if _is_text_alone(batch) else (MOST_TOKENS,)
     with torch.no_grad(), in_mode(module, False):
         for length in lengths:
-            few = shortened(given, SEQUENCES, length)
+            few = shortened(batch, SEQUENCES, length)
             with contextlib.suppress(Exception):  # the module's own code, on too many tokens
                 run(module, few)
                 return few
@@ -297,30 +299,34 @@ def _that_runs(module: nn.Module, given: Any, example: Any) -> Any:
 
 
 @made_on_cpu
-def _own_batch(module: nn.Module, roles: ModuleRoles, model: Transformer, given: Any) -> Any:
-    """Random input like what is `given`, with what the module is trained on."""
+def _random_batch(module: nn.Module, roles: ModuleRoles, model: Transformer, example: Any) -> Any:
+    """Random input of the kind of the example, with labels of the module's task."""
     generator = torch.Generator().manual_seed(0)
     task = None if model.head is None else model.head.loss
-    if isinstance(given, Mapping) and "pixel_values" in given:
+    if isinstance(example, Mapping) and "pixel_values" in example:
         classes = getattr(getattr(module, "config", None), "num_labels", None)
         if task != "classification" or not classes:
-            return given
-        return _classified(given, classes, generator)
+            return example
+        return _classified(example, classes, generator)
     token = roles.named("token") or roles.named("token", stack="encoder.")
-    if not token or (isinstance(given, Mapping) and "input_ids" not in given):
-        return given
+    if not token or (isinstance(example, Mapping) and "input_ids" not in example):
+        return example
     vocab = len(tensors_of(module)[token[0].parameter])
     length = _length(module, roles)
     ids = torch.randint(vocab, (OWN, length), generator=generator)
-    if not isinstance(given, Mapping):
+    if not isinstance(example, Mapping):
         return ids
     if model.encoder is not None:
         labels = torch.randint(vocab, (OWN, length), generator=generator)
-        return {"input_ids": ids, "labels": labels} if task else {**given, "input_ids": ids}
+        return {"input_ids": ids, "labels": labels} if task else {**example, "input_ids": ids}
     if task == "masked" and "labels" in _arguments(module):
-        read, labels = mask_tokens(ids.numpy(), vocab)
-        return {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
+        return _masked(ids, vocab)
     return {"input_ids": ids}
+
+
+def _masked(ids: Tensor, vocab: int) -> dict[str, Tensor]:
+    corrupted, labels = mask_tokens(ids.numpy(), vocab)
+    return {"input_ids": torch.as_tensor(corrupted), "labels": torch.as_tensor(labels)}
 
 
 def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generator) -> Any:
@@ -329,17 +335,17 @@ def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generat
 
 
 def _length(module: nn.Module, roles: ModuleRoles) -> int:
-    """Tokens that its tables have positions for; some families keep a few rows to themselves."""
+    """Tokens for which the module has positions; some families reserve a few rows."""
     position, config = roles.named("position"), getattr(module, "config", None)
-    kept = 4 if hasattr(config, "to_dict") else 0
-    rows = [MOST_TOKENS]
+    reserved = 4 if hasattr(config, "to_dict") else 0
+    lengths = [MOST_TOKENS]
     if position:
         table = tensors_of(module)[position[0].parameter]
-        rows.append(table.numel() // table.shape[-1] - kept)
-    most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int):
-        rows.append(most - kept)
-    return max(4, min(rows))
+        lengths.append(table.numel() // table.shape[-1] - reserved)
+    largest = getattr(config, "max_position_embeddings", None)
+    if isinstance(largest, int):
+        lengths.append(largest - reserved)
+    return max(4, min(lengths))
 
 
 def _arguments(module: nn.Module) -> list[str]:
@@ -347,15 +353,15 @@ def _arguments(module: nn.Module) -> list[str]:
 
 
 def configured(module: nn.Module) -> bool:
-    """Whether its arguments are Hugging Face's."""
+    """Whether a module has a Hugging Face config."""
     return hasattr(getattr(module, "config", None), "to_dict")
 
 
 def _with_targets(module: nn.Module, batch: Any) -> Any:
-    """Token ids alone, for a module that takes what to predict beside them."""
+    """Token ids split into inputs and targets, for a module that takes both."""
     arguments = _arguments(module)
     name = next((n for n in TARGETS if n in arguments[1:]), None)
-    if name is None or configured(module) or not _ids_alone(batch):
+    if name is None or configured(module) or not _is_text_alone(batch):
         return batch
     ((first, ids),) = (batch if isinstance(batch, Mapping) else {arguments[0]: batch}).items()
     ids = torch.as_tensor(ids)
@@ -364,7 +370,7 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
 
 @made_on_cpu
 def _with_labels(module: nn.Module, batch: Any) -> Any:
-    """Labels for a Hugging Face module that makes none of its own."""
+    """A batch with labels, for a Hugging Face module that needs them."""
     config: Any = getattr(module, "config", None)
     name, arguments = type(module).__name__, _arguments(module)
     if not needs_labels(name) or not configured(module) or "labels" not in arguments:
@@ -378,31 +384,29 @@ def _with_labels(module: nn.Module, batch: Any) -> Any:
         generator = torch.Generator().manual_seed(0)
         return _classified(batch, config.num_labels, generator)
     if name.endswith("ForMaskedLM") and ids is not None:
-        rows = torch.as_tensor(ids)
-        read, labels = mask_tokens(rows.numpy(), int(rows.max()) + 1)
-        changed = {"input_ids": torch.as_tensor(read), "labels": torch.as_tensor(labels)}
-        return {**batch, **changed}
+        ids = torch.as_tensor(ids)
+        return {**batch, **_masked(ids, int(ids.max()) + 1)}
     return batch if ids is None else {**batch, "labels": ids}
 
 
-def _ids_alone(batch: Any) -> bool:
+def _is_text_alone(batch: Any) -> bool:
     if isinstance(batch, Mapping):
         return len(batch) == 1 and is_ids(next(iter(batch.values())))
     return is_ids(batch)
 
 
-def _next_token(module: nn.Module, batch: Any, roles: ModuleRoles) -> Loss | None:
+def _next_token_loss(module: nn.Module, batch: Any, roles: ModuleRoles) -> Loss | None:
     """The cross-entropy of the next token, for a module that gives logits and no loss."""
     token = roles.named("token")
-    if not token or not _ids_alone(batch) or configured(module):
+    if not token or not _is_text_alone(batch) or configured(module):
         return None
     vocab = len(tensors_of(module)[token[0].parameter])
     ids = torch.as_tensor(next(iter(batch.values())) if isinstance(batch, Mapping) else batch)
 
     def loss(output: Any, _: Any) -> Tensor:
         logits = first_tensor(output)
-        wanted = ids.to(logits.device)[:, 1:].flatten()
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), wanted)
+        targets = ids.to(logits.device)[:, 1:].flatten()
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
 
     with in_mode(module, False):
         output = run(module, batch)
@@ -412,5 +416,4 @@ def _next_token(module: nn.Module, batch: Any, roles: ModuleRoles) -> Loss | Non
         logits = first_tensor(output)
     except MomentsError:
         return None
-    whole = logits.ndim == 3 and logits.shape[:2] == ids.shape and logits.shape[-1] == vocab
-    return loss if whole else None
+    return loss if logits.shape == (*ids.shape, vocab) else None

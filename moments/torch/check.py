@@ -29,13 +29,7 @@ from ..show.findings import Finding, Report, Row
 from ..show.health import Seen, first_off, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
-from .alike import (
-    BIDIRECTIONAL,
-    never_used,
-    normalised_over_queries,
-    not_masked,
-    shared_matrix,
-)
+from .alike import BIDIRECTIONAL, never_used, normalised_over_queries, not_masked, shared_matrix
 from .anatomy import anatomy_of, forget
 from .architecture import promised_by
 from .batches import (
@@ -56,20 +50,8 @@ from .expectation import model_of
 from .factory import seen_of, unwritten
 from .measure import Loss, measure
 from .open_check import FAR, NotRead, check_open, check_promised, not_read, random_outcome
-from .roles import (
-    block_of,
-    gathered,
-    gathered_names,
-    gathered_pattern,
-    split_at_layer,
-    tensors_of,
-)
-from .running import (
-    aliases,
-    as_named,
-    batch_on_cpu,
-    grouped,
-)
+from .roles import block_of, gathered, gathered_names, gathered_pattern, split_at_layer, tensors_of
+from .running import aliases, as_named, batch_on_cpu, grouped
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
 from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings, advise
 
@@ -187,8 +169,8 @@ class Checking:
         if promised is not None and promised.mixer is not None and self.scheme is None:
             said = f"{name}: its config has blocks in attention's place"
             raise not_read(self.module, batch, said)
-        one_stack = own and promised and own.encoder is None and promised.encoder is None
-        if own is not None and promised is not None and one_stack and self.promised_by == "class":
+        by_class = self.promised_by == "class" and own is not None and own.encoder is None
+        if own is not None and promised is not None and by_class and promised.encoder is None:
             # A class of torch's says how it draws itself; masks, tables and head are the module's.
             self.promised = own.replace(weights=promised.weights, biases=promised.biases)
         model = own or self.promised
@@ -225,14 +207,11 @@ class Checking:
                 model = described_as(model, self.tensors)
         encoder = model.encoder
         sound = getattr(getattr(self.promised, "encoder", None), "embedding", None)
-        if (
-            encoder is None
-            or encoder.embedding is not None
-            or not isinstance(sound, SoundEmbedding)
-        ):
-            return model
-        # A pass does not show that convolutions embed sound; its config does.
-        return model.replace(encoder=encoder.replace(embedding=sound, seq_len=sound.seq_len))
+        if encoder is not None and encoder.embedding is None and isinstance(sound, SoundEmbedding):
+            # A pass does not show that convolutions embed sound; its config does.
+            encoder = encoder.replace(embedding=sound, seq_len=sound.seq_len)
+            return model.replace(encoder=encoder)
+        return model
 
     def _unused(self) -> Iterator[str]:
         """Submodules whose parameters are not read and get no gradient."""

@@ -1,4 +1,4 @@
-"""Modules that are not in memory yet: a checkpoint next to its config.json, a meta module."""
+"""Modules of checkpoints next to their config.json, and modules on the meta device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .running import aliases, own_module
 
 
 def load(path: str | os.PathLike[str]) -> nn.Module:
-    """The module of a checkpoint on this machine; nothing is fetched.
+    """The module of a local checkpoint; nothing is downloaded.
 
     Args:
         path: a folder with config.json and model.safetensors (or its shards and their index), or
@@ -40,21 +40,20 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
         from .huggingface_modules import named_class, settings_of
     if not os.path.exists(path):
         raise domain_error("path", str(path), "a checkpoint's folder or .safetensors file")
-    given = Path(path)
-    folder = given if given.is_dir() else given.parent
-    entries = read_config(folder)
+    file = Path(path)
+    entries = read_config(file if file.is_dir() else file.parent)
     result, config = settings_of(entries)
-    if not given.is_dir() and given.suffix != ".safetensors":
+    if not file.is_dir() and file.suffix != ".safetensors":
         raise domain_error("path", str(path), "a folder or a .safetensors file")
-    tensors, names = _tensors(given), entries.get("architectures")
-    made = named_class(config, *(names if isinstance(names, list) else ()))
+    tensors, names = _tensors(file), entries.get("architectures")
+    named = named_class(config, *(names if isinstance(names, list) else ()))
     with (
         torch.random.fork_rng(devices=[]),
         _quiet(transformers.utils.logging),
         refused(f"checkpoint {brief(str(path))}"),
     ):
         torch.manual_seed(0)
-        module, info = (made or getattr(transformers, result.module)).from_pretrained(
+        module, info = (named or getattr(transformers, result.module)).from_pretrained(
             None, state_dict=tensors, config=config, local_files_only=True, output_loading_info=True
         )
     if missing := sorted(info["missing_keys"]):
@@ -64,18 +63,18 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
             ValidityWarning,
             stacklevel=3,
         )
-    built: nn.Module = module
-    return built
+    loaded: nn.Module = module
+    return loaded
 
 
 def opened(module: nn.Module | str | os.PathLike[str]) -> nn.Module:
-    """A module, `unwrapped`, or that of a checkpoint's path."""
-    given = load(module) if isinstance(module, str | os.PathLike) else module
-    return own_module(given, "an nn.Module or a checkpoint's path")
+    """A module, `unwrapped`, or the module of a checkpoint's path."""
+    loaded = load(module) if isinstance(module, str | os.PathLike) else module
+    return own_module(loaded, "an nn.Module or a checkpoint's path")
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """The tensors of one safetensors file, or of a folder's, by name; no other format is read."""
+    """The tensors of a safetensors file, or of all in a folder, by name."""
     from safetensors.torch import load_file
 
     files = [path]
@@ -96,7 +95,7 @@ def _tensors(path: Path) -> dict[str, Any]:
 
 
 def _shards(index: Path) -> list[str]:
-    """Names of the files that an index lists, all of them in its folder."""
+    """The names of the files in an index's list, which must be in its folder."""
     listed = read_object(index, "index").get("weight_map")
     names = set(listed.values()) if isinstance(listed, dict) else set()
     for name in names:
@@ -109,7 +108,7 @@ def _shards(index: Path) -> list[str]:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Without transformers' progress bar."""
+    """Hide transformers' progress bar within the context."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -119,13 +118,13 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# --- a module without storage, given one, its entries drawn as its own parts say ------------------
+# --- modules on the meta device -------------------------------------------------------------------
 
 
 _RESETS = ("reset_parameters", "_reset_parameters")
 _ROOTS = ("_init_weights", "init_weights", "initialize_weights")
 UNKNOWN = 0.02
-"""Deviation of entries of which nothing says how they are drawn."""
+"""Standard deviation assumed for entries without an initialisation."""
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -134,15 +133,15 @@ def is_meta(module: nn.Module) -> bool:
 
 
 def drawn(module: nn.Module, seed: int = 0) -> tuple[nn.Module, tuple[str, ...]]:
-    """A copy on the CPU whose entries are drawn, and what nothing in the module says, in words.
+    """An initialised copy of a module on the CPU, and what had to be assumed, in words.
 
-    Every part's own `reset_parameters` draws it, then the module's own rule for all parts
-    (`_init_weights` as transformers has it, or `init_weights()`). What a constructor draws beside
-    these is not seen, nor is a buffer that it fills.
+    Every part is drawn by its own `reset_parameters`, then by the module's own rule for all parts
+    (`_init_weights`, as in transformers, or `init_weights()`). Entries that a constructor draws
+    otherwise, and buffers that it fills, are unknown.
     """
     filled = copy.deepcopy(module)
     lost = [name for name, buffer in filled.named_buffers() if buffer.is_meta]
-    tied = [alike for alike in aliases(module).values() if len(alike) > 1]
+    tied = [names for names in aliases(module).values() if len(names) > 1]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         filled.to_empty(device="cpu")
@@ -157,7 +156,7 @@ def drawn(module: nn.Module, seed: int = 0) -> tuple[nn.Module, tuple[str, ...]]
 
 
 def _assumed(buffer: Tensor) -> Tensor:
-    """A buffer filled with what it may be: a causal mask, or ones; a copy of it."""
+    """Fill a buffer with a causal mask, if it is square, or ones; return a copy."""
     ones = torch.ones_like(buffer)
     buffer.copy_(ones.tril() if _square(buffer) else ones)
     return buffer.clone()
@@ -168,6 +167,7 @@ def _square(buffer: Tensor) -> bool:
 
 
 def _drawn(module: nn.Module) -> Iterator[str]:
+    """Draw the entries of a module; yield what had to be assumed."""
     known: set[nn.Parameter] = set()
     for part in module.modules():
         reset = next((getattr(part, n) for n in _RESETS if callable(getattr(part, n, None))), None)
@@ -193,7 +193,7 @@ def _drawn(module: nn.Module) -> Iterator[str]:
 
 
 def _tie(module: nn.Module, tied: list[list[str]]) -> None:
-    """`to_empty` gives every name a storage of its own."""
+    """Tie parameters again, because `to_empty` gives every name its own storage."""
     for first, *others in tied:
         parameter = module.get_parameter(first)
         for name in others:

@@ -1,4 +1,5 @@
-"""What a real module is: its Transformer, with its own weights as variances, and every role."""
+"""A real module as a Transformer with the variances of its weights, and the role of every
+parameter."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     import pandas
 
 NO_ROLE = ": no role is known"
-"""What is said of a parameter that could not be placed."""
+"""Remark on a parameter of unknown role."""
 
 
 def describe(
@@ -52,16 +53,16 @@ def describe(
 ) -> Description:
     """A module or checkpoint as a Transformer with its real variances, and its parameters by role.
 
-    A variance is the mean square of a matrix's entries, a norm's gain its root mean square. The
-    module is run once: what it computes is followed from the tables to the logits.
+    A variance is the mean square of a matrix's entries, a gain the root mean square of a norm's
+    weight. The module is run once, and its operations are followed from the tables to the logits.
 
     Args:
         module: any; or the path of a checkpoint's folder, or of a .safetensors file with
             config.json next to it. One on the meta device is described as its own initialisation
             would draw it.
-        batch: what to run it on; None: random token ids, features or pictures, as it takes them.
+        batch: its input; None: random token ids, features or pictures.
         seq_len: tokens per sequence; None: what the config allows, or 128.
-        architecture: what one pass of the module does not show.
+        architecture: the module's architecture, if one pass does not show it.
 
     Returns:
         A Description: `model`, `roles`, `unplaced`, `str(...)`, `to_frame()`.
@@ -98,7 +99,7 @@ def describe(
     tensors = Tensors.of(module, reading)
     unplaced = tuple(f"{name}{NO_ROLE}" for name in reading.roles.unidentified)
     notes = lost
-    if model is None:  # what one pass shows
+    if model is None:
         model, unplaced = reading.model, (*reading.reasons, *unplaced)
         notes = (*reading.doubts, *lost)
     else:
@@ -127,10 +128,10 @@ def _by_config(
 
 
 def described_as(model: Transformer, read: Tensors) -> Transformer:
-    """A module of known architecture, with its own variances and multipliers.
+    """An architecture with a module's own variances and multipliers.
 
     Raises:
-        DomainError: an architecture of other sizes, or numbers that none can have.
+        DomainError: an architecture of other sizes, or variances that it cannot have.
     """
     check_sizes(model, read.reading.roles, None)
     result = _with_variances(model, read)
@@ -141,16 +142,16 @@ def described_as(model: Transformer, read: Tensors) -> Transformer:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` read.
+    """The result of `describe`.
 
     Attributes:
-        module: what was described.
-        model: the Transformer, with the module's variances; None where the module does what no
-            Transformer says, for the reasons in `unplaced`.
+        module: the described module.
+        model: the Transformer with the module's variances; None if no Transformer describes the
+            module, for the reasons in `unplaced`.
         found: parameters by role, and residual branches.
-        unplaced: what has no place in the model, and why, a phrase each.
+        unplaced: what has no place in the model, and why, in phrases.
         sites: hook points.
-        notes: what was assumed, a phrase each.
+        notes: what was assumed, in phrases.
     """
 
     module: nn.Module
@@ -162,7 +163,7 @@ class Description:
 
     @property
     def roles(self) -> dict[str, tuple[Role, ...]]:
-        """Every parameter's name with its roles: several where it is fused, none if not known."""
+        """Every parameter's name with its roles: several if it is fused, none if unknown."""
         named: dict[str, tuple[Role, ...]] = {n: () for n, _ in self.module.named_parameters()}
         for role in (*self.found.roles, *self.found.scales):
             named[role.parameter] = (*named.get(role.parameter, ()), role)
@@ -186,11 +187,11 @@ class Description:
                 yield name, 0, "", 0, 0, square
 
     def __str__(self) -> str:
-        title = f"{type(self.module).__name__}: "
-        lines = [
-            title + ("nothing that moments.Transformer declares" if self.model is None else "")
-        ]
-        lines = [lines[0].strip()] + ([] if self.model is None else str(self.model).splitlines())
+        lines = [f"{type(self.module).__name__}:"]
+        if self.model is None:
+            lines[0] += " nothing that moments.Transformer declares"
+        else:
+            lines += str(self.model).splitlines()
         for name, words in (("not placed", self.unplaced), ("assumed", self.notes)):
             if words:
                 lines += [f"{name}:", *(f"  {phrase}" for phrase in words)]
@@ -198,7 +199,7 @@ class Description:
         return "\n".join(lines)
 
     def _patterns(self) -> list[str]:
-        """Names with {layer} in them, and their roles."""
+        """Names, with {layer} for the layer's number, and their roles."""
         lines: dict[str, str] = {}
         for name, roles in self.roles.items():
             role = "+".join(dict.fromkeys(r.full_name for r in roles)) or "?"
@@ -228,8 +229,8 @@ def weight_statistics(module: nn.Module) -> pandas.DataFrame:
             block = block_of(tensors, role)
             s = WeightStatistics.of(role, block, EntryMoments.of(block))
             moments = s.entries.square, s.entries.mean, s.entries.kurtosis
-            of = role.layer, role.full_name, role.label
-            rows.append((*of, *moments, s.spectral, s.stable_rank))
+            where = role.layer, role.full_name, role.label
+            rows.append((*where, *moments, s.spectral, s.stable_rank))
     columns = ["layer", "role", "parameter", "variance", "mean", "kurtosis", "spectral"]
     return as_frame(rows, columns=[*columns, "stable_rank"])
 
@@ -239,8 +240,7 @@ Entries = Mapping[tuple[int, str], EntryMoments]
 
 
 def _with_variances(model: Transformer, read: Tensors, stack: str = "") -> Transformer:
-    """One stack's Transformer, with its module's variances, and its multipliers where a pass shows
-    them."""
+    """A stack of a model with the module's own variances, and its multipliers if they were read."""
     model, own = model_of_stack(model, stack), read.reading.model
     own = own.encoder if own is not None and stack else own
     assert model.weights is not None
@@ -256,7 +256,7 @@ def _with_variances(model: Transformer, read: Tensors, stack: str = "") -> Trans
 
 
 def _outside(model: Transformer, entries: Entries, scale: float | None) -> dict[str, Any]:
-    """Tables and head; `scale`: the factor on the logits, if known."""
+    """The embedding and the head with the module's variances; `scale`: of the logits, if known."""
     changes: dict[str, Any] = {}
     for field, layer in (("embedding", 0), ("head", model.layers + 1)):
         part = getattr(model, field)
@@ -278,7 +278,7 @@ def _outside(model: Transformer, entries: Entries, scale: float | None) -> dict[
 
 
 def broken(read: Tensors) -> list[str]:
-    """Assumptions that the weights break."""
+    """Assumptions of the theory that the weights violate, in sentences."""
     module, roles, tensors = read.module, read.reading.roles, tensors_of(read.module)
     blocks = {role: block_of(tensors, role) for role in roles.roles}
     matrices = [

@@ -1,4 +1,4 @@
-"""Why a live module does not do what it was declared to do: measured, described, ranked."""
+"""Causes of the difference between a live module's measurement and its declaration, ranked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .tensors import Checked, Tensors, unchecked
 from .weight_findings import advise
 
 LARGE = 1e10
-"""Parameters times tokens times draws from which a diagnosis tells how far it is."""
+"""Parameters times tokens times draws from which a diagnosis reports its progress."""
 
 
 def diagnose(
@@ -57,11 +57,11 @@ def diagnose(
 ) -> Report:
     """Measure a live module, compare it with its declaration, and find the likeliest causes.
 
-    Every feature in which the module, described as it is, differs from the declaration is put into
-    the declaration by itself (copies are drawn anew in the module, which is measured once more);
-    what removes most of the difference is the likeliest cause. Text, pictures and loss are
-    predicted where the model declares embedding and head; else the prediction begins at the
-    measured moments, and the diagnosis says that these were not checked.
+    Every feature in which the module differs from the declaration is put into the declaration by
+    itself (copied layers are redrawn in the module, which is measured once more); the feature that
+    removes most of the difference is the likeliest cause. Text, pictures and loss are predicted if
+    the model declares embedding and head; else the prediction begins at the measured moments, and
+    the diagnosis says that these were not checked.
 
     Args:
         module, batch, loss, seeds, seed: as of `moments.torch.measure`. With a factory the
@@ -69,9 +69,9 @@ def diagnose(
         plan: what the module is meant to be: a Transformer, a plan of `moments.solve`, or the name
             of a scheme, which is applied to the module's own architecture. None: that architecture
             with the initialisation of its framework.
-        progress: write what is done, the verdict as soon as it is known, and how long the rest will
-            take to standard error; None: where it is more than small.
-        options: of the scheme, where the plan is a scheme's name.
+        progress: write progress, the verdict as soon as it is known, and the remaining time to
+            standard error; None: for large modules.
+        options: of the scheme, if the plan is a scheme's name.
 
     Returns:
         A Report: `str(...)`, `expected`, `causes()`, `unchecked`, `to_frame()`.
@@ -121,16 +121,14 @@ def diagnose(
     except MomentsError as error:
         notes.append(f"weights and scales of the module could not be read: {error}")
     if plan is None and result is not None and not hasattr(target, "config"):
-        # torch's own layers draw theirs: what is there is one draw of the framework's.
+        # torch's own layers draw biases at random, which a class does not declare.
         declared = declared.replace(biases=result.biases)
     text = Text.of(target, declared, batch, loss)
     case = case_of(declared, text, measurement)
-    unseen = _unseen(target, case, measurement)
+    unseen = _not_predicted(target, case, measurement)
     advice, features = tuple[str, ...](), list[Feature]()
     if result is not None:
-        roles = reading.roles
-        ahead = reading.bidirectional
-        changed = _with_mask(result, ahead)
+        changed = _with_mask(result, reading.bidirectional)
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
@@ -140,15 +138,15 @@ def diagnose(
         if repeated := tensors.repeated:
             notes = [note for note in notes if note not in set(copy_notes(repeated))]
 
-            def again() -> Measurement:
+            def without_copies() -> Measurement:
                 if not isinstance(module, nn.Module):
                     return measured(lambda draw: shuffle(built(module, draw), repeated, draw))
                 with shuffled(target, repeated, seed):
                     return measured(module)
 
-            features.append(_copied(repeated, again, text))
-        unseen = [*unchecked(declared, roles, reading.sums), *unseen]
-        unseen += ["the attention mask"] if ahead is None else []
+            features.append(_copied(repeated, without_copies, text))
+        unseen = [*unchecked(declared, reading.roles, reading.sums), *unseen]
+        unseen += ["the attention mask"] if reading.bidirectional is None else []
     else:
         unseen.insert(0, "its weights, scales and norms")
     if "token_ids" not in case.inputs and "pixels" not in case.inputs:
@@ -170,19 +168,19 @@ def diagnose(
 
 
 def _large(module: nn.Module, batch: Any, seeds: int) -> bool:
-    given = batch.values() if isinstance(batch, Mapping) else [batch]
-    tokens = max((int(np.prod(np.shape(v)[:2])) for v in given if np.ndim(v) >= 2), default=1)
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    tokens = max((int(np.prod(np.shape(v)[:2])) for v in values if np.ndim(v) >= 2), default=1)
     return seeds * tokens * sum(int(p.numel()) for p in module.parameters()) > float(LARGE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What a module reads and predicts.
+    """The input and the targets of a module.
 
     Attributes:
-        arrays: the batch, its token ids as "input_ids" where it reads such.
-        ids: (B, L) of a text, None where there is none or two stacks read one.
-        targets: what the loss holds every token against, where its value shows it.
+        arrays: the batch, with its token ids, if any, as "input_ids".
+        ids: (B, L) token ids; None without text or with two stacks.
+        targets: of every token, if the value of the loss shows them.
         predicted: whether the loss can be predicted from the head.
     """
 
@@ -210,8 +208,8 @@ class Text:
         return cls(arrays, ids, targets, targets is not None or (known and loss is None))
 
 
-def _unseen(module: nn.Module, case: Case, measurement: Measurement) -> list[str]:
-    """What stands before the first layer and behind the last, where no prediction begins there."""
+def _not_predicted(module: nn.Module, case: Case, measurement: Measurement) -> list[str]:
+    """Phrases on an embedding, or head and loss, that was measured instead of predicted."""
     result, declared, none = [], case.model, "the model declares none"
     tables = any(isinstance(part, nn.Embedding) for part in module.modules())
     if tables and not {"token_ids", "pixels"} & set(case.inputs):
@@ -226,7 +224,7 @@ def _unseen(module: nn.Module, case: Case, measurement: Measurement) -> list[str
 
 
 def _reasoned(features: list[Feature], reasons: Mapping[str, tuple[str, ...]]) -> list[Feature]:
-    """Features of matrices with what is likely to have made them so."""
+    """Features of matrices with their likely causes."""
     result = []
     for feature in features:
         likely = reasons.get(feature.name.replace("encoder ", ENCODER), ())
@@ -235,15 +233,15 @@ def _reasoned(features: list[Feature], reasons: Mapping[str, tuple[str, ...]]) -
     return result
 
 
-def _copied(repeated: Sequence[Copies], again: Callable[[], Measurement], text: Text) -> Feature:
-    """Layers that are copies, as a difference: taken out of the network, which is measured anew."""
-    seen = functools.cache(again)
+def _copied(repeated: Sequence[Copies], measure: Callable[[], Measurement], text: Text) -> Feature:
+    """Copied layers as a feature; `measure`: measures the module without copies."""
+    measured = functools.cache(measure)
 
     def apply(case: Case) -> Case:
-        fresh = case_of(case.model, text, seen())
-        given = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
-        given |= {name: v for name, v in fresh.inputs.items() if name.startswith("grad_")}
-        return dataclasses.replace(case, inputs=given, measurement=seen())
+        fresh = case_of(case.model, text, measured())
+        inputs = {name: v for name, v in case.inputs.items() if not name.startswith("grad_")}
+        inputs |= {name: v for name, v in fresh.inputs.items() if name.startswith("grad_")}
+        return dataclasses.replace(case, inputs=inputs, measurement=measured())
 
     words = "; ".join(sentence.partition(":")[0] for sentence in copy_notes(repeated))
     layers = tuple(sorted({layer for roles in repeated for layer in (r.layer for r in roles)}))
@@ -251,7 +249,7 @@ def _copied(repeated: Sequence[Copies], again: Callable[[], Measurement], text: 
 
 
 def at_length(model: Transformer | None, measurement: Measurement) -> Transformer:
-    """The model for as many tokens as were seen."""
+    """The model at the measured sequence length."""
     assert model is not None
     if model.encoder is not None and measurement.encoder is not None:
         model = model.replace(encoder=at_length(model.encoder, measurement.encoder))
@@ -260,11 +258,11 @@ def at_length(model: Transformer | None, measurement: Measurement) -> Transforme
 
 
 def arrays_of(batch: Any) -> dict[str, Any]:
-    """The batch as numpy arrays; integers alone are token ids."""
-    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    """The batch as numpy arrays; an array of integers is token ids."""
+    values = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     arrays = {
         name: value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
+        for name, value in values.items()
     }
     if "input_ids" in arrays and np.asarray(arrays["input_ids"]).dtype.kind == "f":
         del arrays["input_ids"]
@@ -272,31 +270,31 @@ def arrays_of(batch: Any) -> dict[str, Any]:
 
 
 def case_of(declared: Transformer, text: Text, measurement: Measurement) -> Case:
-    """The declared model on the batch."""
-    given = inputs_of(declared, text.arrays) or measured_moments(measurement)
+    """The declared model with its inputs for the batch."""
+    inputs = inputs_of(declared, text.arrays) or measured_moments(measurement)
     head = declared.head is not None and declared.head.loss is not None
     if text.targets is not None:
-        given["targets"] = text.targets
+        inputs["targets"] = text.targets
     if measurement.loss is None or not text.predicted or not head:
-        given.pop("targets", None)
-        given |= measured_gradient(declared, measurement, given)
-    return Case(declared, given)
+        inputs.pop("targets", None)
+        inputs |= measured_gradient(declared, measurement, inputs)
+    return Case(declared, inputs)
 
 
 def tokens_entering(
     first: np.ndarray | None, case: Case, measurement: Measurement
 ) -> list[Feature]:
-    """Tokens that are not alike, as the kernel of what entered layer 1."""
+    """Unlike tokens as a feature: the kernel of the measured input of layer 1, (B, L, d_model)."""
     if first is None or "kernel" in case.inputs or first.shape[1] != measurement.seq_len:
         return []
-    wide = first.astype(float)
-    kernel = np.einsum("bid,bjd->ij", wide, wide) / (len(wide) * wide.shape[-1])
-    by_token = np.diag(kernel)
-    if by_token.min() <= 0:
+    x = first.astype(float)
+    kernel = np.einsum("bid,bjd->ij", x, x) / (len(x) * x.shape[-1])
+    variances = np.diag(kernel)
+    if variances.min() <= 0:
         return []
-    kurtosis = float((wide**4).mean() / (wide**2).mean() ** 2)
+    kurtosis = float((x**4).mean() / (x**2).mean() ** 2)
     words = (
-        f"input: token variances from {by_token.min():.3g} to {by_token.max():.3g} and kurtosis "
+        f"input: token variances from {variances.min():.3g} to {variances.max():.3g} and kurtosis "
         f"{kurtosis:.3g}, declared alike and Gaussian (3)"
     )
 
@@ -307,8 +305,8 @@ def tokens_entering(
     return [Feature(TOKENS, words, float("nan"), (), apply)]
 
 
-def _with_mask(model: Transformer, ahead: bool | None) -> Transformer:
-    """The model with the mask that was seen to act; None: not seen."""
+def _with_mask(model: Transformer, bidirectional: bool | None) -> Transformer:
+    """The model with the module's own mask, if it is known and possible."""
     with contextlib.suppress(DomainError):
-        return model if ahead is None else model.replace(causal=not ahead)
+        return model if bidirectional is None else model.replace(causal=not bidirectional)
     return model

@@ -1,4 +1,4 @@
-"""Where the metrics of the first step are expected, under the names that training loops log."""
+"""Expected ranges of the metrics of the first step, under the names that training loops log."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LOSS = (
     "lm_loss",
     "loss",
 )
-"""The loss: Composer, Megatron, torchtitan, Trainer of transformers on W&B, OLMo-core, nanotron,
-and by itself."""
+"""Names of the loss: Composer, Megatron, torchtitan, Trainer of transformers on W&B, OLMo-core,
+nanotron, and plain."""
 
 GRADIENT = (
     "l2_norm/grad/global",
@@ -46,20 +46,20 @@ GRADIENT = (
     "grad_2.0_norm_total",
     "optim/total grad norm",
 )
-"""The norm of all gradients: Composer's OptimizerMonitor, Megatron, torchtitan and nanotron,
-Trainer of transformers on W&B, Lightning's grad_norm, OLMo-core."""
+"""Names of the norm of all gradients: Composer's OptimizerMonitor, Megatron, torchtitan and
+nanotron, Trainer of transformers on W&B, Lightning's grad_norm, OLMo-core."""
 
 WEIGHTS = 0.1
-"""Relative error granted to a predicted squared gradient norm of a matrix, one standard deviation:
-what `docs/accuracy.md` has of whole models."""
+"""Relative standard deviation of the error of a matrix's predicted squared gradient norm, from
+whole models in `docs/accuracy.md`."""
 
 
 FEW = (".bias", ".gain", "query", "key", "value", "output")
-"""Ends of roles whose gradients sum over tokens before they are squared, all but for a few."""
+"""Ends of roles whose gradients have about d_model degrees of freedom: a sum over tokens."""
 
 
 def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict[str, Range]:
-    """Between which numbers the metrics of the first step lie, under the names of common loggers.
+    """Ranges of the metrics of the first step, under the names of common loggers.
 
     Names: `l2_norm/grad/NAME`, `l2_norm/grad/global` and `activations/l2_norm/PATH_input.0` of
     Composer's monitors; `lm loss` and `grad-norm` of Megatron;
@@ -71,22 +71,21 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
     0.
 
     Args:
-        subject: an nn.Module, or a function that makes one; a Transformer or what `moments.check`
-            takes for one, of which loss, whole gradient and layers have names.
-        batch: one batch of the run, of the size that it has there: gradients shrink with it.
+        subject: an nn.Module, or a function that makes one; or a Transformer or anything else that
+            `moments.check` accepts for one, with ranges of loss, whole gradient and layers.
+        batch: one batch of the run, of its full size: gradients shrink with it.
         loss: as in `moments.torch.measure`.
 
     Returns:
-        Name -> (low, high), which 95 % of right draws lie between; of gradients where the module's
-        loss can be predicted and the band of one draw is stated, before any clipping, of matrices
-        and tables.
+        Name -> (low, high), the range of 95 % of correct draws. Gradients, before any clipping, are
+        those of matrices and tables, if the module's loss and the band of one draw are predicted.
 
     Raises:
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read or run.
     """
-    subject, given = made_by(subject)
-    batch = given if batch is None else batch
+    subject, own_batch = made_by(subject)
+    batch = own_batch if batch is None else batch
     known = declared(subject)
     if known is not None:
         with without_warnings():
@@ -105,16 +104,16 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
 
 
 def _at_full_size(checking: Checking, batch: Any, loss: Loss | None) -> Prediction:
-    """The prediction for the whole batch, of which a check reads a part."""
+    """The prediction for the whole batch; a check uses a part of it."""
     prediction = checking.comparison.prediction
     model = checking.described
     if batch is None or "token_ids" not in checking.case.inputs:
         return prediction
-    given = completed(checking.module, batch_on_cpu(as_named(checking.module, batch)))
-    rows = arrays_of(given)
-    length = next((np.shape(v)[1] for v in rows.values() if np.ndim(v) >= 2), model.seq_len)
+    batch = completed(checking.module, batch_on_cpu(as_named(checking.module, batch)))
+    arrays = arrays_of(batch)
+    length = next((np.shape(v)[1] for v in arrays.values() if np.ndim(v) >= 2), model.seq_len)
     model = model.replace(seq_len=int(length))
-    text = Text.of(checking.module, model, given, loss or checking.inputs.loss)
+    text = Text.of(checking.module, model, batch, loss or checking.inputs.loss)
     inputs = inputs_of(model, text.arrays)
     if text.targets is not None:
         inputs["targets"] = text.targets
@@ -123,7 +122,7 @@ def _at_full_size(checking: Checking, batch: Any, loss: Loss | None) -> Predicti
 
 
 def _band(mean: float, spread: float) -> Range:
-    """Of a norm, from its expected square and the relative deviation of that."""
+    """The range of a norm whose square is log-normal, of this mean and relative deviation."""
     deviation = math.sqrt(math.log1p(spread**2))
     ends = (-deviation / 2 - NORMAL_95 * deviation, -deviation / 2 + NORMAL_95 * deviation)
     low, high = (math.sqrt(mean * math.exp(end)) for end in ends)
@@ -131,14 +130,14 @@ def _band(mean: float, spread: float) -> Range:
 
 
 def _outputs(p: Prediction) -> Iterator[tuple[str, Range]]:
-    """Loss and whole gradient."""
+    """Ranges of the loss and of the whole gradient."""
     vocabulary = choices(p.model)
     if p.loss is not None and vocabulary is not None:
         value = float(p.loss)
-        own = TOLERANCE * abs(value - math.log(vocabulary))
-        wide = NORMAL_95 * math.hypot(float(p.loss_stderr or 0.0), own)
+        tolerance = TOLERANCE * abs(value - math.log(vocabulary))
+        half = NORMAL_95 * math.hypot(float(p.loss_stderr or 0.0), tolerance)
         for name in LOSS:
-            yield name, (value - wide, value + wide)
+            yield name, (value - half, value + half)
     if p.loss is None:
         return
     rows = _squares(p)
@@ -150,11 +149,11 @@ def _outputs(p: Prediction) -> Iterator[tuple[str, Range]]:
 
 
 def _squares(p: Prediction) -> dict[tuple[int, str], tuple[float, float]]:
-    """By layer and role: the expected squared gradient norm, and its relative deviation over draws.
+    """Expected squared gradient norm by layer and role, with its relative deviation over draws.
 
-    A gradient of a weight is as uncertain as that of the stream in its layer. That of a vector, and
-    of what attention averages over tokens, has as few degrees of freedom as the stream is wide: its
-    square varies by 2 / d_model besides.
+    The gradient of a weight varies as that of the stream in its layer. Gradients of vectors, and of
+    matrices behind an average of attention over tokens, have only about d_model degrees of freedom:
+    the relative variance of their square is 2 / d_model more.
     """
     with without_warnings():
         frame = p.weight_gradients()
@@ -166,16 +165,15 @@ def _squares(p: Prediction) -> dict[tuple[int, str], tuple[float, float]]:
     rows: dict[tuple[int, str], tuple[float, float]] = {}
     for row in frame.to_dict("records"):
         layer, name = int(row["layer"]), str(row["weight"])
-        chance = math.expm1(float(deviation[min(max(layer, 0), last)]) ** 2)
-        few = 2 / p.model.d_model if name.endswith(FEW) else 0.0
-        square = float(row["squared_norm"])
-        before = rows.get((layer, name), (0.0, 0.0))[0]
-        rows[layer, name] = before + square, math.sqrt(chance + few + WEIGHTS**2)
+        variance = math.expm1(float(deviation[min(max(layer, 0), last)]) ** 2)
+        variance += 2 / p.model.d_model if name.endswith(FEW) else 0.0
+        square = rows.get((layer, name), (0.0, 0.0))[0] + float(row["squared_norm"])
+        rows[layer, name] = square, math.sqrt(variance + WEIGHTS**2)
     return rows
 
 
 def _layers(p: Prediction) -> Iterator[tuple[str, Range]]:
-    """Root mean squares of what enters a layer and of the gradient at what leaves it."""
+    """Ranges of root mean squares of every layer's input and of its output's gradient."""
     with without_warnings():
         ranges = one_draw(p)
     if (signal := ranges.get("variance")) is not None:
@@ -184,39 +182,39 @@ def _layers(p: Prediction) -> Iterator[tuple[str, Range]]:
                 math.sqrt(math.expm1(float(signal.deviation[layer]) ** 2)), TOLERANCE
             )
             yield f"massive_act/layer_{layer}/activation_rms", _band(float(variance), spread)
-    if p.loss is None or (sent := ranges.get("grad_variance")) is None:
+    if p.loss is None or (gradient := ranges.get("grad_variance")) is None:
         return
     for layer, variance in enumerate(p.grad_variance[1:]):
-        deviation = float(sent.deviation[layer + 1])
+        deviation = float(gradient.deviation[layer + 1])
         band = _band(float(variance), math.hypot(math.sqrt(math.expm1(deviation**2)), WEIGHTS))
         yield f"grad_health/layer_{layer}/layer_out_rms", band
         yield f"grad_health/layer_{layer}/layer_out_rms_global", band
 
 
 def _streams(checking: Checking, p: Prediction) -> Iterator[tuple[str, Range]]:
-    """Mean norm of a token between layers, where a submodule takes or gives the stream."""
+    """Ranges of the mean norm of a token between layers, at submodules that give the stream."""
     ranges = one_draw(p).get("variance")
     if ranges is None:
         return
     points = [point for point in checking.reading.sites or () if point.site == "stream"]
-    given = {point.layer: point.path for point in points if point.side == "output"}
-    for layer in range(p.model.layers):  # what layer n gives is what layer n + 1 takes
-        path = given.get(layer + 1)
+    paths = {point.layer: point.path for point in points if point.side == "output"}
+    for layer in range(p.model.layers):  # the output of layer n is the input of layer n + 1
+        path = paths.get(layer + 1)
         if path is None:
             continue
         variance = float(p.variance[layer])
         size = math.sqrt(variance * p.model.d_model)
         rows = None if p.token_variance is None else p.token_variance[layer]
-        if rows is not None and variance > 0:  # a mean of norms is below the root of a mean
+        if rows is not None and variance > 0:  # the mean norm is below the root mean square
             size *= float(np.mean(np.sqrt(np.maximum(rows, 0.0)))) / math.sqrt(float(np.mean(rows)))
-        few = 1 - 1 / (4 * p.model.d_model)  # E|x| of d normal entries, to leading order
+        size *= 1 - 1 / (4 * p.model.d_model)  # E|x| of d normal entries, to leading order
         spread = math.hypot(float(ranges.deviation[layer]), TOLERANCE) / 2
-        low, high = (few * size * math.exp(end * NORMAL_95 * spread) for end in (-1, 1))
+        low, high = (size * math.exp(end * NORMAL_95 * spread) for end in (-1, 1))
         yield f"activations/l2_norm/{path}_input.0", (low, high)
 
 
 def _gradients(module: nn.Module, roles: ModuleRoles, p: Prediction) -> Iterator[tuple[str, Range]]:
-    """Of every matrix and table, its roles together."""
+    """Ranges of the gradient of every matrix and table, all its roles together."""
     if p.loss is None:
         return
     rows = _squares(p)

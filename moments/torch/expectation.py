@@ -127,19 +127,6 @@ def scales_of(model: Transformer) -> dict[str, Scales]:
     return {stack: Scales.of(of_stack) for stack, of_stack in stacks_in(model).items()}
 
 
-def _of_experts(model: Transformer, role: Role) -> float | None:
-    block = model.ffns[role.layer - 1]
-    if not isinstance(block, Experts):
-        return None
-    matrix, _, kind = role.name.rpartition(".")
-    if role.name == "router.bias":
-        return block.router_bias_variance or 0.0
-    if kind == "bias":
-        biases = {} if model.biases is None else model.biases.layer(role.layer)
-        return float(biases.get(matrix.removeprefix(SHARED), 0.0))
-    return model.variances_of(role.layer).get(role.name)
-
-
 def expected_variance(model: Transformer, role: Role) -> float | None:
     """Mean square of a role's entries; None if the model says nothing of it."""
     matrix, _, kind = role.name.rpartition(".")
@@ -147,13 +134,18 @@ def expected_variance(model: Transformer, role: Role) -> float | None:
     if 1 <= role.layer <= model.layers:
         if role.name in MATRICES:
             return float(getattr(model.layer_weights(role.layer), role.name))
-        if role.name.startswith((SHARED, "router")):
-            return _of_experts(model, role)
+        mixture, block = role.name.startswith((SHARED, "router")), model.ffns[role.layer - 1]
+        if mixture and not isinstance(block, Experts):
+            return None
+        if role.name == "router.bias" and isinstance(block, Experts):
+            return block.router_bias_variance or 0.0
         if role.name == "attention_sink":
             return model.attention_sinks[role.layer - 1]
         if kind == "bias":
             biases = {} if model.biases is None else model.biases.layer(role.layer)
-            return float(biases.get(matrix, 0.0))
+            return float(biases.get(matrix.removeprefix(SHARED), 0.0))
+        if mixture:
+            return model.variances_of(role.layer).get(role.name)
         if role.name in ("attention.norm.gain", "cross.norm.gain", "ffn.norm.gain"):
             column = int(matrix.startswith("ffn"))
             return float(model.norm_gains[role.layer - 1, column]) ** 2

@@ -1,4 +1,4 @@
-"""What is seen of a module while it is made: memory that nothing writes, draws cut nowhere."""
+"""Faults in the construction of a module: memory never written, truncation without effect."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..show.health import made_by
 from .roles import gathered_names
 
 CUT = 6.0
-"""Standard deviations beyond which a bound cuts a normal draw nowhere: two entries of a billion."""
+"""Standard deviations from which a bound truncates (almost) nothing: two entries of a billion."""
 
 ODD = 1e-2
-"""Share of entries that no initialisation draws, from which a tensor was not written."""
+"""Share of implausible entries from which a tensor counts as never written."""
 
 SMALL, LARGE = 1e-30, 1e15
-"""Sizes of entries that no initialisation draws, but that stale memory holds."""
+"""Entries of smaller or larger size are implausible: stale memory, not an initialisation."""
 
 _SEEN: WeakKeyDictionary[nn.Module, tuple[Finding, ...]] = WeakKeyDictionary()
 
 
 def made(factory: Callable[[], Any]) -> tuple[Any, Any]:
-    """What a factory makes, and its batch if it gives one; what was seen is kept for `seen_of`."""
+    """The module and perhaps the batch of a factory; findings are stored for `seen_of`."""
     with watched() as cut:
         module, batch = made_by(factory)
     if isinstance(module, nn.Module):
@@ -49,7 +49,7 @@ def _repeated(module: nn.Module) -> Iterator[Finding]:
     for path, part in module.named_modules():
         if not isinstance(part, nn.ModuleList | nn.Sequential):
             continue
-        entries = [one for one in part if any(True for _ in one.parameters())]
+        entries = [one for one in part if one is not None and any(True for _ in one.parameters())]
         distinct = len({id(one) for one in entries})
         if distinct < len(entries):
             yield Finding(
@@ -68,11 +68,11 @@ def _repeated(module: nn.Module) -> Iterator[Finding]:
 
 @contextmanager
 def watched() -> Iterator[list[tuple[str, float, float]]]:
-    """Inside, memory that is taken and not written holds nan, and truncated draws whose bounds lie
-    `CUT` standard deviations out are listed: where in the code, deviation and bound.
+    """Within the context, fill uninitialised memory with nan, and list truncated draws with bounds
+    beyond `CUT` standard deviations: place in the code, standard deviation and bound.
 
-    `torch.utils.deterministic.fill_uninitialized_memory` fills what torch.empty and `to_empty` give
-    while deterministic algorithms are asked for.
+    `torch.utils.deterministic.fill_uninitialized_memory` fills the memory of torch.empty and
+    `to_empty` while deterministic algorithms are enabled.
     """
     cut: list[tuple[str, float, float]] = []
     draw = getattr(nn.init, "_no_grad_trunc_normal_", None)
@@ -98,7 +98,7 @@ def watched() -> Iterator[list[tuple[str, float, float]]]:
 
 
 def _caller() -> str:
-    """Where the code outside of torch stands that asked for a draw."""
+    """File and line of the innermost caller outside of torch."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "/torch/" in frame.f_code.co_filename.replace("\\", "/"):
         frame = frame.f_back
@@ -122,7 +122,7 @@ def _uncut(cut: list[tuple[str, float, float]]) -> Iterator[Finding]:
 
 
 def unwritten(module: nn.Module) -> Iterator[Finding]:
-    """Tensors without storage, or whose entries no initialisation gives."""
+    """Findings on tensors without storage, or with entries that no initialisation draws."""
     buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
     tensors = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
     meta = [name for name, tensor in {**tensors, **buffers}.items() if tensor.is_meta]
@@ -134,9 +134,9 @@ def unwritten(module: nn.Module) -> Iterator[Finding]:
             reason="it is still on the meta device and has no entries",
             mend="module.to_empty(device=...), then initialise every tensor, or load a checkpoint",
         )
-    there = {n: t.detach() for n, t in tensors.items() if not t.is_meta and t.numel()}
-    bad = [n for n, t in there.items() if not bool(torch.isfinite(t).all())]
-    # A buffer may be a mask, of -inf or of the most negative number.
+    present = {n: t.detach() for n, t in tensors.items() if not t.is_meta and t.numel()}
+    bad = [n for n, t in present.items() if not bool(torch.isfinite(t).all())]
+    # A buffer may be a mask, with entries of -inf or the most negative number.
     bad += [n for n, t in buffers.items() if not t.is_meta and bool(torch.isnan(t).any())]
     if bad:
         yield Finding(
@@ -147,14 +147,14 @@ def unwritten(module: nn.Module) -> Iterator[Finding]:
             "or memory that was taken (torch.empty, to_empty) and never written",
             mend="initialise it: reset_parameters of every submodule after to_empty, buffers too",
         )
-    odd = [n for n, t in there.items() if n not in bad and _stale(t) > ODD]
+    odd = [n for n, t in present.items() if n not in bad and _stale(t) > ODD]
     if odd:
         yield Finding(
             "error",
             "never written",
             gathered_names(odd),
             (),
-            max(_stale(there[n]) for n in odd),
+            max(_stale(present[n]) for n in odd),
             0.0,
             f"entries below {SMALL:g} or above {LARGE:g} in size, which no initialisation draws: "
             "memory that was taken (torch.empty, to_empty) and never written",
@@ -163,7 +163,7 @@ def unwritten(module: nn.Module) -> Iterator[Finding]:
 
 
 def _stale(tensor: Tensor) -> float:
-    """Share of entries that are no number anyone draws."""
+    """The share of implausible entries."""
     size = tensor.float().abs()
     odd = ((size > 0) & (size < SMALL)) | (size > LARGE)
     return float(odd.double().mean())

@@ -1,14 +1,14 @@
-"""Absorb residual and norm scales into weights, gains and epsilons, so that plain code needs none.
+"""Absorb residual and norm scales into weights, gains and epsilons, so that no hooks are needed.
 
-Pre-LN. Let L be the product of all skip scales so far and z = y / L the stream of plain code. Then
-z' = z + (beta / L') f(norm(y)) with L' = lambda L, and norm(y) at epsilon e equals norm(z) at
-e / L^2. Branches take beta / L', norms e / L^2, the final norm included, and nothing else changes.
+Pre-LN. Let L be the product of all skip scales so far and z = y / L the stream of code without
+scales. Then z' = z + (beta / L') f(norm(y)) with L' = lambda L, and norm(y) at epsilon e equals
+norm(z) at e / L^2. Branches get the factor beta / L', norms (also the final one) epsilon e / L^2.
 
 Post-LN. norm(lambda x + beta f) at e equals norm(x + (beta / lambda) f) at e / lambda^2; L is 1
 again behind it.
 
-LayerNorm Scaling behind a norm goes into that norm's gain and bias, a factor on the logits into the
-head's matrix, or, where that is the token table, into the norm before it.
+LayerNorm Scaling behind a norm is absorbed in that norm's gain and bias, a factor of the logits in
+the head's matrix, or, if that is the token table, in the norm before it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Step = Callable[[], object]
 def fold(module: nn.Module, plan: Any) -> nn.Module:
     """Absorb a plan's scales into a module, in place, for inference; its output stays the same.
 
-    The hooks of `initialize` are taken off. Hidden states between layers are then those of the
-    plain code, the declared ones up to a factor each; training would go on differently. Epsilons of
-    norms are adapted, and are in no state_dict: a module rebuilt from stored weights has its own.
+    The hooks of `initialize` are removed. Hidden states between layers are then the declared ones
+    up to a factor each, and further training would differ. Epsilons of norms are changed, which are
+    in no state_dict: a module rebuilt from stored weights has the old ones.
 
     Args:
         module: initialised with the plan, trained or not.
@@ -61,8 +61,8 @@ def fold(module: nn.Module, plan: Any) -> nn.Module:
     """
     if getattr(module, FOLDED, False):
         raise DomainError("the module was folded before: fold a copy of the unfolded one")
-    of = fitted(module, plan)
-    module, roles, model, described = of.module, of.reading.roles, of.model, of.described
+    module, reading, model, described, _ = fitted(module, plan)
+    roles = reading.roles
     if not roles.blocks:
         raise DomainError("no submodule takes or gives the module's residual sums and norms")
     logits = logit_factor(roles, model, described)
@@ -83,7 +83,7 @@ def fold(module: nn.Module, plan: Any) -> nn.Module:
 
 
 def _check_hooks(module: nn.Module, model: Transformer, logits: LogitFactor | None) -> None:
-    """The hooks at work, if any, must be the plan's."""
+    """Raise a DomainError unless the module's hooks, if any, are the plan's."""
     applied = applied_scales(module)
     if applied is None:
         return
@@ -96,18 +96,20 @@ def _check_hooks(module: nn.Module, model: Transformer, logits: LogitFactor | No
         )
     scales = scales_of(model)
     for row in applied.rows:
-        wanted = scales[row.stack].at(row.layer, int(row.block == "ffn"))
-        for name, wants in zip(ScaleRow._fields[3:], wanted, strict=True):
-            has = getattr(row, name)
-            if has not in (1.0, wants):
+        planned_scales = scales[row.stack].at(row.layer, int(row.block == "ffn"))
+        for name, scale in zip(ScaleRow._fields[3:], planned_scales, strict=True):
+            present = getattr(row, name)
+            if present not in (1.0, scale):
                 raise domain_error(
                     f"{name} scale of the plan, layer {row.layer}",
-                    wants,
-                    f"the {has:g} that the module's hooks apply",
+                    scale,
+                    f"the {present:g} that the module's hooks apply",
                 )
 
 
 class _Plan:
+    """The changes of one stack, as functions to be called once all of them are known to exist."""
+
     def __init__(self, module: nn.Module, roles: ModuleRoles, stack: str, scales: Scales) -> None:
         self.module, self.scales = module, scales
         self.blocks = [block for block in roles.blocks if block.stack == stack]
@@ -127,28 +129,29 @@ class _Plan:
                     f"layer {block.layer}, {block.name}: without a norm the block's output depends "
                     "on the size of the stream, so that a skip scale cannot be absorbed"
                 )
-            grown = size * skip
+            size_after = size * skip
             if block.norm is not None:
-                entering = grown if block.placement == "post" else size
-                yield from self._norm(block, before * entering, after)
-            yield from self._branch(block, branch / grown)
-            follows = self.blocks[place + 1] if place + 1 < len(self.blocks) else None
-            shares = block.parallel and follows is not None and follows.layer == block.layer
-            if not shares:
-                size = 1.0 if block.placement == "post" else grown
+                input_size = size_after if block.placement == "post" else size
+                yield from self._norm(block, before * input_size, after)
+            yield from self._branch(block, branch / size_after)
+            following = self.blocks[place + 1] if place + 1 < len(self.blocks) else None
+            one_sum = block.parallel and following is not None and following.layer == block.layer
+            if not one_sum:
+                size = 1.0 if block.placement == "post" else size_after
         if size != 1:
             yield from self._final(size)
         for role in self.parameters:
             yield functools.partial(block_of(self.tensors, role).fill_, 1.0)
 
-    def _norm(self, block: ModuleBranch, entering: float, after: float) -> Iterable[Step]:
-        """`entering`: its input is that of plain code times this."""
+    def _norm(self, block: ModuleBranch, size: float, after: float) -> Iterable[Step]:
+        """A block's norm; `size`: of its input over that without scales, `after`: the factor behind
+        it."""
         assert block.norm is not None
         if block.norm in self.seen:
             return
         self.seen.add(block.norm)
-        if entering != 1:
-            yield self._epsilon(block.norm, entering)
+        if size != 1:
+            yield self._epsilon(block.norm, size)
         if after != 1:
             where = f"layer {block.layer}, {block.name}"
             yield from self._gain(block.layer, f"{block.name}.norm", after, where)
@@ -177,14 +180,14 @@ class _Plan:
         yield self._epsilon(role.parameter.rpartition(".")[0], size)
 
     def logits(self, factor: float) -> Iterable[Step]:
-        """Into the head's own matrix; where that is the token table, into the norm before it."""
-        after = self.last + 1
-        yield from self._bias(self.roles.get((after, "head.bias")), factor)
-        head = self.roles.get((after, "head"))
+        """A factor of the logits: in the head's own matrix, else in the norm before it."""
+        layer = self.last + 1
+        yield from self._bias(self.roles.get((layer, "head.bias")), factor)
+        head = self.roles.get((layer, "head"))
         if head is not None:
             yield self._times(head, factor)
             return
-        named = ((after, f"{site}.norm.gain") for site in ("head", "final"))
+        named = ((layer, f"{site}.norm.gain") for site in ("head", "final"))
         gain = next((self.roles[key] for key in named if key in self.roles), None)
         if gain is None:
             raise DomainError(
@@ -192,7 +195,7 @@ class _Plan:
                 f"that the factor {factor:g} on the logits has no place"
             )
         yield self._scaled_gain(gain, factor)
-        yield from self._bias(self.roles.get((after, gain.name.replace(".gain", ".bias"))), factor)
+        yield from self._bias(self.roles.get((layer, gain.name.replace(".gain", ".bias"))), factor)
 
     def _epsilon(self, path: str, size: float) -> Step:
         norm = self.module.get_submodule(path)
@@ -219,7 +222,6 @@ class _Plan:
         return functools.partial(block_of(self.tensors, role).mul_, factor)
 
     def _bias(self, role: Role | None, factor: float) -> Iterable[Step]:
-        """Of what a factor acts on, where it has one."""
         if role is not None:
             yield self._times(role, factor)
 

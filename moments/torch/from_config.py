@@ -1,8 +1,8 @@
-"""A config of any type that transformers builds, read from the module that it describes.
+"""The declaration of a config of any type that transformers builds, from its module.
 
-On the meta device the module gives the true shapes, and its own `_init_weights`, run over evenly
-spread samples of every parameter, the variances. Two narrow copies of the true depth are read as
-`describe` reads a module: what follows the width or a window differs between them.
+The module on the meta device gives the true shapes; its own `_init_weights`, run over evenly spread
+samples of every parameter, gives the variances. Two narrow copies of the true depth are read as
+`describe` reads a module; fields that depend on the width or a window differ between them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PAIRED = (
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 )
 
-# Names that config classes turn into entries of their own, other than those of their signatures.
+# Older names of entries, which config classes accept besides those of their signatures.
 _OLDER_NAMES = (
     "rope_theta rope_scaling partial_rotary_factor rotary_pct rotary_emb_base rope_local_base_freq "
     "global_rope_theta local_rope_theta sliding_window_pattern tie_word_embeddings"
@@ -58,25 +58,26 @@ _SHAPING = frozenset(("id2label", "label2id", "num_labels", "problem_type"))
 _WINDOWS = ("sliding_window", "local_attention", "window_size", "attention_window_size")
 
 LARGEST = 2**28
-"""Entries of a narrow copy; more, and an entry that makes it wide is not known."""
+"""Most entries of a narrow copy; with more, its width depends on an unknown entry."""
 
 VOCABULARY = 500
-"""Rows of its tables."""
+"""Rows of a narrow copy's tables."""
 
 NEAR = 1e-3
-"""Relative difference of two factors, read in single precision, that are one."""
+"""Relative difference up to which two factors, read in single precision, are equal."""
 
 PARTS_ALIKE = 0.1
-"""Relative difference of the mean squares of two parts, of thousands of entries, drawn alike."""
+"""Relative difference of the mean squares of two parts of a parameter, of thousands of entries, up
+to which they are drawn alike."""
 
 _EDGES = ((128, 192), (256, 384))
-"""Rows and columns of the samples of a matrix, twice: what differs is drawn by its shape."""
+"""Rows and columns of two samples of a matrix; if these differ, it is drawn by its shape."""
 
 SAMPLED = 0.01
-"""Relative spread of a variance over all layers below which they are drawn alike."""
+"""Relative spread of a variance over layers up to which they are drawn alike."""
 
 _BY_SHAPE = 0.03
-"""Relative difference of two samples' mean squares from which it does."""
+"""Relative difference of two samples' mean squares from which they differ."""
 
 
 def from_config(
@@ -85,8 +86,8 @@ def from_config(
     """The declaration of a config whose type has no reader, and notes on what it leaves out.
 
     Raises:
-        DomainError: transformers builds no module of that type, or what it computes is not what a
-            Transformer says; names the part.
+        DomainError: transformers builds no module of that type, or no Transformer describes it;
+            names the part.
     """
     kind = str(entries.get("model_type"))
     try:
@@ -96,14 +97,15 @@ def from_config(
     model, notes = _declared(text)
     if seq_len is not None:
         check_count("seq_len", seq_len)
-        table = isinstance(model.embedding, Embedding) and model.embedding.position_variance > 0
-        if model.embedding is not None and (table or not isinstance(model.embedding, Embedding)):
-            most = model.seq_len
-            if seq_len > most:
-                raise domain_error("seq_len", seq_len, f"at most {most}, the rows of its positions")
+        embedding = model.embedding
+        is_text = isinstance(embedding, Embedding)
+        limited = embedding is not None and not (is_text and embedding.position_variance == 0)
+        if limited and seq_len > model.seq_len:
+            allowed = f"at most {model.seq_len}, the rows of its positions"
+            raise domain_error("seq_len", seq_len, allowed)
         model = model.replace(seq_len=seq_len)
-    reaches = tuple(None if w is None or w >= model.seq_len else w for w in model.windows)
-    return model.replace(window=reaches if any(reaches) else None), notes
+    windows = tuple(None if w is None or w >= model.seq_len else w for w in model.windows)
+    return model.replace(window=windows if any(windows) else None), notes
 
 
 @functools.lru_cache(maxsize=64)
@@ -114,16 +116,16 @@ def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
         config, unknown = settings(entries)
         try:
             _sizes(config)
-            made = module_class(entries, config)
+            build = module_class(entries, config)
         except DomainError as error:
             raise Undeclared(str(error)) from error
         with refused(f"config of type {kind!r}"), torch.device("meta"):
-            whole = made(config)
+            whole = build(config)
         shapes = {name: tuple(p.shape) for name, p in named_parameters(whole)}
         squares = squares_drawn(whole)
     try:
         with quietly():
-            copies = [_Copy.of(made, config, number, squares) for number in range(2)]
+            copies = [_Copy.of(build, config, number, squares) for number in range(2)]
         readings = [_reading(kind, one) for one in copies]
         model = _at_true_width(kind, config, shapes, copies, readings)
     except DomainError as error:
@@ -136,7 +138,7 @@ def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' remarks, and with torch's random state as it was."""
+    """Silence transformers and fix torch's random state within the context."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -147,31 +149,31 @@ def quietly() -> Iterator[None]:
         transformers.logging.set_verbosity(level)
 
 
-# --- what is built --------------------------------------------------------------------------------
+# --- modules of a config --------------------------------------------------------------------------
 
 
 def settings(entries: Mapping[str, Any]) -> tuple[Any, str]:
     """The config object, and the names of entries that its class does not know.
 
-    What chooses implementations, code, precision or files does not reach transformers.
+    Entries that choose implementations, code, precision or files are not passed to transformers.
     """
     kind = entries["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
-        family(kind)  # says what is near
-    made = transformers.CONFIG_MAPPING[kind]
-    known = set(inspect.signature(made.__init__).parameters) - {"self", "kwargs"}
+        family(kind)  # raises, with similar types
+    config_class = transformers.CONFIG_MAPPING[kind]
+    known = set(inspect.signature(config_class.__init__).parameters) - {"self", "kwargs"}
     known = (known - IRRELEVANT | set(_TOKENS)) | _OLDER | _SHAPING
-    given, unknown = {}, []
+    passed, unknown = {}, []
     for name, value in entries.items():
         if name in _CHOOSING or name in IRRELEVANT - known or name.startswith("_"):
             continue
         # A number chooses no code: a module may read one that its config class does not name.
         if name in known or isinstance(value, int | float):
-            given[name] = value
+            passed[name] = value
         elif value is not None and value != USUAL.get(name):
             unknown.append(name)
     with refused(f"config of type {kind!r}"):
-        return made(**given), ", ".join(sorted(unknown))
+        return config_class(**passed), ", ".join(sorted(unknown))
 
 
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -183,8 +185,8 @@ _CHOOSING = frozenset(_CHOOSING_NAMES.split())
 
 
 def module_class(entries: Mapping[str, Any], config: Any, *, pairs: bool = False) -> Any:
-    """The class that the config names, if it is one of its own type's; else that of its task;
-    `pairs`: also of an encoder and a decoder."""
+    """The module class that the config names, if it is of the config's type, else that of its task;
+    `pairs`: also with an encoder and a decoder."""
     kind = entries["model_type"]
     if getattr(config, "is_encoder_decoder", False) and not pairs:
         raise DomainError(
@@ -201,7 +203,7 @@ def module_class(entries: Mapping[str, Any], config: Any, *, pairs: bool = False
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A narrow module of the true depth, with the true variances."""
+    """A narrow module of the true depth with the true variances."""
 
     width: int
     window: int
@@ -210,14 +212,14 @@ class _Copy:
     module: nn.Module
 
     @classmethod
-    def of(cls, made: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
+    def of(cls, build: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
         """Copy 0 or 1; `squares`: mean square of every parameter that is drawn."""
         narrow, window = copy.deepcopy(config), 4 + 2 * number
         true = _sizes(config)
         heads = 2 + number if true.heads > 1 else 1
         kv_heads = heads if true.kv_heads == true.heads else 1
-        together = true.heads * true.d_head == true.d_model
-        width = heads * true.d_head if together else 64 * (2 + number)
+        usual = true.heads * true.d_head == true.d_model
+        width = heads * true.d_head if usual else 64 * (2 + number)
         narrow.num_attention_heads, narrow.hidden_size = heads, width
         if getattr(config, "num_key_value_heads", None) is not None:
             narrow.num_key_value_heads = kv_heads
@@ -227,13 +229,13 @@ class _Copy:
         for name in _windows_of(config):
             setattr(narrow, name, window)
         narrow.vocab_size = min(VOCABULARY, getattr(config, "vocab_size", VOCABULARY))
-        _, module = built_narrow(made, cut_tokens(narrow))
+        _, module = built_narrow(build, cut_tokens(narrow))
         rescale(module, squares)
         return cls(width, window, heads, kv_heads, module)
 
 
 def cut_tokens(config: Any) -> Any:
-    """A config whose special tokens are rows of its vocabulary."""
+    """A config with its special tokens inside its vocabulary."""
     rows = getattr(config, "vocab_size", None)
     if not isinstance(rows, int):
         return config
@@ -243,31 +245,31 @@ def cut_tokens(config: Any) -> Any:
     return config
 
 
-def built_narrow(made: Any, narrow: Any) -> tuple[str, nn.Module]:
-    """What it is, and a module of a config whose widths are small."""
-    what = f"a narrow copy of {made.__name__}"
+def built_narrow(build: Any, narrow: Any) -> tuple[str, nn.Module]:
+    """A module of a config with small widths, after its name in words."""
+    what = f"a narrow copy of {build.__name__}"
     with refused(what):
         with torch.device("meta"):
-            size = sum(p.numel() for p in made(narrow).parameters())
+            size = sum(p.numel() for p in build(narrow).parameters())
         if size > LARGEST:
             raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
-        return what, made(narrow)
+        return what, build(narrow)
 
 
 def rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
-    """Give every parameter the mean square of the true one; a padding row stays zero."""
+    """Scale every parameter to the mean square of the true one, without its padding row."""
     padding = padding_rows(module)
     with torch.no_grad():
         for name, parameter in named_parameters(module):
-            wanted = squares.get(name)
-            if wanted is None:
+            true = squares.get(name)
+            if true is None:
                 continue
             rows = parameter.numel() // parameter.shape[-1]
             drawn = rows - (parameter in padding)
             own = float(parameter.double().square().sum()) / (drawn * parameter.shape[-1])
             if own > 0:
-                parameter.mul_(math.sqrt(wanted / own))
-            elif wanted > 0:
+                parameter.mul_(math.sqrt(true / own))
+            elif true > 0:
                 raise DomainError(f"{name} is zero in a narrow copy and drawn in the true one")
 
 
@@ -303,12 +305,14 @@ def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p.numel()]
 
 
-# --- how entries are drawn ------------------------------------------------------------------------
+# --- variances of a module's own initialisation ---------------------------------------------------
 
 
 def squares_drawn(whole: nn.Module) -> dict[str, float]:
-    """Mean square of the entries that the module's own rule draws, by parameter, without padding
-    rows; the parameters of `whole`, on the meta device, are replaced by samples.
+    """The mean square of every parameter that the module's own rule draws, without padding rows.
+
+    Args:
+        whole: on the meta device; its parameters are replaced by samples.
     """
     shapes = {name: tuple(p.shape) for name, p in named_parameters(whole)}
     first, second = (_sampled(whole, shapes, dict.fromkeys(shapes, e)) for e in _EDGES)
@@ -326,7 +330,7 @@ def _sampled(
     shapes: Mapping[str, tuple[int, ...]],
     edges: Mapping[str, tuple[int, int] | None],
 ) -> dict[str, float]:
-    """Mean squares of samples of so many rows and columns, or of whole parameters."""
+    """Mean squares of samples of so many rows and columns, or (None) of whole parameters."""
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     first = {alias: names[0] for names in aliases(whole).values() for alias in names}
     for name in (name for name in names if first[name] in shapes):
@@ -357,7 +361,7 @@ def _sampled(
 
 
 class _Evenly(TorchDispatchMode):
-    """Random entries spread evenly over their distribution, in random order."""
+    """Draws quantiles at equal distances, in random order, instead of random entries."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -365,14 +369,14 @@ class _Evenly(TorchDispatchMode):
         normal = func is torch.ops.aten.normal_.default
         if not normal and func is not torch.ops.aten.uniform_.default:
             return func(*args, **(kwargs or {}))
-        # mean and deviation, or both ends
+        # mean and standard deviation, or both ends
         first, second = [*args[1:], *(0.0, 1.0)[len(args) - 1 :]][:2]
         size = second if normal else second - first
         return args[0].copy_(_quantiles(args[0], normal).mul_(size).add_(first))
 
 
 def _quantiles(like: Tensor, normal: bool) -> Tensor:
-    """Of the uniform distribution on (0, 1), or of the normal one with its mean square of 1."""
+    """Quantiles of the uniform distribution on (0, 1), or of a normal one of mean square 1."""
     count = like.numel()
     result = (torch.randperm(count, dtype=torch.float64) + 0.5) / count
     if normal:
@@ -381,13 +385,13 @@ def _quantiles(like: Tensor, normal: bool) -> Tensor:
     return result.reshape(like.shape).to(like.dtype)
 
 
-# --- what is read ---------------------------------------------------------------------------------
+# --- readings of the copies -----------------------------------------------------------------------
 
 
-def _reading(kind: str, one: _Copy) -> ModuleReading:
+def _reading(kind: str, narrow: _Copy) -> ModuleReading:
     near = nearest(kind)
     try:
-        result = read(one.module)
+        result = read(narrow.module)
     except MomentsError as error:
         what = str(error).partition(": pass batch")[0]
         raise DomainError(
@@ -396,18 +400,15 @@ def _reading(kind: str, one: _Copy) -> ModuleReading:
         ) from error
     if result.model is None:
         raise DomainError(
-            f"model_type = {kind!r}: {type(one.module).__name__} does what moments.Transformer "
-            "cannot declare: "
-            f"{'; '.join(result.reasons)}{near}"
+            f"model_type = {kind!r}: {type(narrow.module).__name__} does what moments.Transformer "
+            f"cannot declare: {'; '.join(result.reasons)}{near}"
         )
     if result.roles.unidentified:
         names = ", ".join(result.roles.unidentified[:3])
         raise DomainError(f"model_type = {kind!r}: no role is known of {names}{near}")
-    for name, wanted in (("heads", one.heads), ("kv_heads", one.kv_heads)):
-        if getattr(result.model, name) != wanted:
-            raise domain_error(
-                name, getattr(result.model, name), f"{wanted}, as the config of a narrow copy says"
-            )
+    for name, heads in (("heads", narrow.heads), ("kv_heads", narrow.kv_heads)):
+        if (read_heads := getattr(result.model, name)) != heads:
+            raise domain_error(name, read_heads, f"{heads}, as the config of a narrow copy says")
     return result
 
 
@@ -419,72 +420,72 @@ def _at_true_width(
     readings: list[ModuleReading],
 ) -> Transformer:
     """The narrow copies' model with the sizes of the config."""
-    true, (near, far) = _sizes(config), (r.model for r in readings)
-    assert near is not None
-    assert far is not None
-    grown = _Grown(kind, copies[0].width, copies[1].width, true.d_model)
+    true, (first, second) = _sizes(config), (r.model for r in readings)
+    assert first is not None
+    assert second is not None
+    widths = _Widths(kind, copies[0].width, copies[1].width, true.d_model)
     changes: dict[str, Any] = {
         "d_model": true.d_model,
         "heads": true.heads,
         "kv_heads": true.kv_heads,
-        "window": _windows(kind, config, copies, near, far),
+        "window": _windows(kind, config, copies, first, second),
     }
     for name in ("temperature", "branch_scale", "skip_scale", "norm_gain", "logit_softcap"):
-        changes[name] = grown.same(name, getattr(near, name), getattr(far, name))
+        changes[name] = widths.same(name, getattr(first, name), getattr(second, name))
     for part, name in (("embedding", "scale"), ("head", "output_scale")):
-        one, two = getattr(near, part), getattr(far, part)
+        one, two = getattr(first, part), getattr(second, part)
         if (one is None) != (two is None):
             raise DomainError(f"config of type {kind!r}: {part} that depends on the width")
         if one is None:
             continue
-        factors: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if hasattr(one, name):
-            factors[name] = grown.power(name, getattr(one, name), getattr(two, name))
+            fields[name] = widths.power(name, getattr(one, name), getattr(two, name))
         if getattr(one, "vocab_size", None) is not None:
-            factors["vocab_size"] = config.vocab_size
+            fields["vocab_size"] = config.vocab_size
         if getattr(one, "padding_id", None) is not None:
-            factors["padding_id"] = config.pad_token_id
-        changes[part] = _rounded(one.replace(**factors))
-    of_roles = _of_roles(readings[0], copies[0])
-    assert near.weights is not None
-    changes["weights"] = _rounded(
-        near.weights.replace(**in_every_layer(MATRICES, near.layers, of_roles))
-    )
-    if near.biases is not None:
-        changes["biases"] = _rounded(biases_of(near.layers, of_roles))
-    of_matrix: dict[str, set[str]] = {}
+            fields["padding_id"] = config.pad_token_id
+        changes[part] = _rounded(one.replace(**fields))
+    squares = _squares(readings[0], copies[0])
+    assert first.weights is not None
+    variances = in_every_layer(MATRICES, first.layers, squares)
+    changes["weights"] = _rounded(first.weights.replace(**variances))
+    if first.biases is not None:
+        changes["biases"] = _rounded(biases_of(first.layers, squares))
+    roles_of: dict[str, set[str]] = {}
     for role in readings[0].roles.roles:
         if role.name in MATRICES:
-            of_matrix.setdefault(role.parameter, set()).add(role.name)
-    outs = [n for n, roles in of_matrix.items() if roles == {"ffn_out"}]
-    widths = {math.prod(shapes[name]) / true.d_model for name in outs}
-    if len(widths) != 1:
+            roles_of.setdefault(role.parameter, set()).add(role.name)
+    outputs = [name for name, roles in roles_of.items() if roles == {"ffn_out"}]
+    hidden = {math.prod(shapes[name]) / true.d_model for name in outputs}
+    if len(hidden) != 1:
         raise DomainError(f"config of type {kind!r}: a hidden width that differs between layers")
-    model = near.replace(d_ff=round(widths.pop()), **changes)
+    model = first.replace(d_ff=round(hidden.pop()), **changes)
     sizes = {name: math.prod(shape) for name, shape in model.matrix_shapes.items()}
-    for name, roles in of_matrix.items():
-        wanted = sum(sizes[role] for role in roles)
-        if math.prod(shapes[name]) != wanted:
+    for name, roles in roles_of.items():
+        size = sum(sizes[role] for role in roles)
+        if math.prod(shapes[name]) != size:
             raise DomainError(
                 f"config of type {kind!r}: {name} has {math.prod(shapes[name])} entries, and "
-                f"{' and '.join(sorted(roles))} {wanted}"
+                f"{' and '.join(sorted(roles))} {size}"
             )
     return model
 
 
-def _of_roles(reading: ModuleReading, one: _Copy) -> dict[tuple[int, str], float]:
-    """Mean squares by layer and role: a fused parameter's, unless its parts are drawn apart."""
-    tensors, result = tensors_of(one.module), {}
+def _squares(reading: ModuleReading, narrow: _Copy) -> dict[tuple[int, str], float]:
+    """Mean squares by layer and role: of a whole parameter, unless its parts are drawn unlike."""
+    tensors, result = tensors_of(narrow.module), {}
     for role in reading.roles.roles:
-        whole = tensors[role.parameter].detach().double()
-        square, part = (float(t.square().mean()) for t in (whole, block_of(tensors, role).double()))
+        square = float(tensors[role.parameter].detach().double().square().mean())
+        part = float(block_of(tensors, role).double().square().mean())
         alike = abs(part - square) < PARTS_ALIKE * square
         result[role.layer, role.name] = square if alike else part
     return result
 
 
 def _rounded(part: Any) -> Any:
-    """Its variances to the digits that samples have, one where layers differ by sampling alone."""
+    """A declaration with variances of as many digits as samples have, one for all layers if these
+    differ by sampling only."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
@@ -498,40 +499,41 @@ def _rounded(part: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Grown:
-    """How a factor follows the width: not at all, or with a power of it."""
+class _Widths:
+    """The widths of both copies and of the true module, and factors as powers of them."""
 
     kind: str
-    near: int
-    far: int
+    first: int
+    second: int
     true: int
 
     def same(self, name: str, one: Any, two: Any) -> Any:
-        first, second = (torch.tensor(v if v is not None else 0.0).double() for v in (one, two))
-        if first.shape != second.shape or not torch.allclose(first, second, rtol=NEAR, atol=0.0):
+        """A field that must not depend on the width."""
+        x, y = (torch.tensor(v if v is not None else 0.0).double() for v in (one, two))
+        if x.shape != y.shape or not torch.allclose(x, y, rtol=NEAR, atol=0.0):
             raise DomainError(f"config of type {self.kind!r}: {name} that depends on the width")
         return one
 
     def power(self, name: str, one: float, two: float) -> float:
-        """At the true width, by one of the powers that fits both."""
+        """A factor at the true width, by the power of the width that both copies follow."""
         for exponent in (0.0, 0.5, -0.5, 1.0, -1.0):
-            if abs(two / one / (self.far / self.near) ** exponent - 1) < NEAR:
-                return float(f"{one * (self.true / self.near) ** exponent:.6g}")
+            if abs(two / one / (self.second / self.first) ** exponent - 1) < NEAR:
+                return float(f"{one * (self.true / self.first) ** exponent:.6g}")
         raise DomainError(f"config of type {self.kind!r}: {name} that is no power of the width")
 
 
 def _windows(
-    kind: str, config: Any, copies: list[_Copy], near: Transformer, far: Transformer
+    kind: str, config: Any, copies: list[_Copy], first: Transformer, second: Transformer
 ) -> list[int | None]:
-    """Reach of every layer, which moves with the entry that sets it."""
-    given = list(_windows_of(config).values())
+    """The window of every layer, linear in the config's entry for windows."""
+    entries = list(_windows_of(config).values())
     result: list[int | None] = []
-    for one, two in zip(near.windows, far.windows, strict=True):
+    for one, two in zip(first.windows, second.windows, strict=True):
         if one is two is None:
             result.append(None)
             continue
-        if one is None or two is None or len(given) != 1:
+        if one is None or two is None or len(entries) != 1:
             raise DomainError(f"config of type {kind!r}: windows that follow no one entry")
         slope = (two - one) / (copies[1].window - copies[0].window)
-        result.append(round(one + slope * (given[0] - copies[0].window)))
+        result.append(round(one + slope * (entries[0] - copies[0].window)))
     return result

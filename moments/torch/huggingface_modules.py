@@ -1,4 +1,4 @@
-"""Randomly initialised Hugging Face modules from a config, and what they read."""
+"""Randomly initialised Hugging Face modules from a config, and batches for them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ with optional("hf", "torch", "transformers"):
 _LOSSES = {"causal": "ForCausalLM", "masked": "ForMaskedLM"}
 
 
-# Entries that any config may have and that shape a module without choosing code or files.
+# Entries of any config that affect a module's shape without choosing code or files.
 _SHAPING = frozenset(("id2label", "label2id", "num_labels", "is_encoder_decoder", "problem_type"))
 
 
 def settings_of(config: Any) -> tuple[Family, Any]:
     """The family of a config, and the transformers config object that its module is built from.
 
-    Only entries that describe the architecture reach transformers: those that the family's own
-    config class declares, or its reader here, and labels. What chooses implementations, code,
-    precision or files (attn_implementation, auto_map, quantization_config, ...) does not.
+    Only entries that describe the architecture are passed to transformers: those of the family's
+    own config class, of its reader here, and of labels. Entries that choose implementations, code,
+    precision or files (attn_implementation, auto_map, quantization_config, ...) are not.
 
     Raises:
         DomainError: an unknown family, or entries that it or transformers refuses.
@@ -41,17 +41,17 @@ def settings_of(config: Any) -> tuple[Family, Any]:
     kind = entries.pop("model_type", None)
     result = family(kind)
     with refused(f"config of type {kind!r}"):
-        made = transformers.CONFIG_MAPPING[kind]
-    described = set(inspect.signature(made.__init__).parameters)
+        config_class = transformers.CONFIG_MAPPING[kind]
+    described = set(inspect.signature(config_class.__init__).parameters)
     described -= set(inspect.signature(transformers.PretrainedConfig.__init__).parameters)
     allowed = described | _SHAPING | result.entries({"model_type": kind} | entries)
     entries = {name: value for name, value in entries.items() if name in allowed}
     if result.task == "translation":
-        entries.setdefault("decoder_start_token_id", 0)  # T5's, which its class leaves out
+        entries.setdefault("decoder_start_token_id", 0)  # T5's, which its class does not set
     vocab_size = entries.get("vocab_size")
     with refused(f"config of type {kind!r}"):
-        settings = made(**entries)
-    # The family's special tokens need not be in a small table of one's own.
+        settings = config_class(**entries)
+    # A small vocabulary may lack the family's special tokens.
     if vocab_size is not None:
         for name in _TOKENS:
             token = getattr(settings, name, None)
@@ -64,7 +64,7 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def named_class(config: Any, *names: Any) -> Any:
-    """The first of these model classes of transformers that is one of the config's own type."""
+    """The first of these model classes of transformers that belongs to the config's type."""
     for name in names:
         kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
         model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
@@ -81,8 +81,8 @@ def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn
             `moments.model.huggingface.FAMILIES`; the module is the one with the head of the
             family's own task.
         seed: of the weights; torch's random state is left as it was.
-        layers: replaces the config's depth (GPT-2's output projections follow it), of both stacks
-            where there are two.
+        layers: replaces the config's depth (which GPT-2's output projections depend on), of both
+            stacks if there are two.
 
     Raises:
         DomainError: an unreadable config, another `model_type`, or a bad entry.
@@ -103,9 +103,9 @@ def build_module(config: Any, seed: int = 0, *, layers: int | None = None) -> nn
 def text_batch(config: Any, *, seq_len: int, batch: int = 2, seed: int = 0) -> dict[str, Ids]:
     """Input ids and labels of English text for the config's own training task.
 
-    A masked model's text is corrupted and its labels are the chosen positions; a causal model's
-    labels are its text; an encoder reads one stretch of text, and the decoder's labels are the
-    next. Segments are all the first one.
+    For a masked model the text is corrupted and the labels are the tokens at chosen positions; for
+    a causal model labels are the text; for a model of two stacks the encoder's input is one part of
+    the text, and the decoder's labels are the next. All segments are the first.
 
     Returns:
         "input_ids" and "labels", each (B, L) integers; a label of -100 is no target.
@@ -156,7 +156,7 @@ def image_batch(config: Any, *, batch: int = 2, seed: int = 0) -> dict[str, Any]
 def module_batch(
     config: Any, *, seq_len: int | None = None, batch: int = 2, seed: int = 0
 ) -> dict[str, Any]:
-    """What the config's own training task reads: text, or pictures."""
+    """A batch for the config's own training task: text, or pictures."""
     if family(read_config(config).get("model_type")).task == "images":
         return image_batch(config, batch=batch, seed=seed)
     if seq_len is None:

@@ -1,4 +1,4 @@
-"""Write a plan into a module: every variance into its weights, every scale into its sums."""
+"""Write the variances and scales of a plan into a module."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     import pandas
 
 READ = 1e-6
-"""Relative error with which a factor is read off a run, whose sums are in double precision."""
+"""Relative error of a factor that is measured with sums in double precision."""
 
 
 @dataclass(frozen=True)
 class Initialization:
-    """What `initialize` wrote.
+    """The result of `initialize`.
 
     Attributes:
         rows: (layer, role, parameter, variance) of every matrix and vector written.
-        left: parameters that the plan says nothing of, or whose role is not known, as they were.
+        left: unchanged parameters, of which the plan says nothing or whose role is unknown.
         scales: the hooks that carry residual and norm scales, also at `module.moments_scales`;
-            None where the plan needs none.
-        unlike: fields in which the plan is not what the module is, where that changes no signal or
-            could not be read, a phrase each.
+            None if the plan needs none.
+        unlike: fields in which the plan differs from the module without changing the signal, or
+            that could not be read, in phrases.
     """
 
     rows: tuple[tuple[int, str, str, float], ...]
@@ -85,40 +85,38 @@ def initialize(
 
     Matrices get entries of mean zero and the plan's variance, biases are zero (or as the plan
     declares them), norms gain 1 and bias 0. Tables (padding rows stay zero) and an untied head are
-    written where the plan declares them. Residual scales, LayerNorm Scaling and the head's output
+    written if the plan declares them. Residual scales, LayerNorm Scaling and the head's output
     scale become forward hooks, in `module.moments_scales`, unless the module has parameters for
-    them; temperatures go into the attention modules' `scaling`.
+    them; temperatures change the attention modules' `scaling`.
 
     Args:
         module: any that can be read from one pass.
         plan: a plan of `moments.solve`, a Transformer, or a scheme's name, which is then applied to
             the module's own architecture.
         seed: the same seed gives the same entries, for each parameter on its own.
-        distribution: "normal", "uniform", "truncated" or "orthogonal"; None: as the plan's weights
-            declare. Tables and biases are normal where it is "orthogonal".
-        batch: what the module may be run on, as in `moments.torch.measure`, to find out whether it
-            drops a block's output inside a function; None: random input, where it says what it
-            takes.
-        options: of the scheme, where the plan is a scheme's name.
+        distribution: "normal", "uniform", "truncated" or "orthogonal" (tables and biases are normal
+            then); None: that of the plan's weights.
+        batch: input of the module, as in `moments.torch.measure`, with which dropouts inside
+            functions are detected; None: random input.
+        options: of the scheme, if the plan is a scheme's name.
 
     Returns:
-        An `Initialization`: what was written, parameter by parameter.
+        An `Initialization` with what was written into every parameter.
 
     Raises:
-        DomainError: a plan of another architecture, or something the module cannot carry, named
-            with the reason; nothing is written then.
+        DomainError: a plan of another architecture, or one that the module cannot carry, with the
+            reason; nothing is written then.
         MomentsError: the module cannot be read.
     """
     check_count("seed", seed, least=0)
-    of = fitted(module, plan, options, batch)
-    module, roles, model = of.module, of.reading.roles, of.model
-    chosen = (
-        (model.weights and model.weights.distribution) if distribution is None else distribution
-    )
-    check_choice("distribution", chosen, DISTRIBUTIONS)
+    fit = fitted(module, plan, options, batch)
+    module, roles, model = fit.module, fit.reading.roles, fit.model
+    if distribution is None and model.weights is not None:
+        distribution = model.weights.distribution
+    check_choice("distribution", distribution, DISTRIBUTIONS)
     tensors = tensors_of(module)
     blocks = {role: block_of(tensors, role) for role in (*roles.roles, *roles.scales)}
-    applied = _attached(of, batch)
+    applied = _attached(fit, batch)
     scales = scales_of(model)[""]
     rows, padding = [], padding_rows(module)
     with torch.no_grad():
@@ -126,22 +124,22 @@ def initialize(
             variance = expected_variance(model, role)
             if variance is None:
                 continue
-            whole = tensors[role.parameter]
-            _write(module, role, blocks[role], variance, seed, str(chosen), padding.get(whole))
+            row = padding.get(tensors[role.parameter])
+            _write(module, role, blocks[role], variance, seed, str(distribution), row)
             rows.append((role.layer, role.full_name, role.label, variance))
         for role in roles.scales:
             values = scales.skip if role.name.endswith("skip_scale") else scales.branch
             blocks[role].fill_(float(values[role.layer - 1, _column(role)]))
     written = {name for _, _, name, _ in rows} | {role.parameter for role in roles.scales}
     untouched = [role.label for role in roles.roles if role.label not in written]
-    unlike = tuple(map(phrase_of, of.departures))
+    unlike = tuple(map(phrase_of, fit.departures))
     return Initialization(tuple(rows), (*untouched, *roles.unidentified), applied, unlike)
 
 
 def attach(
     module: nn.Module, plan: Any, *, batch: Any = None, options: Mapping[str, Any] | None = None
 ) -> AppliedScales | None:
-    """Put a plan's scales onto a module whose weights are there already, and leave these alone.
+    """Add a plan's scales to a module and leave its weights unchanged.
 
     For a module rebuilt from stored weights: hooks and attention temperatures are in no state_dict.
 
@@ -149,22 +147,23 @@ def attach(
         module, plan, batch, options: as in `initialize`.
 
     Returns:
-        The hooks, also at `module.moments_scales`; None where the plan needs none.
+        The hooks, also at `module.moments_scales`; None if the plan needs none.
 
     Raises:
         DomainError: as `initialize`, or the module was folded: its weights carry the scales.
         MomentsError: the module cannot be read.
     """
-    of = fitted(module, plan, options, batch)
-    if getattr(of.module, FOLDED, False):
+    fit = fitted(module, plan, options, batch)
+    if getattr(fit.module, FOLDED, False):
         raise DomainError("the module was folded: its weights carry the scales already")
-    return _attached(of, batch)
+    return _attached(fit, batch)
 
 
-def _attached(of: Fitted, batch: Any) -> AppliedScales | None:
-    """Hooks and temperatures, decided before the first is placed."""
-    module, roles, model, described = of.module, of.reading.roles, of.model, of.described
-    batch = of.reading.example if batch is None else batch
+def _attached(fit: Fitted, batch: Any) -> AppliedScales | None:
+    """Add hooks and temperatures, after a check that all of them are possible."""
+    module, reading, model, described, _ = fit
+    roles = reading.roles
+    batch = reading.example if batch is None else batch
     stacks = scales_of(model)
     own = _check_scales(roles, stacks[""])
     scalings = _scalings(module, roles, model)
@@ -203,14 +202,14 @@ def _write(
     if variance == 0:
         block.zero_()
         return
-    # One stream per seed and parameter, whatever else the module holds.
+    # One random stream per seed and parameter, independent of the module's other parameters.
     entropy = np.random.SeedSequence((seed, zlib.crc32(role.label.encode())))
     state = int(entropy.generate_state(2, np.uint64)[0]) >> 1
     generator = torch.Generator().manual_seed(state)
     if not role.is_matrix and distribution == "orthogonal":
         distribution = "normal"
     rows, columns = block.numel() // block.shape[-1], block.shape[-1]
-    if role.is_matrix and block.ndim == 2:  # else of several experts
+    if role.is_matrix and block.ndim == 2:  # not of several experts
         rows, columns = role.fan_out, role.fan_in
         if role.transposed:
             rows, columns = columns, rows
@@ -225,23 +224,23 @@ def _column(role: Role) -> int:
 
 
 def _check_scales(roles: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
-    """Blocks whose scales the module holds itself; refuse a scale that it has no place for."""
+    """Blocks whose scales are parameters of the module; a DomainError for scales without place."""
     own: dict[tuple[int, int], set[str]] = {}
     for role in roles.scales:
         columns = (0, 1) if role.name in ("skip_scale", "branch_scale") else (_column(role),)
         for column in columns:
             own.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
     for layer, column in ((n + 1, c) for n in range(roles.layers) for c in (0, 1)):
-        there = own.get((layer, column))
-        *wanted, before, after = scales.at(layer, column)
-        named = zip(("skip_scale", "branch_scale"), wanted, strict=True)
-        lacking = [name for name, value in named if value != 1 and name not in (there or ())]
-        if there and lacking:
+        present = own.get((layer, column), set())
+        skip, branch, before, after = scales.at(layer, column)
+        named = {"skip_scale": skip, "branch_scale": branch}
+        missing = [name for name, value in named.items() if value != 1 and name not in present]
+        if present and missing:
             raise DomainError(
-                f"layer {layer}: the module has a parameter for {', '.join(there)} but none for "
-                f"{', '.join(lacking)}"
+                f"layer {layer}: the module has a parameter for {', '.join(present)} but none for "
+                f"{', '.join(missing)}"
             )
-        if not roles.blocks and ((lacking and not there) or (before, after) != (1, 1)):
+        if not roles.blocks and ((missing and not present) or (before, after) != (1, 1)):
             raise DomainError(
                 f"layer {layer}: the plan scales residual sums or norms, and no submodule of "
                 "this module takes or gives them, where a hook could act"
@@ -252,30 +251,30 @@ def _check_scales(roles: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
 def _scalings(
     module: nn.Module, roles: ModuleRoles, model: Transformer
 ) -> list[tuple[nn.Module, float]]:
-    """Attention modules whose `scaling` must change, and to what: logits are q k / (sqrt(d_head)
-    temperature).
+    """Attention modules whose `scaling` must change, with the new one: logits are
+    q k / (sqrt(d_head) temperature).
 
     Raises:
         DomainError: the temperatures differ from the module's own and cannot be set.
     """
     changes = []
-    for role, wanted, present in temperatures(roles, model):
-        holder = _holder(module, role)
-        same = READ if holder is not None else SLACK
-        if np.isclose(1.0 if present is None else present, wanted, rtol=same):
+    for role, planned, present in temperatures(roles, model):
+        attention = _scaled_attention(module, role)
+        tolerance = READ if attention is not None else SLACK
+        if np.isclose(1.0 if present is None else present, planned, rtol=tolerance):
             continue
-        if holder is None or present is None:
+        if attention is None or present is None:
             raise DomainError(
                 f"{role.stack}layer {role.layer}, {attention_of(role)}: the plan's temperature "
-                f"{wanted:g} has no place in this module, whose attention has no attribute "
+                f"{planned:g} has no place in this module, whose attention has no attribute "
                 "'scaling'; divide the query weights' variance by its square instead"
             )
-        changes.append((holder, holder.scaling * present / wanted))
+        changes.append((attention, attention.scaling * present / planned))
     return changes
 
 
-def _holder(module: nn.Module, role: Role) -> nn.Module | None:
-    """The module nearest to a matrix that has a numeric `scaling`."""
+def _scaled_attention(module: nn.Module, role: Role) -> Any:
+    """The innermost submodule around a matrix that has a numeric `scaling`; None without one."""
     path = role.parameter
     while path := path.rpartition(".")[0]:
         part = module.get_submodule(path)

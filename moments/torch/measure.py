@@ -40,9 +40,8 @@ from .running import (
 from .scales import ScaleBranch
 
 Loss = Callable[[Any, Any], Tensor]
-_STACKS = ("", ENCODER)
 
-# Ends of class names whose forward makes no labels of its own -> what makes a batch for them
+# Ends of names of classes that need labels in the batch -> the function that makes such a batch
 _NEED_LABELS = {
     ("ForMaskedLM", "ForPreTraining"): "moments.torch.text.mask_tokens",
     ("ForConditionalGeneration", "ForImageClassification"): (
@@ -67,16 +66,16 @@ def measure(
     which have no weight gradients of their own.
 
     Args:
-        module: any that can be read from one pass; compiled and data-parallel modules are
-            measured as what they hold. With a module its weights stay as they are and the draws
+        module: any that can be read from one pass; of compiled and data-parallel modules the
+            module inside is measured. With a module its weights stay as they are and the draws
             differ in dropout alone, so that standard errors say nothing about other weights; with a
             factory, called with seed, seed + 1, ..., every draw has fresh weights.
         batch: keyword arguments of the module as a mapping of arrays or tensors, or its one
-            positional argument; None: random input, where the module says what it takes. Tokens
-            that `attention_mask` or `src_key_padding_mask` leave out are left out of every moment;
-            of a decoder with an encoder, those that `decoder_attention_mask` leaves out. Where
-            `position_ids` restart, rows are packed: token pairs are those of one document. What
-            they see is the module's own matter: most need a mask of shape (B, 1, L, L) as well.
+            positional argument; None: random input. Tokens that `attention_mask` or
+            `src_key_padding_mask` exclude are excluded from every moment; of a decoder with an
+            encoder, those that `decoder_attention_mask` excludes. If `position_ids` restart, rows
+            are packed, and token pairs are those of one document; whether the module's attention
+            respects that is up to it (most need a mask of shape (B, 1, L, L) as well).
         loss: takes the module's output and the batch as tensors, returns a scalar. None: the
             module's own loss, which may be the one scalar among its outputs; a causal head
             without labels predicts the next token; a module without a loss gets a white gradient
@@ -84,7 +83,7 @@ def measure(
         seeds: draws.
         seed: of the draws; the same seed on the same device gives the same result.
         progress: write one line per draw to standard error.
-        parts: where it is watched, and what its parameters are; None: as it is read.
+        parts: hook points and parts of parameters, as of `measured_parts`; None: as it is read.
 
     Returns:
         A Measurement, with the encoder's as its `encoder` where there are two stacks. Its
@@ -118,47 +117,49 @@ def measure(
 
 
 def one_draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) -> tuple[Draw, int]:
-    """One pass forward and backward, and the number of sequences it held."""
+    """Measure one pass forward and backward; return it with the number of sequences."""
     points, weights = parts
     inputs = Inputs.of(module, batch, loss)
     first = batch_first(module)
-    seen = {stack: Collector(inputs.kept(stack, points), batch_first=first) for stack in _STACKS}
+    main, encoder = (
+        Collector(inputs.counted(stack, points), batch_first=first) for stack in ("", ENCODER)
+    )
     hooks = (
         hook
-        for stack, collector in seen.items()
+        for stack, collector in (("", main), (ENCODER, encoder))
         for hook in _watched(module, _of_stack(points, stack), collector)
     )
     with restored_buffers(module), in_mode(module, True), unfrozen(module), hooked(hooks):
-        done = inputs.run()
+        result = inputs.run()
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         ends = [*parameters.values(), *inputs.differentiable()]
-        gradients = torch.autograd.grad(done.top, ends, done.cotangent, allow_unused=True)
+        gradients = torch.autograd.grad(result.top, ends, result.cotangent, allow_unused=True)
     norms = _norms(weights, dict(zip(parameters, gradients, strict=False)))
-    encoder = None
-    if (seen_encoder := seen[ENCODER]).signal:
-        encoder = Draw(seen_encoder.signal, seen_encoder.gradient, _of_encoder(norms, True))
-    logits = done.logits
+    encoder_draw = None
+    if encoder.signal:
+        encoder_draw = Draw(encoder.signal, encoder.gradient, _of_encoder(norms, True))
+    logits = result.logits
     draw = Draw(
-        signal=seen[""].signal,
-        gradient=seen[""].gradient,
+        signal=main.signal,
+        gradient=main.gradient,
         weight_gradients=_of_encoder(norms, False),
-        loss=float(done.top.detach()) if done.cotangent is None else None,
+        loss=float(result.top.detach()) if result.cotangent is None else None,
         logit_variance=None if logits is None else squared_norm(logits) / logits.numel(),
-        encoder=encoder,
+        encoder=encoder_draw,
     )
-    return draw, seen[""].sequences
+    return draw, main.sequences
 
 
 def _watched(
     module: nn.Module, points: Iterable[HookPoint], collector: Collector
 ) -> Iterator[RemovableHandle]:
-    """Hooks that show the collector every point as the module's forward passes it."""
+    """Hooks that pass the tensor at every point to the collector."""
     modules = dict(module.named_modules())
-    for (path, side), here in grouped(points, lambda point: (point.path, point.side)).items():
+    for (path, side), group in grouped(points, lambda point: (point.path, point.side)).items():
         part = modules[path]
-        # A block's output is what the block gives, not what a scale's hook makes of it.
+        # A block's output is measured before the hook that scales it.
         scaled = any(isinstance(hook, ScaleBranch) for hook in part._forward_hooks.values())
-        places = [(point.layer, point.site) for point in here]
+        places = [(point.layer, point.site) for point in group]
         keep = functools.partial(collector.watch, places=places)
         yield watch_tensor(part, side, keep, first=scaled and side == "output")
 
@@ -172,18 +173,20 @@ def _of_stack(points: Iterable[HookPoint], stack: str) -> list[HookPoint]:
     ]
 
 
-def _of_encoder(norms: Mapping[WeightGradient, float], wanted: bool) -> dict[WeightGradient, float]:
+def _of_encoder(
+    norms: Mapping[WeightGradient, float], encoder: bool
+) -> dict[WeightGradient, float]:
     """Rows of the encoder's parameters, or of all others, without the prefix."""
     return {
         row._replace(weight=row.weight.removeprefix(ENCODER)): norm
         for row, norm in norms.items()
-        if row.weight.startswith(ENCODER) == wanted
+        if row.weight.startswith(ENCODER) == encoder
     }
 
 
 class Pass(NamedTuple):
-    """What a module made of its input: what is differentiated, the gradient injected there (None
-    of a scalar loss), and the logits, if there are any."""
+    """One pass: the tensor that is differentiated, its cotangent (None for a scalar loss), and the
+    logits, if there are any."""
 
     top: Tensor
     cotangent: Tensor | None
@@ -192,10 +195,10 @@ class Pass(NamedTuple):
 
 @dataclass
 class Inputs:
-    """What a module is run on, on its own device: real values, but for masks, have gradients.
+    """The input of a module, on its device; real tensors other than masks require gradients.
 
     Attributes:
-        labels: that a causal head got here, where the batch had none.
+        labels: next tokens that were added for a causal head, if the batch had none.
     """
 
     module: nn.Module
@@ -206,7 +209,7 @@ class Inputs:
 
     @classmethod
     def of(cls, module: nn.Module, batch: Any, loss: Loss | None) -> Inputs:
-        """A batch and what differentiates it.
+        """The input of a batch, with labels if the module needs them.
 
         Raises:
             DomainError: no batch, or one without the labels that the module needs.
@@ -218,7 +221,7 @@ class Inputs:
                 return value
             moved = torch.as_tensor(value, device=device)
             if moved.is_floating_point() and "mask" not in name:
-                # A clone is no leaf, so that the gradient can be watched on its way through.
+                # A clone is no leaf, so that hooks on the tensor see its gradient.
                 return moved.detach().clone().requires_grad_().clone()
             return moved
 
@@ -234,14 +237,14 @@ class Inputs:
         return result
 
     def _add_labels(self) -> None:
-        """Let a causal head predict the next token."""
+        """Add next tokens as the labels of a causal head."""
         kind = type(self.module).__name__
         if kind.endswith(("ForCausalLM", "LMHeadModel")):
             ids = self.named.get("input_ids", self.positional[0] if self.positional else None)
             if ids is not None:
                 documents = self._documents()
                 if documents is not None:
-                    # No token predicts the first of the next document.
+                    # The first token of a document is no target.
                     first = torch.ones_like(documents, dtype=torch.bool)
                     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
                     ids = ids.masked_fill(first, NO_TARGET)
@@ -259,7 +262,7 @@ class Inputs:
         return [v for v in values if isinstance(v, Tensor) and v.requires_grad]
 
     def run(self, what: str = "") -> Pass:
-        """One pass, differentiable; a DomainError where `what` needs a loss and there is none."""
+        """One differentiable pass; a DomainError if `what` needs a loss and there is none."""
         output = self.module(*self.positional, **self.named)
         logits = module_logits(output)
         if self.loss is not None:
@@ -267,8 +270,8 @@ class Inputs:
             if not isinstance(scalar, Tensor) or scalar.numel() != 1:
                 raise domain_error("loss", type(scalar).__name__, "a function returning one scalar")
             return Pass(scalar, None, logits)
-        if (given := module_loss(output)) is not None:
-            return Pass(_of_next_token(given, logits, self.labels), None, logits)
+        if (own := module_loss(output)) is not None:
+            return Pass(_next_token_loss(own, logits, self.labels), None, logits)
         if what:
             raise DomainError(f"{what} needs a loss: pass labels in the batch, or a loss")
         top = getattr(output, "last_hidden_state", None)
@@ -276,23 +279,23 @@ class Inputs:
         return Pass(top, torch.randn_like(top), logits)
 
     def _documents(self) -> Tensor | None:
-        """(batch, L) the documents of packed rows, whose `position_ids` restart; None: not
+        """(batch, L) document numbers of packed rows, whose `position_ids` restart; None: not
         packed."""
-        places, ids = self.named.get("position_ids"), self.named.get("input_ids")
-        if not isinstance(places, Tensor):
+        positions, ids = self.named.get("position_ids"), self.named.get("input_ids")
+        if not isinstance(positions, Tensor):
             return None
         mask = self.named.get("attention_mask")
-        known = mask.cpu().numpy() if isinstance(mask, Tensor) else None
-        result = restarted(places.cpu().numpy(), known)
+        mask = mask.cpu().numpy() if isinstance(mask, Tensor) else None
+        result = restarted(positions.cpu().numpy(), mask)
         if result is None:
             return None
         rows = len(result) if ids is None else len(ids)
         return torch.as_tensor(
-            np.broadcast_to(result, (rows, result.shape[1])).copy(), device=places.device
+            np.broadcast_to(result, (rows, result.shape[1])).copy(), device=positions.device
         )
 
-    def kept(self, stack: str, points: Iterable[HookPoint]) -> Tensor | None:
-        """(batch, L), false at padding of a stack, or documents of packed rows; None: neither."""
+    def counted(self, stack: str, points: Iterable[HookPoint]) -> Tensor | None:
+        """(batch, L) false at padding of a stack, or document numbers; None without either."""
         if (documents := self._documents()) is not None:
             return documents
         two = any(point.site.startswith(ENCODER) for point in points)
@@ -305,15 +308,15 @@ class Inputs:
         return None
 
 
-def _of_next_token(loss: Tensor, logits: Tensor | None, labels: Tensor | None) -> Tensor:
-    """The loss of the next token, where a class holds every token against its own label, as
-    decoders of two stacks do."""
+def _next_token_loss(loss: Tensor, logits: Tensor | None, labels: Tensor | None) -> Tensor:
+    """The loss of the next token; if a class does not shift labels itself, as decoders with an
+    encoder do not, it is computed here."""
     if labels is None or logits is None or logits.shape[:2] != labels.shape:
         return loss
     entropy = functools.partial(nn.functional.cross_entropy, ignore_index=NO_TARGET)
-    own = entropy(logits.flatten(0, 1).float(), labels.flatten())
-    given = float(loss.detach())
-    if abs(float(own.detach()) - given) > 1e-5 * abs(given):
+    unshifted = entropy(logits.flatten(0, 1).float(), labels.flatten())
+    value = float(loss.detach())
+    if abs(float(unshifted.detach()) - value) > 1e-5 * abs(value):
         return loss
     return entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
@@ -326,5 +329,5 @@ def needs_labels(kind: str) -> bool:
 def _norms(
     weights: list[tuple[WeightGradient, WeightPart]], gradients: Mapping[str, Tensor | None]
 ) -> dict[WeightGradient, float]:
-    given = ((row, part, gradients[row.parameter]) for row, part in weights)
-    return {row: 0.0 if g is None else squared_norm(part.of(g)) for row, part, g in given}
+    rows = ((row, part, gradients[row.parameter]) for row, part in weights)
+    return {row: 0.0 if g is None else squared_norm(part.of(g)) for row, part, g in rows}

@@ -1,8 +1,8 @@
-"""A config that no Transformer says: a narrow module of its depth, followed operation by operation.
+"""Prediction of a config that no Transformer describes, by the operations of a narrow module.
 
-Every width is divided by one number, and the variance of every matrix stands for as many more
-features as it sums over in the module of the config (`Lowering.wider`): to leading order in 1/width
-the signal is that of the whole module, and a gradient is up to one factor for all.
+The module has the config's depth, and every width divided by one number. The variance of a matrix
+is multiplied by the ratio of the features that it sums over (`Lowering.wider`): to leading order in
+1/width the signal is that of the config's module, and gradients are so up to one common factor.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ with optional("hf", "torch", "transformers"):
     from transformers import PretrainedConfig
 
 WIDTH = 256
-"""Features of a narrow module's stream, at most."""
+"""Largest d_model of a narrow module."""
 
 AGREED = 0.25
-"""Relative difference of a variance at two widths from which it is named: a root of the width in
+"""Relative difference of a variance at two widths from which it is noted: a root of the width in
 the code changes it by 0.41 or more."""
 
 DRAWS, FEW = 24, 8
-"""Of what has no law, and in the copy that only shows what follows the width."""
+"""Random draws of operations without a law, in the module and in the one of half its width."""
 
 _WIDTHS = re.compile(
     r".*(hidden_sizes?|d_model|n_embd|n_embed|d_embed|embed_dim\w*|embedding_size|d_ff|n_inner|width"
@@ -57,12 +57,12 @@ _HEADS = re.compile(r".*(heads|n_head|num_kv|query_groups\w*|n_groups|num_heads\
 
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """A module in the place of a config's.
+    """A narrow module of a config.
 
     Attributes:
         module: of the config's depth.
-        wider: by parameter and axis, how many times more entries the config's module has.
-        width, true: features of its stream and of the config's.
+        wider: parameter -> by axis, the ratio of the config's size to the module's.
+        width, true: d_model of the module and of the config.
     """
 
     module: nn.Module
@@ -71,7 +71,7 @@ class Narrow:
     true: int
 
     def followed(self, draws: int = DRAWS) -> ModulePrediction:
-        """Its operations, as those of the config's module.
+        """The prediction by operations for the config's module.
 
         Raises:
             MomentsError: it cannot be run.
@@ -80,7 +80,7 @@ class Narrow:
 
 
 def predicted(entries: Mapping[str, Any]) -> ModulePrediction:
-    """A config's module by its operations, in the place of a declaration.
+    """The prediction of a config by the operations of its module.
 
     Raises:
         DomainError: transformers builds no module of it, or none that is narrow.
@@ -92,7 +92,7 @@ def predicted(entries: Mapping[str, Any]) -> ModulePrediction:
 
 
 def checked(entries: Mapping[str, Any], refusal: Undeclared) -> Report:
-    """`moments.check` of a config, by the operations of its module.
+    """`moments.check` of a config by the operations of its module.
 
     Raises:
         DomainError: the refusal, and why its operations could not be followed either.
@@ -110,7 +110,7 @@ def checked(entries: Mapping[str, Any], refusal: Undeclared) -> Report:
 
 
 def _pair(entries: Mapping[str, Any]) -> tuple[Narrow, Narrow | None]:
-    """A narrow module, and one of half its width where it is narrower than the config's."""
+    """A narrow module, and one of half its width unless it has the config's own width."""
     return _built(json.dumps(dict(entries), sort_keys=True))
 
 
@@ -119,63 +119,65 @@ def _built(text: str) -> tuple[Narrow, Narrow | None]:
     entries = json.loads(text)
     with quietly():
         config, _ = settings(entries)
-        made = module_class(entries, config, pairs=True)
+        build = module_class(entries, config, pairs=True)
         what = f"config of type {entries['model_type']!r}"
         with refused(what), torch.device("meta"):
-            whole = made(config)
+            whole = build(config)
         shapes = {name: tuple(p.shape) for name, p in named_parameters(whole)}
         true, factor = _width(config), 1
         while true // factor > WIDTH:
             factor *= 2
-        near = _narrowed(made, config, factor, shapes)
-        far = None if factor == 1 else _narrowed(made, config, 2 * factor, shapes)
+        near = _narrowed(build, config, factor, shapes)
+        far = None if factor == 1 else _narrowed(build, config, 2 * factor, shapes)
         try:
             squares = squares_drawn(whole)
         except DomainError:  # a rule that needs whole tensors
-            squares = {} if far is None else _grown(near.module, far.module, factor)
-        for one in (near, far):
-            if one is not None:
-                rescale(one.module, squares)
-                _even_rows(one.module)
+            squares = {} if far is None else _extrapolated(near.module, far.module, factor)
+        for narrow in (near, far):
+            if narrow is not None:
+                rescale(narrow.module, squares)
+                _equalise_rows(narrow.module)
     return near, far
 
 
-def _even_rows(module: nn.Module) -> None:
-    """Give the rows of tables one mean square, from which few narrow entries part."""
+def _equalise_rows(module: nn.Module) -> None:
+    """Scale all rows of a table to one mean square, which wide rows have without it."""
     with torch.no_grad():
         for part in module.modules():
             if isinstance(part, nn.Embedding):
                 squares = part.weight.square().mean(1, keepdim=True)
                 drawn = squares > 0
-                whole = squares[drawn].mean()
-                part.weight.mul_(torch.where(drawn, (whole / squares).sqrt(), 0.0))
+                mean = squares[drawn].mean()
+                part.weight.mul_(torch.where(drawn, (mean / squares).sqrt(), 0.0))
 
 
-def _grown(near: nn.Module, far: nn.Module, factor: int) -> dict[str, float]:
-    """Mean squares of the config's own entries, by the powers of the width that they follow in two
-    narrow modules; halves of whole powers."""
+def _extrapolated(near: nn.Module, far: nn.Module, factor: int) -> dict[str, float]:
+    """Mean squares at the config's width, by the half-integer powers of the width that two narrow
+    modules follow."""
     result = {}
     others = dict(named_parameters(far))
     for name, parameter in named_parameters(near):
-        one, other = (float(p.detach().double().square().mean()) for p in (parameter, others[name]))
-        if one > 0 and other > 0:
-            result[name] = one * factor ** (round(2 * math.log2(one / other)) / 2)
+        x, y = (float(p.detach().double().square().mean()) for p in (parameter, others[name]))
+        if x > 0 and y > 0:
+            result[name] = x * factor ** (round(2 * math.log2(x / y)) / 2)
     return result
 
 
 def _width(config: Any) -> int:
     inner = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for one in (inner, config):
+    for part in (inner, config):
         for name in ("hidden_size", "d_model", "n_embd", "embed_dim", "dim"):
-            value = getattr(one, name, None)
+            value = getattr(part, name, None)
             if isinstance(value, int) and value > 0:
                 return value
     return 1
 
 
-def _narrowed(made: Any, config: Any, factor: int, shapes: Mapping[str, tuple[int, ...]]) -> Narrow:
+def _narrowed(
+    build: Any, config: Any, factor: int, shapes: Mapping[str, tuple[int, ...]]
+) -> Narrow:
     narrow = _divided(config, factor)
-    what, module = built_narrow(made, narrow)
+    what, module = built_narrow(build, narrow)
     wider = {}
     for name, parameter in named_parameters(module):
         if len(shapes.get(name, ())) != parameter.ndim:
@@ -186,7 +188,7 @@ def _narrowed(made: Any, config: Any, factor: int, shapes: Mapping[str, tuple[in
 
 
 def _divided(config: Any, factor: int) -> Any:
-    """A config, and those in it, with every width and number of heads over one number."""
+    """A config, and the configs in it, with every width and number of heads divided by `factor`."""
     narrow = copy.deepcopy(config)
     narrow.use_cache = False
     for name, value in list(vars(narrow).items()):
@@ -203,7 +205,7 @@ def _divided(config: Any, factor: int) -> Any:
 
 
 def _notes(near: Narrow, far: Narrow | None, result: ModulePrediction | None) -> list[str]:
-    """What stands for what, and what a second width has otherwise."""
+    """Notes on the narrow module, and on variances that differ at a second width."""
     notes = [
         "followed operation by operation on 16 tokens at most, since moments.Transformer cannot "
         "declare what the module of this config does"
@@ -218,17 +220,14 @@ def _notes(near: Narrow, far: Narrow | None, result: ModulePrediction | None) ->
         other, result = far.followed(FEW), result or near.followed(FEW)
     except MomentsError:
         return notes
-    pairs = list(zip(result.outputs, other.outputs, strict=False))
-    apart = [
-        (one.module, two.variance / one.variance)
-        for one, two in pairs
-        if one.module == two.module
-        and one.variance > 0
-        and abs(two.variance / one.variance - 1) > AGREED
+    ratios = [
+        (row.module, half.variance / row.variance)
+        for row, half in zip(result.outputs, other.outputs, strict=False)
+        if row.module == half.module and row.variance > 0
     ]
-    if apart:
-        name, ratio = apart[0]
-        more = f" and {len(apart) - 1} more" if apart[1:] else ""
+    if different := [(name, ratio) for name, ratio in ratios if abs(ratio - 1) > AGREED]:
+        name, ratio = different[0]
+        more = f" and {len(different) - 1} more" if different[1:] else ""
         notes.append(
             f"{name}{more}: the variance follows the width, {ratio:.3g} times at half of it; that "
             "of the config's width is not known"

@@ -1,6 +1,6 @@
-"""The sharpness of a real module, measured: the referee of `Prediction.sharpness`.
+"""Measurement of a real module's sharpness, with which `Prediction.sharpness` is compared.
 
-Shares no formula with the theory: products with the Hessian are autograd's second pass, its extreme
+It shares no formula with the theory: products with the Hessian are autograd's second pass, extreme
 eigenvalues those of Lanczos' method.
 """
 
@@ -24,10 +24,10 @@ with optional("torch", "torch"):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
 STEPS = 20
-"""Of Lanczos' method, behind which the extreme eigenvalues have settled to a percent."""
+"""Steps of Lanczos' method, after which the extreme eigenvalues have converged to a percent."""
 
 _NONE = 1e-7
-"""Size of a parameter's gradient over the largest, below which it is rounding (biases of keys)."""
+"""Size of a gradient relative to the largest up to which it is rounding (of biases of keys)."""
 
 
 def measure_sharpness(
@@ -42,9 +42,9 @@ def measure_sharpness(
 ) -> Sharpness:
     """The extreme eigenvalues of the (preconditioned) Hessian of a real module on one batch.
 
-    Steps of every parameter are divided by the root mean square of an entry of its gradient on the
-    batch (Adam's preconditioner, one number for each matrix, what is fused taken apart), or by
-    nothing. The module runs without dropout; its weights and gradients are left as they were.
+    The preconditioner of Adam is the root mean square of a matrix's gradient entries on the batch,
+    one number for each matrix, also within fused parameters; SGD has none. The module runs without
+    dropout; its weights and gradients are not changed.
 
     Args:
         module: as in `measure`; a factory, called with seed, seed + 1, ..., gives fresh weights for
@@ -76,8 +76,8 @@ def measure_sharpness(
         ends.append((values[-1], values[0]))
         for key, share in hessian.shares(vector).items():
             shares[key] = shares.get(key, 0.0) + share / seeds
-    carried = tuple((layer, name, share) for (layer, name), share in sorted(shares.items()))
-    return Sharpness.of(optimizer, ends, carried)
+    rows = tuple((layer, name, share) for (layer, name), share in sorted(shares.items()))
+    return Sharpness.of(optimizer, ends, rows)
 
 
 class _Hessian:
@@ -93,21 +93,21 @@ class _Hessian:
         with in_mode(module, False), sdpa_kernel(SDPBackend.MATH):
             ends = list(self.named.values())
             top = inputs.run("sharpness").top
-            given = torch.autograd.grad(top, ends, create_graph=True, allow_unused=True)
-        self.used = {name: g for name, g in zip(self.named, given, strict=True) if g is not None}
+            grads = torch.autograd.grad(top, ends, create_graph=True, allow_unused=True)
+        self.used = {name: g for name, g in zip(self.named, grads, strict=True) if g is not None}
         self.scales = self._scales() if adaptive else None
 
     def _scales(self) -> Mapping[str, Tensor]:
         """1/sqrt(P) of every entry; 0 of parts without a gradient."""
         sizes = {name: g.detach().pow(2).mean().sqrt() for name, g in self.used.items()}
-        most = max(float(size) for size in sizes.values())
+        largest = max(float(size) for size in sizes.values())
         scales = {name: torch.empty_like(g).copy_(sizes[name]) for name, g in self.used.items()}
         for row, part in self.parts:
             if row.parameter in scales:
                 own = part.of(self.used[row.parameter].detach()).pow(2).mean().sqrt()
                 part.of(scales[row.parameter]).fill_(own)
         return {
-            name: torch.where(size > _NONE * most, size.clamp_min(1e-300) ** -0.5, 0.0)
+            name: torch.where(size > _NONE * largest, size.clamp_min(1e-300) ** -0.5, 0.0)
             for name, size in scales.items()
         }
 
@@ -138,8 +138,8 @@ class _Hessian:
         return {name: piece.view(shape) for name, piece, shape in named}
 
     def lanczos(self, steps: int, seed: int) -> tuple[np.ndarray[Any, Any], Tensor]:
-        """Eigenvalues in a Krylov space, in order, and the vector of the largest; every new vector
-        is made orthogonal to all before."""
+        """Eigenvalues in a Krylov space, rising, and the eigenvector of the largest; every basis
+        vector is orthogonalised against all earlier ones."""
         like = next(iter(self.used.values()))
         count = sum(self.named[name].numel() for name in self.used)
         generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -148,9 +148,9 @@ class _Hessian:
         for _ in range(min(steps, count)):
             new = self(basis[-1])
             diagonal.append(float(new @ basis[-1]))
-            kept = torch.stack(basis)
+            earlier = torch.stack(basis)
             for _ in range(2):
-                new = new - kept.T @ (kept @ new)
+                new = new - earlier.T @ (earlier @ new)
             norms.append(float(new.norm()))
             if norms[-1] <= 1e-6 * max(map(abs, diagonal)):
                 break
@@ -164,7 +164,7 @@ class _Hessian:
         return values, torch.stack(basis[:size]).T @ top
 
     def shares(self, vector: Tensor) -> dict[tuple[int, str], float]:
-        """Of a vector's square, what every part of a parameter has."""
+        """The squared norm of a vector's entries by part of a parameter."""
         steps = self._split(vector)
         return {
             (row.layer, row.weight): float(part.of(steps[row.parameter]).pow(2).sum())

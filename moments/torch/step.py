@@ -1,7 +1,7 @@
-"""One real optimizer step of a real module, measured: the referee of `Prediction.after`.
+"""Measurement of one optimizer step of a real module, with which `Prediction.after` is compared.
 
-Shares no formula with the theory: gradients are autograd's, steps torch's own optimizers', or for
-rules that torch lacks (sign, Lion, Muon by matrix) the few lines below.
+It shares no formula with the theory: gradients are autograd's, steps those of torch's optimizers,
+or of the implementations below for rules that torch lacks (sign, Lion, Muon by matrix).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ with optional("torch", "torch"):
 OPTIONS = ("betas", "eps", "weight_decay", "clip", "momentum", "nesterov", "adjust")
 
 Make = Callable[[nn.Module, list[nn.Parameter], float], Callable[[], object]]
-"""From a module, its parameters and a learning rate to what takes one step by their gradients."""
+"""(module, parameters, learning rate) -> a function that takes one step by their gradients."""
 
 
 def measure_step(
@@ -49,26 +49,26 @@ def measure_step(
     progress: bool = False,
     **options: Any,
 ) -> StepMeasurement | list[StepMeasurement]:
-    """Take one optimizer step on a real module and measure what it did to every site.
+    """Take one optimizer step on a real module and measure the change of every site.
 
-    The module runs in training mode, dropout's masks being the same before and after the step; its
-    weights, gradients and mode, and torch's random state, are left as they were.
+    The module runs in training mode, with the same dropout masks before and after the step; its
+    weights, gradients and mode, and torch's random state, are restored.
 
     Args:
         module: as in `measure`; a factory, called with seed, seed + 1, ..., gives fresh weights for
             every draw.
         batch: keyword arguments of the module, or its one positional argument.
-        optimizer: "sgd", "adam", "adamw", "lion", "sign" or "muon" (each hidden matrix by
-            itself, what is fused taken apart; everything else by Adam); or a function that makes
-            a torch.optim.Optimizer of a list of parameters, whose rate is its own.
-        learning_rate: of a named optimizer; of several, each is a first step of its own.
+        optimizer: "sgd", "adam", "adamw", "lion", "sign" or "muon" (for each hidden matrix, also
+            within fused parameters; Adam for everything else); or a function that makes a
+            torch.optim.Optimizer of a list of parameters, with its own rate.
+        learning_rate: of a named optimizer; each of several is a first step of its own.
         loss: takes the module's output and the batch, returns a scalar; None: the module's own.
         seeds, seed: draws.
         multipliers: of the learning rate, by parameter or group ("matrices", "embedding", "head",
             "vectors"), as in `Prediction.after`.
-        steps: of the optimizer, each on its own share of the batch's rows, in order; the loss is
-            that of the last share, sites are those of all shares, each under the dropout masks of
-            its step. Without multipliers.
+        steps: number of steps, each on its own share of the batch's rows, in order; the loss is
+            that of the last share, sites are those of all shares, each with the dropout masks of
+            its step. Not with multipliers.
         progress: write one line per draw to standard error.
         options: of a named optimizer, as in `Prediction.after`: betas, eps, weight_decay, clip,
             momentum, nesterov, adjust.
@@ -110,7 +110,7 @@ _LINEAR = ("Linear", "Conv1D", "NonDynamicallyQuantizableLinear")
 
 
 class _Run:
-    """A module on a batch: its loss, what passes its sites, and what enters every matrix."""
+    """A module on a batch; a call returns its loss, its sites and the inputs of its matrices."""
 
     def __init__(self, module: nn.Module, batch: Any, loss: Loss | None, state: int) -> None:
         self.module, self.state = module, state
@@ -120,37 +120,37 @@ class _Run:
     def __call__(self) -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
         torch.manual_seed(self.state)
         sites: dict[Place, Tensor] = {}
-        entering: dict[str, Tensor] = {}
-        with hooked(self._watch(sites, entering)):
-            done = self.inputs.run("a step")
-        if done.logits is not None:
+        inputs: dict[str, Tensor] = {}
+        with hooked(self._watch(sites, inputs)):
+            result = self.inputs.run("a step")
+        if result.logits is not None:
             last = max(layer for layer, site in sites if site == STREAM)
-            sites[last + 1, "logits"] = done.logits.detach()
-        return done.top, sites, entering
+            sites[last + 1, "logits"] = result.logits.detach()
+        return result.top, sites, inputs
 
     def _watch(
-        self, sites: dict[Place, Tensor], entering: dict[str, Tensor]
+        self, sites: dict[Place, Tensor], inputs: dict[str, Tensor]
     ) -> Iterator[RemovableHandle]:
         modules = dict(self.module.named_modules())
 
-        def keep(place: Place, tensor: Tensor) -> None:
+        def store_site(place: Place, tensor: Tensor) -> None:
             sites[place] = tensor.detach().clone()
 
-        def enter(name: str, tensor: Tensor) -> None:
-            entering[name] = tensor.detach()
+        def store_input(name: str, tensor: Tensor) -> None:
+            inputs[name] = tensor.detach()
 
         for point in self.points:
-            shown = functools.partial(keep, (point.layer, point.site))
-            yield watch_tensor(modules[point.path], point.side, shown)
+            store = functools.partial(store_site, (point.layer, point.site))
+            yield watch_tensor(modules[point.path], point.side, store)
         for name in {row.parameter for row, _ in self.parts}:
             path, _, kind = name.rpartition(".")
             if kind == "weight" and type(modules.get(path)).__name__ in _LINEAR:
-                yield watch_tensor(modules[path], "input", functools.partial(enter, name))
+                yield watch_tensor(modules[path], "input", functools.partial(store_input, name))
 
 
 @contextmanager
-def _kept(named: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
-    """Weights and gradients, put back at the end."""
+def _restored(named: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Copies of weights; restore weights and gradients after the context."""
     gradients = {name: p.grad for name, p in named.items()}
     old = {name: p.detach().clone() for name, p in named.items()}
     try:
@@ -180,10 +180,10 @@ def _steps(
     rates: list[float],
     multipliers: Mapping[str, float],
 ) -> Iterator[StepDraw]:
-    """A step on every run; the loss, and shares of the slope, are the last one's."""
+    """The measured steps on all runs at every rate; loss and slope are those of the last run."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    with in_mode(module, True), restored_buffers(module), _kept(named) as old:
-        loss_before, before, entering = _joined(runs)
+    with in_mode(module, True), restored_buffers(module), _restored(named) as old:
+        loss_before, before, inputs = _joined(runs)
         _set_gradients(loss_before, named)
         last = {name: p.grad for name, p in named.items() if p.grad is not None}
         for rate in rates:
@@ -200,29 +200,29 @@ def _steps(
                 part.of(moved[row.parameter]).mul_(float(multipliers.get(row.weight, group)))
             _write(named, {name: old[name] + moved[name] for name in named})
             with torch.no_grad():
-                after_loss, after, _ = _joined(runs)
+                loss_after, after, _ = _joined(runs)
             _write(named, old)
             yield StepDraw(
                 float(loss_before.detach()),
-                float(after_loss),
+                float(loss_after),
                 sum(float((last[name] * moved[name]).sum()) / rate for name in named),
                 {place: _squares(before[place], after[place]) for place in before},
-                _weights(module, runs[-1].parts, old, moved, last, rate, entering),
+                _weights(module, runs[-1].parts, old, moved, last, rate, inputs),
             )
 
 
 def _joined(runs: Sequence[_Run]) -> tuple[Tensor, dict[Place, Tensor], dict[str, Tensor]]:
-    """The last run's loss, and what passes the sites of all, one after another."""
-    result = [run() for run in runs]
-    if len(result) == 1:
-        return result[0]
-    sites = {place: torch.cat([run[1][place] for run in result]) for place in result[0][1]}
-    entering = {name: torch.cat([run[2][name] for run in result]) for name in result[0][2]}
-    return result[-1][0], sites, entering
+    """The last run's loss, and the sites and inputs of all runs, concatenated."""
+    losses, sites, inputs = zip(*(run() for run in runs), strict=True)
+    return (
+        losses[-1],
+        {place: torch.cat([run[place] for run in sites]) for place in sites[0]},
+        {name: torch.cat([run[name] for run in inputs]) for name in inputs[0]},
+    )
 
 
 def _shares(batch: Any, steps: int) -> list[Any]:
-    """The batch's rows, as many for every step."""
+    """The batch's rows in as many equal shares as there are steps."""
 
     def cut(value: Any) -> list[Any]:
         if len(value) % steps:
@@ -237,6 +237,7 @@ def _shares(batch: Any, steps: int) -> list[Any]:
 
 
 def _squares(before: Tensor, after: Tensor) -> tuple[float, float, float]:
+    """Mean squares before and after a step, and of the change."""
     a, b = before.double(), after.double()
     return float((a * a).mean()), float((b * b).mean()), float(((b - a) ** 2).mean())
 
@@ -248,8 +249,10 @@ def _weights(
     moved: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],
     rate: float,
-    entering: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
 ) -> dict[Place, tuple[float, float, float, float]]:
+    """Mean squares of every matrix's step and entries, the alignment exponent of the step with the
+    matrix's input (0.5: none, 1: full), and its part of the slope."""
     result = {}
     for row, part in parts:
         tensors = (moved, old, gradients)
@@ -257,7 +260,7 @@ def _weights(
         share = float((gradient * step).sum()) / rate
         size = float((step * step).mean())
         exponent = math.nan
-        x = entering.get(row.parameter)
+        x = inputs.get(row.parameter)
         if x is not None and size > 0 and step.ndim >= 2:
             owner = module.get_submodule(row.parameter.rpartition(".")[0])
             matrix = step if type(owner).__name__ == "Conv1D" else _flat(step).T
@@ -281,12 +284,10 @@ def _rates(
         if multipliers or options:
             raise DomainError("multipliers and options belong to a named optimizer")
         probe = optimizer([nn.Parameter(torch.zeros(2, 2))])
-        given = float(probe.param_groups[0]["lr"])
-        if rate not in (None, given):
-            raise DomainError(
-                f"learning_rate = {rate}: the optimizer's own is {given}; leave it out"
-            )
-        return [given], lambda _, ps, __: optimizer(ps).step, type(probe).__name__
+        own = float(probe.param_groups[0]["lr"])
+        if rate not in (None, own):
+            raise DomainError(f"learning_rate = {rate}: the optimizer's own is {own}; leave it out")
+        return [own], lambda _, ps, __: optimizer(ps).step, type(probe).__name__
     for name in set(options) - set(OPTIONS):
         raise domain_error("options", name, f"one of {', '.join(OPTIONS)}")
     named_optimizer(optimizer, multipliers=multipliers, **options)
@@ -306,9 +307,9 @@ def _named(
     parameters: list[nn.Parameter],
     rate: float,
 ) -> Callable[[], object]:
-    """An optimizer of a name, beside which every parameter shrinks by rate times the decay."""
+    """A named optimizer, with weight decay (rate times decay) that is not part of the gradient."""
     own = {name: value for name, value in options.items() if name not in ("weight_decay", "clip")}
-    shrinks, clip = rate * float(options.get("weight_decay", 0.0)), options.get("clip")
+    decay, clip = rate * float(options.get("weight_decay", 0.0)), options.get("clip")
     optimizer: Any
     if kind == "muon":
         optimizer = _Muon(module, parameters, rate, **own)
@@ -318,19 +319,19 @@ def _named(
         optimizer = kinds.get(kind, torch.optim.Adam)(parameters, lr=rate, **own)
 
     def step() -> None:
-        old = [p.detach().clone() for p in parameters] if shrinks else []
+        old = [p.detach().clone() for p in parameters] if decay else []
         if clip is not None:
             nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         with torch.no_grad():
             for p, value in zip(parameters, old, strict=False):
-                p.sub_(shrinks * value)
+                p.sub_(decay * value)
 
     return step
 
 
 class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, Algorithm 2, without its decay; the sign of the gradient at betas of 0."""
+    """Chen et al. 2023, Algorithm 2, without decay; with betas of 0, the sign of the gradient."""
 
     def __init__(
         self, parameters: list[nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.99)
@@ -340,15 +341,15 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():
             for group in self.param_groups:
-                one, two = group["betas"]
+                beta1, beta2 = group["betas"]
                 for p in group["params"]:
-                    past = self.state[p].setdefault("past", torch.zeros_like(p))
-                    p.sub_(group["lr"] * torch.lerp(p.grad, past, one).sign())
-                    past.lerp_(p.grad, 1 - two)
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    p.sub_(group["lr"] * torch.lerp(p.grad, average, beta1).sign())
+                    average.lerp_(p.grad, 1 - beta2)
 
 
 class _Muon:
-    """Jordan's Muon on each hidden matrix by itself, everything else by Adam."""
+    """Jordan's Muon for each hidden matrix, Adam for everything else."""
 
     def __init__(
         self,
@@ -364,7 +365,7 @@ class _Muon:
         self.parts = measured_parts(module, None)[1]
         self.nesterov = momentum > 0 if nesterov is None else nesterov
         self.adam = torch.optim.Adam(parameters, lr=lr, **adam)
-        self.past = {id(p): torch.zeros_like(p) for p in parameters}
+        self.averages = {id(p): torch.zeros_like(p) for p in parameters}
 
     def step(self) -> None:
         parameters = dict(self.module.named_parameters())
@@ -372,20 +373,22 @@ class _Muon:
         self.adam.step()
         for row, part in self.parts:
             p = parameters[row.parameter]
-            if id(p) not in self.past or p.grad is None or group_of(row.weight) != "matrices":
+            if id(p) not in self.averages or p.grad is None or group_of(row.weight) != "matrices":
                 continue
-            if part.of(p.grad).ndim < 2:
+            average, gradient = part.of(self.averages[id(p)]), part.of(p.grad)
+            if gradient.ndim < 2:
                 continue
-            past, gradient = part.of(self.past[id(p)]), part.of(p.grad)
-            past.lerp_(gradient, 1 - self.momentum)
-            update = torch.lerp(gradient, past, self.momentum) if self.nesterov else past.clone()
+            average.lerp_(gradient, 1 - self.momentum)
+            update = average.clone()
+            if self.nesterov:
+                update = torch.lerp(gradient, average, self.momentum)
             update = _muon(self.module, row.parameter, update, self.adjust)
             with torch.no_grad():
                 part.of(p.detach()).copy_(part.of(old[row.parameter]) - self.rate * update)
 
 
 def _muon(module: nn.Module, name: str, g: Tensor, adjust: str) -> Tensor:
-    """Jordan's Newton-Schulz iteration on one matrix, a part of the parameter of that name."""
+    """Jordan's Newton-Schulz iteration of a matrix, a part of the parameter of that name."""
     x = _flat(g) / (g.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
@@ -405,5 +408,5 @@ def _muon(module: nn.Module, name: str, g: Tensor, adjust: str) -> Tensor:
 
 
 def _flat(part: Tensor) -> Tensor:
-    """A matrix of what a fused one keeps head by head."""
+    """A part of a parameter as a matrix, without an axis of heads."""
     return part.reshape(-1, part.shape[-1])

@@ -1,7 +1,7 @@
-"""Real English text without a download: the standard library's own help topics, byte-pair encoded.
+"""Real English text without a download: the help topics of Python's standard library, byte-pair
+encoded.
 
-The text ships with Python, so its details follow the Python version; on one installation every call
-gives the same ids.
+The text depends on the version of Python; on one installation every call gives the same ids.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PAD, CLS, SEP, MASK = range(4)
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 LEAST_VOCABULARY = 128
 MOST_TRAINED = 8000
-"""Training stops here: the text is half a megabyte and has about 9000 merges in it."""
+"""Largest trained vocabulary: the text is half a megabyte and has about 9000 merges."""
 
 
 def tokenize(vocab_size: int, seq_len: int, batch: int = 1) -> Ids:
-    """Consecutive stretches of English text as token ids.
+    """Consecutive parts of English text as token ids.
 
     The encoder is trained on the text itself, in about a second, once per process and size; beyond
     8000 tokens it stops growing, so that the ids of a larger table (BERT's 30522) stay below 8000.
@@ -34,7 +34,7 @@ def tokenize(vocab_size: int, seq_len: int, batch: int = 1) -> Ids:
     Args:
         vocab_size: rows of the token table, at least 128; every id is below it.
         seq_len: tokens per sequence L.
-        batch: sequences B, which follow one another in the text; past its end it starts over.
+        batch: sequences B, consecutive in the text, which is repeated if it ends.
 
     Returns:
         Integers of shape (B, L).

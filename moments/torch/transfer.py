@@ -1,7 +1,7 @@
-"""Will the learning rate of a small model hold on a large one? `moments.transfer`.
+"""`moments.transfer`: whether the learning rate of a small model suits a large one.
 
-Modules of two or three sizes are read as they are, with the rates that their real optimizer gives
-every parameter, and their first steps predicted. `step.scaling` says what their exponents mean.
+Modules of two or three sizes are read, with the rates that their real optimizer gives every
+parameter, and their first steps predicted. `step.scaling` interprets the exponents.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from .roles import block_of, gathered_names, tensors_of
 from .running import restored
 
 TOKENS = 16
-"""Of each of two sequences that are read."""
+"""Tokens of each of the two sequences of a prediction."""
 
 _TINY = 1e-9
-"""Largest rate at which steps are predicted: linear, as exponents are, and no token changes its
-experts (`drawn.TINY`)."""
+"""Largest rate of predicted steps, so small that they are linear and no token changes its experts
+(`drawn.TINY`)."""
 
 
 def transfer(
@@ -59,22 +59,21 @@ def transfer(
     sizes: Sequence[int] = (128, 256, 512),
     optimizer: Any = None,
 ) -> TransferReport:
-    """Whether learning rates of small models hold on large ones, and what hinders them.
+    """Whether learning rates of small models suit large ones, and if not, why.
 
     Modules of two or more sizes are read, with the rates that their optimizers give every
-    parameter, and their first steps predicted: nothing is trained. How what a step does goes
-    with the size is an exponent, 0 where rates transfer.
+    parameter, and their first steps predicted; nothing is trained. The effect of a step is a power
+    of the size, whose exponent is 0 if rates transfer.
 
-    Along the number of experts are held: the width, the depth, the number of experts that a token
-    goes to, and the text, so that an expert sees fewer tokens where there are more. A token keeps
-    its experts in the step.
+    Along the number of experts, width, depth, the number of experts of a token and the text are
+    fixed, so that each of more experts sees fewer tokens. A token keeps its experts in the step.
 
     Args:
         factory: from a size to a module of that width, depth or number of experts, or to (module,
             optimizer).
         axis: "width", "depth" or "experts".
-        sizes: what the factory is called with, rising. Exponents are those between the two largest,
-            of experts between the least and the largest; modules of the others are read alone.
+        sizes: arguments of the factory, rising. Exponents are those between the two largest, for
+            experts between the least and the largest; modules of the others are only read.
         optimizer: a function of the module (or of the module and the size) that makes its torch
             optimizer, or several (Muon and Adam), with the real groups; or a name as in
             `Prediction.after`, all rates being one; None: the factory's, else Adam at one rate.
@@ -93,22 +92,22 @@ def transfer(
         )
     if not isinstance(sizes, Sequence | np.ndarray):
         raise domain_error("sizes", sizes, "two or more sizes, such as (128, 256)")
-    wanted = tuple(check_count("sizes", size) for size in sizes)
-    if len(set(wanted)) < 2 or list(wanted) != sorted(set(wanted)):
+    counts = tuple(check_count("sizes", size) for size in sizes)
+    if len(set(counts)) < 2 or list(counts) != sorted(set(counts)):
         raise domain_error("sizes", sizes, "two or more sizes, each larger than the last")
     if isinstance(optimizer, str):
         check_choice("optimizer", optimizer, OPTIMIZERS)
-    read = [_Sized.of(factory, size, optimizer) for size in wanted]
+    read = [_Sized.of(factory, size, optimizer) for size in counts]
     kinds = {one.kind for one in read}
     if len(kinds) > 1:
         raise DomainError(f"optimizers differ between sizes: {', '.join(sorted(kinds))}")
     reference = max(read[0].rates.values())
     if axis == "experts":
-        _alike(wanted, read)
-        used = [read[0], read[-1]]  # as draws of experts scatter
+        _check_only_experts_differ(counts, read)
+        used = [read[0], read[-1]]  # far apart, because draws of experts scatter
     else:
         used = read[-2:]
-    steps = [one.stepped(reference) for one in used]
+    steps = [one.steps(reference) for one in used]
     logs = np.log([one.size for one in used])
     rows = []
     for name in steps[0]:
@@ -133,11 +132,11 @@ def transfer(
     elif axis == "depth":
         findings = along_depth(rows, growth)
     else:
-        findings = along_experts(rows, exponent(logs, [one.mixed for one in used]))
-    return TransferReport(axis, wanted, read[0].kind, tuple(rows), tuple(findings), notes)
+        findings = along_experts(rows, exponent(logs, [one.expert_gain for one in used]))
+    return TransferReport(axis, counts, read[0].kind, tuple(rows), tuple(findings), notes)
 
 
-def _alike(sizes: Sequence[int], read: Sequence[_Sized]) -> None:
+def _check_only_experts_differ(sizes: Sequence[int], read: Sequence[_Sized]) -> None:
     """Raise a DomainError unless modules differ in the number of experts alone."""
     models = [one.model for one in read]
     for size, model in zip(sizes, models, strict=True):
@@ -160,16 +159,16 @@ def _alike(sizes: Sequence[int], read: Sequence[_Sized]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Sized:
-    """A module of one size, as it is read.
+    """A module of one size.
 
     Attributes:
-        size: what the factory was called with.
-        described: the roles of its parameters.
-        model: its declaration.
+        size: argument of the factory.
+        described: its description.
+        model: its declaration, for few tokens.
         kind: of its optimizer.
-        rates: by role, of what the module computes with.
+        rates: learning rates by role, of matrices as the module multiplies with them.
         options: of the optimizer.
-        filled: roles that start at 0 and were drawn.
+        filled: roles that start at 0 and were drawn instead.
         notes: what was assumed.
     """
 
@@ -186,20 +185,21 @@ class _Sized:
     def of(cls, factory: Callable[[int], Any], size: int, optimizer: Any) -> _Sized:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            made = factory(size)
-        module, own = made if isinstance(made, tuple) else (made, None)
+            result = factory(size)
+        module, own = result if isinstance(result, tuple) else (result, None)
         if not isinstance(module, nn.Module):
             raise domain_error(
                 f"factory({size})", type(module).__name__, "a module, or a module and its optimizer"
             )
-        given = optimizer if own is None else own
-        if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
-            remedy = f"lambda module: {given.__name__}(module.parameters(), lr=1e-3)"
-            raise domain_error("optimizer", given.__name__, "a function of the module", remedy)
-        if callable(given) and not isinstance(given, torch.optim.Optimizer):
-            several = len(inspect.signature(given).parameters) > 1
-            given = given(module, size) if several else given(module)
-        kind, by_parameter, options = _rates_of(module, given)
+        optimizer = optimizer if own is None else own
+        if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+            name = optimizer.__name__
+            remedy = f"lambda module: {name}(module.parameters(), lr=1e-3)"
+            raise domain_error("optimizer", name, "a function of the module", remedy)
+        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+            several = len(inspect.signature(optimizer).parameters) > 1
+            optimizer = optimizer(module, size) if several else optimizer(module)
+        kind, by_parameter, options = _rates_of(module, optimizer)
         with _filled(module) as empty, warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
             described = describe(module)
@@ -210,12 +210,12 @@ class _Sized:
         few = described.model.replace(seq_len=min(TOKENS, described.model.seq_len))
         roles = described.found.roles
         filled = frozenset(role.full_name for role in roles if role.parameter in empty)
-        if "head" in filled:  # whose entries are soon as large as its steps
+        if "head" in filled:  # its entries soon have the size of its steps
             assert few.head is not None
-            grown = _SOON * rates["head"]
-            if kind == "sgd":  # whose steps have the factor of the logits
-                grown *= few.head.output_scale
-            few = few.replace(head=few.head.replace(weight_variance=grown**2))
+            size_soon = _SOON * rates["head"]
+            if kind == "sgd":  # steps in proportion to the gradient contain the output scale
+                size_soon *= few.head.output_scale
+            few = few.replace(head=few.head.replace(weight_variance=size_soon**2))
         notes += [
             f"{', '.join(gathered_names(names))}: starts at 0, and was read as drawn"
             for names in [sorted(empty)]
@@ -224,7 +224,7 @@ class _Sized:
         return cls(size, described, few, kind, rates, options, filled, tuple(notes))
 
     def names(self, weight: str) -> str:
-        """The module's own, of a role."""
+        """The module's own names of the parameters of a role."""
         labels = [role.label for role in self.described.found.roles if role.full_name == weight]
         return ", ".join(gathered_names(labels))
 
@@ -232,55 +232,55 @@ class _Sized:
     def prediction(self) -> Prediction:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
-            given: Prediction = predict(self.model, tokens=True, **zipf_batch(self.model))
-        return given
+            result: Prediction = predict(self.model, tokens=True, **zipf_batch(self.model))
+        return result
 
     @property
     def scale(self) -> float:
-        """Of a head's logits."""
+        """Factor of q k."""
         scale = (self.model.d_head or math.nan) ** -0.5
         return float(scale / self.model.temperatures.mean())
 
     @property
     def growth(self) -> float:
-        """Of the stream's root mean square, from first to last."""
+        """Ratio of the stream's last root mean square to its first."""
         variance = self.prediction.variance
         return float(math.sqrt(variance[-1] / variance[0]))
 
     @property
-    def mixed(self) -> float:
-        """Root mean square of what experts make of what they read, over that."""
+    def expert_gain(self) -> float:
+        """Ratio of the root mean square of a mixture's output to that of its input."""
         points = self.prediction._stepping.reading.points
         gains = [
             after.kernel.trace() / at.kernel.trace()
             for at, after in itertools.pairwise(points)
             if after.name == "ffn.experts"
         ]
-        return _middle(np.array(gains))
+        return _typical_size(np.array(gains))
 
-    def stepped(self, reference: float) -> dict[str, dict[str, float]]:
-        """By role, root mean squares of what a step does at rates over a common one."""
+    def steps(self, reference: float) -> dict[str, dict[str, float]]:
+        """Root mean squares of the effects of a step by role, at rates relative to `reference`."""
         shares = {name: rate / reference for name, rate in self.rates.items()}
         values: dict[str, dict[str, float]] = {}
         known = {role.full_name: role for role in self.described.found.roles}
         stepping: Stepping = self.prediction._stepping
 
-        def moved(multipliers: Mapping[str, float]) -> Walk:
+        def walk(multipliers: Mapping[str, float]) -> Walk:
             options = {**self.options, "multipliers": multipliers}
             return stepping.walked(self.kind, _TINY, **options)
 
-        weights = moved(shares).weights
+        weights = walk(shares).weights
         for name in dict.fromkeys(one.weight for one in weights):
             own = [one for one in weights if one.weight == name]
             if name not in known or not shares.get(name) or not any(one.square for one in own):
                 continue
-            made, step = self._local(name, own, float(known[name].fan_in))
+            activation, step = self._local(name, own, float(known[name].fan_in))
             logit = math.nan
             if group_of(name) != "vectors":
-                alone = {one.weight: 0.0 for one in weights} | {name: shares[name]}
-                logit = math.sqrt(moved(alone).end.change)
+                only = {one.weight: 0.0 for one in weights} | {name: shares[name]}
+                logit = math.sqrt(walk(only).end.change)
             values[name] = {
-                "activation": math.nan if name in self.filled else made,
+                "activation": math.nan if name in self.filled else activation,
                 "update": logit if name == "head" else step,
                 "logit": logit,
                 "loss": abs(sum(one.slope for one in own)),
@@ -288,8 +288,8 @@ class _Sized:
         return values
 
     def _local(self, name: str, own: Sequence[WeightStep], fan_in: float) -> tuple[float, float]:
-        """What a matrix, and its step, make of an input of variance 1; of tables and vectors, which
-        read none, their own sizes."""
+        """Root mean square output of a matrix, and of its step, for an input of variance 1; sizes
+        of tables and vectors, which have no input."""
         start, step, aligned, chosen = (
             np.array([getattr(one, of) for one in own])
             for of in ("variance", "square", "aligned", "chosen")
@@ -297,23 +297,23 @@ class _Sized:
         scale = self.model.head.output_scale if name == "head" and self.model.head else 1.0
         if group_of(name) in ("matrices", "head"):
             start, step = start * fan_in, step * aligned * chosen
-        return scale * _middle(start), scale * _middle(step)
+        return scale * _typical_size(start), scale * _typical_size(step)
 
 
 _SOON = 100.0
-"""Steps after which a head that starts at 0 is looked at; exponents do not depend on it."""
+"""Steps after which a head that starts at 0 is considered; exponents do not depend on it."""
 
 
-def _middle(squares: np.ndarray) -> float:
-    """Root of the geometric mean over layers; nan where there is none."""
+def _typical_size(squares: np.ndarray) -> float:
+    """Root of the geometric mean of squares over layers; nan without positive ones."""
     known = squares[np.isfinite(squares) & (squares > 0)]
     return float(np.exp(0.5 * np.log(known).mean())) if len(known) else math.nan
 
 
 @contextlib.contextmanager
 def _filled(module: nn.Module) -> Iterator[set[str]]:
-    """Matrices that start at 0 drawn with 1/width, and set back afterwards: behind them no gradient
-    would pass, though it does from the second step on."""
+    """Draw the matrices that start at 0 with variance 1/width within the context, because no
+    gradient passes them in the first step, but from the second on."""
     empty = {n: p for n, p in module.named_parameters() if p.ndim > 1 and not p.detach().any()}
     generator = torch.Generator().manual_seed(0)
     with restored(empty.values()):
@@ -326,13 +326,15 @@ def _filled(module: nn.Module) -> Iterator[set[str]]:
 def _by_role(
     described: Description, rates: Mapping[str, float], kind: str
 ) -> tuple[dict[str, float], list[str]]:
-    """The rate of every role: of the matrix that the model multiplies with, which is the parameter
-    times what the module multiplies it by. A parameter's step counts by that factor, and where it
-    follows the gradient's size, which has it too, by its square."""
+    """The learning rate of every role, and notes.
+
+    If the module multiplies with a parameter times a factor, the step of the product is the
+    parameter's times that factor; in proportion to the gradient, times the factor's square.
+    """
     model, tensors = described.model, tensors_of(described.module)
     assert model is not None
     power = 2 if kind == "sgd" else 1
-    seen: dict[str, list[float]] = {}
+    rates_of: dict[str, list[float]] = {}
     for role in described.found.roles:
         if role.parameter not in rates:
             continue
@@ -342,25 +344,26 @@ def _by_role(
             variance = float(getattr(model.layer_weights(role.layer), role.name))
             if square > 0 and variance > 0:
                 factor = math.sqrt(variance / square)
-        seen.setdefault(role.full_name, []).append(rates[role.parameter] * factor**power)
+        rates_of.setdefault(role.full_name, []).append(rates[role.parameter] * factor**power)
     notes = [
         f"{name}: rates differ between layers, and their geometric mean was taken"
-        for name, values in seen.items()
+        for name, values in rates_of.items()
         if max(values) > 1.5 * min(values)
     ]
-    return {name: float(np.exp(np.mean(np.log(values)))) for name, values in seen.items()}, notes
+    means = {name: float(np.exp(np.mean(np.log(values)))) for name, values in rates_of.items()}
+    return means, notes
 
 
 _KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Lion": "lion", "Muon": "muon"}
 _KINDS |= {"FusedAdam": "adam", "MuAdam": "adam", "MuAdamW": "adamw", "MuSGD": "sgd"}
 
 
-def _rates_of(module: nn.Module, given: Any) -> tuple[str, dict[str, float], dict[str, Any]]:
+def _rates_of(module: nn.Module, optimizer: Any) -> tuple[str, dict[str, float], dict[str, Any]]:
     """The kind of the optimizer, the rate of every parameter that it moves, and its options."""
     named = {id(p): name for name, p in module.named_parameters()}
-    if given is None or isinstance(given, str):
-        return given or "adam", dict.fromkeys(named.values(), 1e-3), {}
-    several = given if isinstance(given, (list, tuple)) else [given]
+    if optimizer is None or isinstance(optimizer, str):
+        return optimizer or "adam", dict.fromkeys(named.values(), 1e-3), {}
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     kinds, rates, options = [], dict[str, float](), dict[str, Any]()
     for one in several:
         if not isinstance(one, torch.optim.Optimizer):
@@ -372,7 +375,7 @@ def _rates_of(module: nn.Module, given: Any) -> tuple[str, dict[str, float], dic
             )
         known = [_KINDS[c.__name__] for c in type(one).__mro__ if c.__name__ in _KINDS]
         for group in one.param_groups:
-            # one optimizer of several kinds names that of each group, as nanochat's does
+            # an optimizer of several kinds names the kind of each group, as nanochat's does
             own = [group["kind"]] if group.get("kind") in OPTIMIZERS else known
             if not own:
                 raise domain_error(

@@ -50,6 +50,11 @@ class Router:
         """Whether the three functions are sampled: groups have no product over experts."""
         return self.kept_groups < self.groups
 
+    @property
+    def constant(self) -> bool:
+        """Whether the gate is 1 whatever the logits: no gradient reaches them."""
+        return self.chosen == 1 and self.normalised == "chosen"
+
     def weight(self, z: Array) -> tuple[Array, Array]:
         """w(z) and its derivative."""
         if not self.logistic:
@@ -105,7 +110,7 @@ are smooth although not in the correlation itself, a polynomial."""
 LEAST = float(np.cos(ANGLES[-1]))
 """The least correlation of two tokens' logits that the table reaches."""
 OCTAVE = 0.2
-"""Step of the tables in log s, between two of which they are interpolated."""
+"""Step of the tables in log s, between two of which they are interpolated in the root of s."""
 SMALLEST, LARGEST = 1e-4, 40.0
 """Variances of logits between which there are tables: below, the choice alone is left."""
 SAMPLES = 40_000
@@ -114,17 +119,17 @@ SAMPLES = 40_000
 
 @functools.lru_cache(maxsize=512)
 def _table(router: Router, step: int) -> np.ndarray:
-    """Coefficients (3, angles), lowest first, of polynomials in the angle: of log M, N/M, log P."""
+    """Coefficients (3, angles), lowest first, of polynomials in the angle: of log M, log N, log P;
+    of N that is 0 none."""
     s = float(np.exp(OCTAVE * step))
     if router.sampled:
         values = sampled(router, s)[0]
     else:
         off_diagonal = [at(router, s, float(np.cos(angle))) for angle in ANGLES[1:]]
         values = np.stack([alone(router, s), *off_diagonal], -1)
-    m, n, p = values
-    return np.linalg.solve(
-        np.vander(ANGLES, increasing=True), np.stack([np.log(m), n / m, np.log(p)]).T
-    ).T
+    if router.constant:
+        values[1] = 1.0
+    return np.linalg.solve(np.vander(ANGLES, increasing=True), np.log(values).T).T
 
 
 def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Array, Array]:
@@ -137,15 +142,13 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     scalar = np.ndim(s) == 0 and np.ndim(correlation) == 0
     square, router = router.scale**2, replace(router, scale=1.0)
     s, correlation = np.asarray(s, float), np.asarray(correlation, float)
-    place = np.log(np.clip(s, SMALLEST, LARGEST)) / OCTAVE
-    below = np.floor(place).astype(int)
-    share = place - below
+    clipped = np.clip(s, SMALLEST, LARGEST)
+    below = np.floor(np.log(clipped) / OCTAVE + 1e-9).astype(int)
+    # slopes fall with the largest logits' size: in the root of s their logarithms are straight
+    low, high = (np.exp(OCTAVE / 2 * (below + step)) for step in (0, 1))
+    share = np.maximum((np.sqrt(clipped) - low) / (high - low), 0.0)
     shape = np.shape(s)
     powers = np.empty((3, *shape, len(ANGLES)))
-    below, share = (
-        np.where(share > 1 - 1e-9, below + 1, below),
-        np.where(share > 1 - 1e-9, 0.0, share),
-    )
     for step in np.unique(below):
         at_step = below == step
         rest = share[at_step][:, None] if shape else share
@@ -162,9 +165,9 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
     result: Any = 0.0
     for power in range(len(ANGLES) - 1, -1, -1):
         result = result * angle + powers[..., power].reshape(3, *shape, *more)
-    log_m, ratio, log_p = result
+    log_m, log_n, log_p = result
     m, p = square * np.exp(log_m), np.exp(log_p)
-    n = m * ratio
+    n = 0.0 * m if router.constant else square * np.exp(log_n)
     return (float(m), float(n), float(p)) if scalar else (m, n, p)
 
 
@@ -476,8 +479,8 @@ def _everywhere(
 
 def _scaled(router: Router, values: np.ndarray) -> np.ndarray:
     m, n, p = values
-    if router.chosen == 1 and router.normalised == "chosen":
-        m, n = p, 0.0  # the gate is 1 whatever the logits
+    if router.constant:
+        m, n = p, 0.0
     return np.array([router.scale**2 * m, router.scale**2 * n, p])
 
 

@@ -193,7 +193,7 @@ def _read_tables(stream: StreamReader, result: EmbeddingUnit, lookups: list[_Loo
 
 
 def _role_of_indices(stream: StreamReader, indices: int) -> str | None:
-    """ "segment" for equal indices along a sequence, "position" for a count, "token" for others."""
+    """The role of a table: "segment" for equal indices, "position" for a count, else "token"."""
     ids, live = stream.graph.tensor(indices), stream.reader.live(indices)
     if ids.ndim >= 1 and ids.shape[-1] > 1:
         steps = ids.reshape(-1, ids.shape[-1]).diff(dim=-1)

@@ -338,18 +338,21 @@ class GraphReader:
 
     def nearest_linears(self, end: int) -> list[LinearUnit]:
         """The linear maps that a value depends on without another one between."""
-        result: dict[int, LinearUnit] = {}
+        nodes = self._nearest(end, lambda node: node.index in self.linears)
+        return [self.linears[node.index] for node in nodes]
+
+    def _nearest(self, end: int, chosen: Callable[[Node], bool]) -> list[Node]:
+        """The chosen operations that a live value depends on without another one between."""
+        result: dict[int, Node] = {}
         waiting, seen = [end], {end}
         while waiting:
             node = self.graph.producer(waiting.pop())
-            if node is None:
-                continue
-            if node.index in self.linears:
-                result[node.index] = self.linears[node.index]
-                continue
-            more = [v for v in node.inputs if self.live(v) and v not in seen]
-            seen.update(more)
-            waiting += more
+            if node is not None and chosen(node):
+                result[node.index] = node
+            elif node is not None:
+                more = [v for v in node.inputs if self.live(v) and v not in seen]
+                seen.update(more)
+                waiting += more
         return [result[index] for index in sorted(result)]
 
     def first_uses(self, linear: LinearUnit, end: int) -> list[tuple[int, Tensor]]:
@@ -552,23 +555,12 @@ class GraphReader:
 
     def _logit_product(self, logits: int) -> Node | None:
         """The last product of two live values before the logits, behind all linear maps."""
-        waiting, seen = [logits], set()
-        result: list[Node] = []
-        while waiting:
-            value = waiting.pop()
-            node = self.graph.producer(value)
-            if node is None or value in seen:
-                continue
-            seen.add(value)
-            if node.index in self.linears:
-                continue
-            if node.name in PRODUCTS:
-                factors = node.inputs[-2:]
-                if len(factors) == 2 and all(self.live(v) for v in factors):
-                    result.append(node)
-                continue
-            waiting += [v for v in node.inputs if self.live(v)]
-        return max(result, key=lambda node: node.index, default=None)
+        chosen = self._nearest(logits, lambda n: n.index in self.linears or n.name in PRODUCTS)
+        for node in reversed(chosen):
+            live = [self.live(v) for v in node.inputs[-2:]]
+            if node.index not in self.linears and live == [True, True]:
+                return node
+        return None
 
 
 def close(x: Tensor, y: Tensor, tolerance: float = EXACT) -> bool:

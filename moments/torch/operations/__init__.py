@@ -1,8 +1,8 @@
-"""Any module, operation by operation: its recorded pass is lowered to variables, which have laws.
+"""Prediction of any module by its operations: a recorded pass is lowered to variables with laws.
 
-`predict` is the entry. `variables` says what a recorded tensor can be and how its entries are
-labelled; `lowering` makes variables of recorded operations; `laws` has their covariances and, as a
-derivative of the same recursion, their gradients; `sampling` draws what no law covers.
+Start with `predict`. `variables` defines variables and the labels of recorded tensors; `lowering`
+makes variables of recorded operations; `laws` computes covariances and, as derivatives of the same
+recursion, gradients; `sampling` draws variables without a law.
 """
 
 from .predict import ModulePrediction, predict

@@ -1,10 +1,10 @@
 """Means and covariances of variables, and gradients as derivatives of the same recursion.
 
-Two replicas of a module share all that is random but for what is perturbed. The covariance of two
-variables across them is the law of the signal where the replicas are one; its derivative in the
-covariance of a variable is that variable's gradient kernel (Price's theorem), in the covariance of
-a weight the squared gradient of that weight. What a replica has by itself (variances, means, norms,
-choices) is held fixed. See docs/theory/any-module.md.
+Two replicas of a module share all random numbers except those that are perturbed. The covariance of
+two variables across equal replicas is that of the signal; its derivative in the covariance of a
+variable is that variable's gradient kernel (Price's theorem), in the covariance of a weight the
+squared gradient of that weight. Quantities of one replica (variances, means, norms, choices) are
+fixed. See docs/theory/any-module.md.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .variables import (
 
 F64 = torch.float64
 ORDER = 48
-"""Terms of a Hermite series; what is beyond goes on the last power, so that kinks cost nothing at
-correlation 1."""
-_GRID = torch.linspace(-9, 9, 2400, dtype=F64)  # of an even number: kinks at 0 lie between
+"""Terms of a Hermite series; the rest is added to the last power, so that the series is exact at
+correlation 1 even for functions with kinks."""
+_GRID = torch.linspace(-9, 9, 2400, dtype=F64)  # an even number, so that kinks at 0 lie between
 
 
 def _hermite() -> tuple[Tensor, Tensor]:
-    """Normalised Hermite polynomials on the grid times its weights, and the weights."""
+    """Normalised Hermite polynomials on the grid times the Gaussian weights, and the weights."""
     rows = [torch.ones_like(_GRID), _GRID.clone()]
     for n in range(1, ORDER - 1):
         rows.append((_GRID * rows[n] - n**0.5 * rows[n - 1]) / (n + 1) ** 0.5)
@@ -63,12 +63,13 @@ _HERMITE, _WEIGHT = _hermite()
 
 @dataclass
 class Series:
-    """Hermite coefficients of a function at every site, and of its derivative, at every level of a
-    parameter that is added to the Gaussian and is none itself.
+    """Hermite coefficients of a function of a Gaussian plus a parameter that is not Gaussian.
 
-    `deviation` (sites,) of the Gaussian; `value`, `slope` (ORDER, sites, levels); `rest`,
-    `slope_rest` (sites, levels) squares that higher orders have; `added` that parameter and by how
-    much it is multiplied.
+    Attributes:
+        deviation: (sites,) of the Gaussian.
+        value, slope: (ORDER, sites, levels) of the function and its derivative.
+        rest, slope_rest: (sites, levels) sums of squares of higher coefficients.
+        added: the parameter, if any, and its factor; levels are those of its entries.
     """
 
     deviation: Tensor
@@ -85,8 +86,7 @@ class Series:
 
 
 class _Pair(torch.autograd.Function):
-    """E f(X) g(Y) - E f E g from the covariance of X and Y, with what is added to both or without;
-    its derivative is E f'(X) g'(Y)."""
+    """E f(X) g(Y) - E f E g from the covariance of X and Y; its derivative is E f'(X) g'(Y)."""
 
     @staticmethod
     def forward(ctx: Any, covariance: Tensor, f: Series, g: Series) -> Tensor:
@@ -117,17 +117,22 @@ class _Pair(torch.autograd.Function):
 
 
 def _over_levels(a: Tensor, b: Tensor, joint: bool) -> Tensor:
-    """(sites, sites) mean of the product of two tables (sites, levels), of one level or of two."""
+    """(sites, sites) mean over levels of the product of two tables (sites, levels); `joint`: of one
+    parameter, else of two independent ones."""
     if joint:
         return a @ b.T / a.shape[1]
     return a.mean(1)[:, None] * b.mean(1)[None]
 
 
 class Replicas:
-    """Covariances between two replicas, and what they depend on.
+    """Covariances between two replicas.
 
-    `crossed`: whether they are two, so that derivatives are asked for; else one network with
-    itself. `given` are choices that both made alike.
+    Attributes:
+        crossed: whether derivatives are needed; else both replicas are one network.
+        given: choices that are equal in both.
+        known: covariances by the numbers of two variables.
+        weights: root -> covariance of its entries, a differentiable leaf.
+        outer, within: replicas with one choice less and more in `given`.
     """
 
     def __init__(self, crossed: bool = False, given: frozenset[int] = frozenset()) -> None:
@@ -138,14 +143,14 @@ class Replicas:
         self.within: dict[int, Replicas] = {}
 
     def inside(self, route: int) -> Replicas:
-        """The same where a choice is one in both."""
+        """The replicas in which a choice is equal, too."""
         if route not in self.within:
             new = self.within[route] = Replicas(self.crossed, self.given | {route})
             new.weights, new.outer = self.weights, self
         return self.within[route]
 
     def weight(self, root: str, variance: float) -> Tensor:
-        """Covariance of a weight's entries across the replicas: a leaf."""
+        """Covariance of a weight's entries across the replicas."""
         if not self.crossed:
             return torch.tensor(variance, dtype=F64)
         if root not in self.weights:
@@ -153,7 +158,7 @@ class Replicas:
         return self.weights[root]
 
     def collect(self) -> None:
-        """Add to gradients of covariances what they got inside choices."""
+        """Add the gradients of covariances within choices to those outside."""
         for inner in self.within.values():
             inner.collect()
             for key, covariance in inner.known.items():
@@ -167,7 +172,7 @@ class Replicas:
 
 
 class Drawn(Protocol):
-    """What is known of variables that have no law (`sampling.Sampler`)."""
+    """Moments of variables without a law (`sampling.Sampler`)."""
 
     def law(self, variable: Sampled) -> tuple[Tensor, Tensor]: ...
     def covariance(self, variable: Sampled, replicas: Replicas) -> Tensor: ...
@@ -258,8 +263,7 @@ class Laws:
         return self.covariance(u, v, replicas) + self.mean(u)[:, None] * self.mean(v)[None]
 
     def shown(self, s: Field) -> tuple[Tensor, Tensor]:
-        """Means and covariance of the sites of a recorded tensor, of features as often as it has
-        them."""
+        """Means and covariance of the sites of a recorded tensor, averaged over its entries."""
         v = s.variable
         if not isinstance(v, Joined):
             return self.mean(v), self.covariance(v, v)
@@ -293,7 +297,7 @@ class Laws:
         return made
 
     def _routes(self, v: Variable) -> frozenset[int]:
-        """Choices of a matrix that a variable has gone through."""
+        """The choices of a matrix that a variable depends on."""
         if v.number not in self._chosen:
             own = v.route if isinstance(v, Product) else None
             mine = frozenset() if own is None else frozenset({own.number})
@@ -303,11 +307,11 @@ class Laws:
     def _covariance(self, u: Variable, v: Variable, where: Replicas) -> Tensor:
         match u, v:
             case Combination(through=(a, i)), Combination(through=(b, j)) if torch.equal(i, j):
-                return self.covariance(a, b, where) * 1.0  # of which the gradient is whole then
+                return self.covariance(a, b, where) * 1.0  # collects the gradients of all parts
             case Combination(), Combination() if u is v or (u.by_feature and v.by_feature):
                 return self._of_combinations(u, v, where)
-        # Only the later one is taken apart, so that derivatives in the covariance of an earlier
-        # variable count every path from it.
+        # Only the later variable is expanded, so that derivatives in the covariance of an earlier
+        # one contain every path from it.
         late, early = (u, v) if u.number > v.number else (v, u)
         if isinstance(late, Combination):
             made = self._taken_apart(late, early, where)
@@ -333,7 +337,7 @@ class Laws:
             case Part(), Part():
                 if not torch.equal(u.chosen, v.chosen):
                     return nothing
-                a, b = u.through, v.through  # of which the gradient is whole then
+                a, b = u.through, v.through  # collects the gradients of all parts
                 if a is not None and b is not None and torch.equal(a.chosen, b.chosen):
                     return self.covariance(a, b, where) * 1.0
                 return self.covariance(u.whole, v.whole, where) * 1.0
@@ -406,7 +410,7 @@ class Laws:
         return total
 
     def _one_sided(self, product: Times, other: Variable) -> bool:
-        """Whether only one factor can have to do with another variable."""
+        """Whether only one factor of a product can depend on another variable."""
         return not product.one.roots & other.roots or not product.other.roots & other.roots
 
     def _of_factor(self, product: Times, other: Variable, where: Replicas) -> Tensor:
@@ -460,8 +464,8 @@ class Laws:
         return weight * total + mean * of_mean + own
 
     def _own_rows(self, u: Product) -> Tensor:
-        """(sites, rows) means of the products of a table's rows with what was made of them, as
-        where the head is the table: width times their covariance."""
+        """(sites, rows) means of products of a table's rows with variables that depend on them, if
+        the head is the table: width times their covariance."""
         if u.source is None or len(u.columns) != 1:
             return torch.zeros(u.sites, 1, dtype=F64)
         (count, at), rows = u.columns[0], dict[int, Tensor]()
@@ -493,7 +497,7 @@ class Laws:
         return total - self.mean(u)[:, None] * self.mean(v)[None]
 
     def series(self, v: Curve) -> Series:
-        """Of the function at the law of every site."""
+        """The Hermite series of a curve's function at the mean and deviation of every site."""
         if v.number in self._series:
             return self._series[v.number]
         mean, variance, shifts = self.mean(v.inner), self.variance(v.inner), torch.zeros(1)
@@ -514,23 +518,23 @@ class Laws:
     def _level(
         self, function: Callable[[Tensor], Tensor], mean: Tensor, deviation: Tensor
     ) -> tuple[Tensor, ...]:
-        """Coefficients (ORDER, sites) of a function and its derivative, and what is left."""
+        """Coefficients (ORDER, sites) of a function and its derivative, and squares of the rest."""
         with torch.enable_grad():
             z = (mean[:, None] + deviation[:, None] * _GRID[None]).detach().requires_grad_(True)
             y = function(z)
             (slope,) = torch.autograd.grad(y.sum(), z)
         y = y.detach()
-        both = []
-        for x in (y, slope):
-            found = _HERMITE @ x.T
-            both.append((found, ((x**2) @ _WEIGHT - (found**2).sum(0)).clamp_min(0)))
-        (value, rest), (derivative, slope_rest) = both
-        return value, derivative, rest, slope_rest
+        value, derivative = _HERMITE @ y.T, _HERMITE @ slope.T
+        rests = (
+            ((x**2) @ _WEIGHT - (coefficients**2).sum(0)).clamp_min(0)
+            for x, coefficients in ((y, value), (slope, derivative))
+        )
+        return value, derivative, *rests
 
-    # --- how a curve changes ----------------------------------------------------------------------
+    # --- derivatives of curves --------------------------------------------------------------------
 
     def changes(self, v: Slope) -> Series:
-        """Hermite coefficients of E[f'(x) y | x], of the part of y that x says."""
+        """Hermite coefficients of E[f'(x) y | x]."""
         if v.number not in self._changes:
             x, y = v.curve.inner, v.change
             base, mean = self.series(v.curve), self.mean(y)
@@ -552,20 +556,20 @@ class Laws:
         return self.share(v.change, v.curve.inner)
 
     def _apart(self, v: Slope, other: Variable) -> Tensor:
-        """(sites, sites of another one) its covariance with what of y is not x at the same site."""
+        """(sites, sites of another variable) its covariance with y - E[y | x] of every site."""
         own = self._share(v)[:, None] * self.covariance(v.curve.inner, other)
         return self.covariance(v.change, other) - own
 
     def _of_slope(self, f: Slope, y: Variable) -> Tensor:
-        """With a Gaussian: by Stein's lemma in x and in what of the change is not x."""
+        """The covariance of a slope with a Gaussian: Stein's lemma in x and in y - E[y | x]."""
         made, base = self.changes(f), self.series(f.curve)
         along = made.value[1].mean(1) / base.deviation.clamp_min(1e-300)
         through = along[:, None] * self.covariance(f.curve.inner, y)
         return through + base.slope[0].mean(1, keepdim=True) * self._apart(f, y)
 
     def _of_slopes(self, u: Slope, v: Slope | Curve) -> Tensor:
-        """f'(x) y with f'(x') y' or f(x'): with y = E[y | x] + e, Hermite series in x and Stein's
-        lemma in e."""
+        """The covariance of f'(x) y with f'(x') y' or f(x'), with y = E[y | x] + e: Hermite series
+        in x and Stein's lemma in e."""
         curve = v.curve if isinstance(v, Slope) else v
         x, z, f, g = u.curve.inner, curve.inner, self.series(u.curve), self.series(curve)
         made = self.changes(u)
@@ -599,8 +603,8 @@ class Laws:
         return total + (straight * one + crossed * two) / scale
 
     def _of_gains(self, u: Curve, v: Curve, where: Replicas) -> Tensor:
-        """Nothing, but derivatives in gains g of f(g x + b): E f'(g x) x f'(g x') x', where the
-        covariance of g x alone says E f'f' E x x'."""
+        """Zero, with a correction of derivatives in gains g of f(g x + b): E f'(g x) x f'(g x') x'
+        instead of E f'f' E x x', the derivative through the covariance of g x."""
         total = torch.zeros(u.sites, v.sites, dtype=F64)
         for gain, x in self.gained(u.inner):
             for other, y in self.gained(v.inner):
@@ -616,7 +620,7 @@ class Laws:
         return total
 
     def gained(self, v: Variable) -> list[tuple[Entries, Variable]]:
-        """Gains, one for every feature, in a sum, and what each multiplies."""
+        """The gains, one for every feature, in a sum, and the variables that they multiply."""
         if v.number not in self._gains:
             terms = v.terms if isinstance(v, Combination) else [Term(v, torch.ones((), dtype=F64))]
             self._gains[v.number] = [
@@ -649,7 +653,7 @@ class Laws:
         return made
 
     def added(self, v: Variable) -> tuple[Entries, float] | None:
-        """Of a sum the parameter in it that is far from Gaussian, and how often it is added."""
+        """The parameter in a sum that is far from Gaussian, and its coefficient."""
         for term in v.terms if isinstance(v, Combination) else ():
             one = term.variable
             if isinstance(one, Entries) and one.levels is not None:
@@ -658,7 +662,7 @@ class Laws:
 
 
 def _entries_of(v: Variable, root: str, seen: dict[int, list[Entries]]) -> list[Entries]:
-    """Rows of a parameter in the sums and products that a variable is made of."""
+    """Entries of a parameter that a variable depends on."""
     if v.number not in seen:
         seen[v.number] = [v] if isinstance(v, Entries) and v.root == root else []
         for parent in v.parents:

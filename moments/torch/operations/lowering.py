@@ -1,7 +1,7 @@
-"""Recorded operations to variables, one after another; what is known is computed on the way.
+"""Lowering of recorded operations to variables, one after another.
 
-Every rule answers with the states of an operation's outputs, or with None where it does not apply;
-what no rule takes is sampled, and what cannot even be sampled is named and left unpredicted.
+A rule returns the states of an operation's outputs, or None if it does not apply. Operations
+without a rule are sampled; those that cannot be sampled are named and left without a prediction.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ from .variables import (
     blend,
     combination,
     curve_of,
-    flipped,
-    flipped_shape,
     holds_sampled,
     joined,
     number,
     of_rows,
     times,
+    transposed_shape,
     varies,
 )
 
@@ -62,10 +61,10 @@ _COPIES_NAMES = (
     "pixel_shuffle channel_shuffle _unsafe_index upsample_nearest2d as_strided_scatter real"
 )
 _COPIES = VIEWS | frozenset(_COPIES_NAMES.split())
-"""Operations that move entries: run on labels."""
+"""Operations that move entries, which are run on labels."""
 
 _SAME = ("_to_copy", "native_dropout", "dropout", "view_as_complex", "view_as_real")
-"""Those among them that leave every entry where it is, or nearly."""
+"""Those of them that do not change the labels."""
 
 _CURVES_NAMES = (
     "gelu relu silu tanh sigmoid exp erf softplus pow sqrt rsqrt abs leaky_relu elu hardtanh "
@@ -74,48 +73,49 @@ _CURVES_NAMES = (
     "_prelu_kernel log_sigmoid_forward hardshrink nan_to_num logit"
 )
 _CURVES = frozenset(_CURVES_NAMES.split())
-"""Functions of every entry by itself."""
+"""Entrywise functions."""
 
 _FACTORIES_NAMES = (
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty "
     "rand_like randn_like zero fill bernoulli"
 )
 _FACTORIES = frozenset(_FACTORIES_NAMES.split())
-"""Operations whose numbers do not depend on what they are given."""
+"""Operations whose results do not depend on the entries of their inputs."""
 
 _MERGES_NAMES = (
     "cat stack overlay copy slice_scatter select_scatter index_copy hstack vstack concat"
 )
 _MERGES = frozenset(_MERGES_NAMES.split())
-"""Operations that put several tensors into one."""
+"""Operations that combine entries of several tensors in one."""
 
 _BY_PLACES = ("index", "index_put", "index_add", "index_copy", "masked_scatter", "index_select")
-"""Operations whose indices may be what the batch chose: those of the recorded pass are taken."""
+"""Operations whose indices may be chosen by the batch; then those of the recorded pass are used."""
 
 _REDUCTIONS = ("mean", "sum", "var", "std", "linalg_vector_norm", "var_mean", "norm")
 _SUMS = ("add", "sub", "rsub", "mul", "div", "neg")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm")
 
 PLACES = 1500
-"""Sites of a variable beyond which it is not followed, unless more is asked for: a covariance of
-two has as many squared, of 8 bytes each."""
+"""Default of the number of sites up to which a variable is predicted: its covariance takes
+8 sites^2 bytes."""
 
 UNLIKE = 4.0
-"""Deviations from all entries of a parameter beyond which rows of it have a law of their own."""
+"""Standard deviations from the moments of a whole parameter from which some of its rows have
+moments of their own."""
 
 MANY = 16
 """Summands from which a sum with random weights is taken as Gaussian."""
 
 SMALL = 0.02
-"""Of the variance of what a bias is added to, below which its entries are taken as Gaussian."""
+"""Ratio of a bias's variance to that of its output up to which it is taken as Gaussian."""
 
 LEVELS = 32
-"""Of a bias that is not: means of as many of its entries each, by size."""
+"""Equally large groups of entries of another bias, by size; their means represent it."""
 
 _FEW = 8
-"""Entries below which a parameter counts as numbers: scalars on the stream, lambdas."""
+"""Entries below which a parameter is used as numbers: scalars on the stream, lambdas."""
 
 
 class Unlowered(Exception):
@@ -128,22 +128,23 @@ class Lowering:
     Args:
         graph: the pass.
         draws, seed: of the sampler.
-        wider: by parameter and axis, how many times more entries it stands for.
-        places: sites of a variable beyond which it is not followed.
+        wider: parameter -> by axis, the ratio of the true size to the module's.
+        places: sites up to which a variable is predicted.
 
     Attributes:
         states: of every value.
         laws: of variables.
-        unread: (operation, reason) of what no rule covers, with how often.
-        sampled: names of operations that are sampled, with how often.
-        chosen: places that the batch chose, which are those of the recorded pass, with the roots of
-            what they were chosen by.
-        tied: tables that a matrix behind them is, too.
-        whole: all entries of every parameter, and of every tensor that is made of some.
-        coherent: parameters of which one entry acts on all features of a place, or that are used as
-            numbers: they move norms as well (`scalars`).
-        numbers: these, by name, as what depends on them does.
-        owned: variables of whose mean, or mean square, known numbers are made, with it.
+        unread: (operation, reason) of operations without a prediction, and how often.
+        sampled: names of operations that are sampled, and how often.
+        lost: values without a prediction.
+        chosen: indices that the batch chose, those of the recorded pass, with the roots of the
+            variables by which it chose.
+        tied: tables that are also a matrix behind them.
+        whole: all entries of every parameter, and of every tensor computed from parameters.
+        coherent: parameters of which one entry acts on all features of a site, or that are used as
+            numbers: they change norms to leading order (`scalars`).
+        numbers: the latter by name, as differentiable leaves.
+        owned: variables with their mean, or mean square, as a leaf of the numbers computed from it.
     """
 
     def __init__(
@@ -187,26 +188,26 @@ class Lowering:
         name = node.name.rstrip("_")
         states = [self.states.get(v) for v in node.inputs]
         try:
-            made = self._made(node, name, states)
-            for state in made:
+            outputs = self._outputs(node, name, states)
+            for state in outputs:
                 if isinstance(state, Field) and state.variable.sites > self.places:
                     raise Unlowered(f"{state.variable.sites} places, {self.places} at most")
         except Unlowered as reason:
-            made = self._unknown(node, name, str(reason))
+            outputs = self._unknown(node, name, str(reason))
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError) as error:
-            # A rule met a spelling that it does not know; what stands behind it is marked.
-            made = self._unknown(node, name, f"{type(error).__name__}: {str(error)[:80]}")
-        for value, state in zip(node.outputs, made, strict=False):
+            # The operation has arguments that its rule does not know.
+            outputs = self._unknown(node, name, f"{type(error).__name__}: {str(error)[:80]}")
+        for value, state in zip(node.outputs, outputs, strict=False):
             self.states[value] = state
         if self.lost.intersection(node.inputs):
             fields = (v for v in node.outputs if isinstance(self.states.get(v), Field))
             self.lost.update(fields)
 
-    def _made(self, node: Node, name: str, states: list[State | None]) -> Sequence[State]:
+    def _outputs(self, node: Node, name: str, states: list[State | None]) -> Sequence[State]:
         if name in _FACTORIES:
             return [Known(self.graph.tensor(v)) for v in node.outputs]
         if name in _BY_PLACES and not isinstance(states[0], Weights):
-            for n, v in enumerate(node.inputs):  # places that the batch chose
+            for n, v in enumerate(node.inputs):  # indices that the batch chose
                 state = states[n]
                 if isinstance(state, Field) and not self.graph.tensor(v).is_floating_point():
                     self.chosen[v] = state.variable.roots
@@ -215,7 +216,7 @@ class Lowering:
         fields = [s for s in states if isinstance(s, Field)]
         if fields:
             empty = all(not self._shape(v).numel() for v in node.outputs)
-            if name == "nonzero" or empty:  # which rows an expert has, or one that has none
+            if name == "nonzero" or empty:  # the rows of an expert, perhaps none
                 by = by.union(*(field.variable.roots for field in fields))
                 self.chosen.update(dict.fromkeys(node.outputs, by))
                 return [Known(self.graph.tensor(v)) for v in node.outputs]
@@ -229,8 +230,8 @@ class Lowering:
         return [Known(t) for t in again(self.graph, node, {}, self.states)]
 
     def _ranked(self, v: Variable, roots: frozenset[object]) -> bool:
-        """Whether a variable says nothing of a choice by these roots, or is sorted by it: what was
-        chosen has another law than what was not."""
+        """Whether a variable is independent of a choice by these roots, or sorted by it; else the
+        chosen entries have another law than all entries."""
         if not v.roots & roots or not isinstance(v, Sampled):
             return all(self._ranked(p, roots) for p in v.parents) if v.roots & roots else True
         node = self.graph.producer(v.value)
@@ -243,15 +244,15 @@ class Lowering:
         return node.name == "gather" or all(self._ranked(b, roots) for b in below if b is not v)
 
     def _unknown(self, node: Node, name: str, reason: str) -> list[State]:
-        """Variables of which nothing is known."""
+        """States of the outputs of an operation without a prediction."""
         self.unread[name, reason] += 1
         self.lost.update(node.outputs)
-        made: list[State] = []
+        states: list[State] = []
         for v in node.outputs:
             shape = self._shape(v)
             feature = torch.arange(max(1, shape.numel())).reshape(shape)
-            made.append(self._opaque(node, v, torch.zeros_like(feature), feature))
-        return made
+            states.append(self._opaque(node, v, torch.zeros_like(feature), feature))
+        return states
 
     def _state(self, argument: Any) -> Any:
         return self.states[argument.value] if isinstance(argument, Ref) else argument
@@ -260,13 +261,14 @@ class Lowering:
         return self.graph.tensor(value).shape
 
     def _opaque(self, node: Node, value: int, site: Tensor, feature: Tensor) -> Field:
-        below = [self.states.get(v) for v in node.inputs]
-        roots = _roots(s.variable for s in below if isinstance(s, Field))
+        """A sampled variable with these labels."""
+        inputs = [self.states.get(v) for v in node.inputs]
+        roots = _union(s.variable.roots for s in inputs if isinstance(s, Field))
         variable = Sampled(
             sites=_count(site),
             features=_count(feature),
             alike=False,
-            roots=roots.union(s.root for s in below if isinstance(s, Weights)),
+            roots=roots.union(s.root for s in inputs if isinstance(s, Weights)),
             value=value,
         )
         return Field(variable, site, feature)
@@ -282,7 +284,7 @@ class Lowering:
                 return [chosen]
         if name in _COPIES and isinstance(first, Field) and not others:
             kinds = {self.graph.tensor(v).is_complex() for v in (node.inputs[0], node.outputs[0])}
-            if name == "_to_copy" and len(kinds) > 1:  # labels of no imaginary part
+            if name == "_to_copy" and len(kinds) > 1:  # labels of real and complex tensors differ
                 return self._sampled(node, name)
             return self._copied(node, name, first)
         if name in _MERGES:
@@ -293,18 +295,16 @@ class Lowering:
             return [self._convolution(node)]
         if name in _NORMS:
             return self._normalized(node, name)
-        made: Sequence[State] | None = None
-        if name in _REDUCTIONS:
-            made = self._reduced(node, name)
-        elif name in _SUMS:
-            made = _single(self._arithmetic(node, name))
-        elif name == "masked_fill" and isinstance(first, Field):
+        if name in _REDUCTIONS and (outputs := self._reduced(node, name)) is not None:
+            return outputs
+        field = self._arithmetic(node, name) if name in _SUMS else None
+        if name == "masked_fill" and isinstance(first, Field):
             mask = self._state(node.args[1])
             if isinstance(mask, Known) and not bool(mask.tensor.any()):
-                made = [first]
-        if made is None and name in _CURVES:
-            made = _single(self._curve(node, name))
-        return self._sampled(node, name) if made is None else made
+                field = first
+        if field is None and name in _CURVES:
+            field = self._curve(node, name)
+        return self._sampled(node, name) if field is None else [field]
 
     # --- weights alone ----------------------------------------------------------------------------
 
@@ -316,14 +316,13 @@ class Lowering:
         if name in _COPIES and isinstance(first, Weights) and len(weights) == 1:
             indices = [first.index]
             if name != "_to_copy":
-                given = {node.inputs[0]: first.index}
-                indices = again(self.graph, node, given, self.states)
+                indices = again(self.graph, node, {node.inputs[0]: first.index}, self.states)
             return [
                 self._looked_up(name, first, values[v].tensor.detach(), index, live)
                 for v, index in zip(node.outputs, indices, strict=False)
             ]
         if name in _NORMS and isinstance(first, Weights):  # of learned tokens
-            self.states[node.inputs[0]] = self._places(first)
+            self.states[node.inputs[0]] = self._by_row(first)
             return self._normalized(node, name)
         if live and (name in PRODUCTS or name == "linear"):
             return [self._product(node, name)]
@@ -332,11 +331,11 @@ class Lowering:
         if live:
             self.sampled[name] += 1
             return [self._opaque(node, v, *self._by_place(name, v)) for v in node.outputs]
-        made: list[State] = []
+        states: list[State] = []
         for v in node.outputs:
             tensor = values[v].tensor.detach()
             if not tensor.is_floating_point() and not tensor.is_complex():
-                made.append(Known(tensor))
+                states.append(Known(tensor))
                 continue
             roots = sorted({s.root for s in weights})
             root = f"{roots[0]}#{v}" if len(roots) == 1 else f"derived#{v}"
@@ -346,11 +345,11 @@ class Lowering:
                 self.coherent |= values[v].params
             elif (slope := self._slope(v, next(iter(values[v].params), ""))) is not None:
                 self.sampler.slopes[root] = slope
-            made.append(Weights(tensor, root, index))
-        return made
+            states.append(Weights(tensor, root, index))
+        return states
 
     def _slope(self, value: int, name: str) -> Tensor | None:
-        """Squared derivatives of a tensor that is a function of every entry of a parameter."""
+        """Squared derivatives of a tensor that is an entrywise function of a parameter."""
         number = next((n for n, v in enumerate(self.graph.values) if v.name == name), None)
         if number is None or self._shape(number).numel() != self._shape(value).numel():
             return None
@@ -367,22 +366,23 @@ class Lowering:
     def _looked_up(
         self, name: str, of: Weights, tensor: Tensor, index: Tensor, live: bool
     ) -> State:
-        made = Weights(tensor, of.root, index.reshape(tensor.shape), of.pool, of.route)
+        weights = Weights(tensor, of.root, index.reshape(tensor.shape), of.pool, of.route)
         tables = name in ("embedding", "index", "index_select", "gather")
         if live and tables and tensor.ndim < 4 and of.tensor.ndim == 2:
-            return self._places(made)
-        return made
+            return self._by_row(weights)
+        return weights
 
-    def _places(self, w: Weights) -> Field:
-        """Every place along all axes but the last is a site."""
-        shape = w.index.shape
-        sites, features = shape[:-1].numel(), shape[-1]
-        site = torch.arange(sites).reshape(*shape[:-1], 1).expand(shape)
-        feature = torch.arange(features).expand(shape)
-        return Field(self._entries(w, w.index.reshape(sites, features)), site, feature)
+    def _by_row(self, state: Weights | Known) -> Field:
+        """Weights or numbers as a field whose sites are the rows along the last axis."""
+        shape = state.tensor.shape
+        site = torch.arange(shape[:-1].numel()).reshape(*shape[:-1], 1).expand(shape)
+        feature = torch.arange(shape[-1]).expand(shape)
+        if isinstance(state, Weights):
+            return Field(self._entries(state, state.index.reshape(-1, shape[-1])), site, feature)
+        return Field(_fixed(state.tensor.to(F64).reshape(-1, shape[-1]), state), site, feature)
 
     def _by_place(self, name: str, value: int) -> tuple[Tensor, Tensor]:
-        """Labels of a tensor whose features lie along its last axis, or are its channels."""
+        """Labels of a tensor with features along its last axis, or its channels."""
         shape = self._shape(value)
         axis = 1 if name in ("native_batch_norm", "native_group_norm") else len(shape) - 1
         entries = torch.arange(shape.numel()).reshape(shape)
@@ -405,19 +405,19 @@ class Lowering:
         )
 
     def _statistics(self, w: Weights) -> tuple[float, float]:
-        """Mean and variance of what rows of a parameter are draws of: of all its entries, unless
-        the rows differ from them beyond chance."""
+        """Mean and variance of weights: those of the whole parameter, unless these differ beyond
+        chance."""
         own, whole = statistics(w.tensor), statistics(self.whole[w.root])
         count = len(torch.unique(w.index))
         if count < 2 * UNLIKE**2:
             return own
         squares = [mean**2 + variance for mean, variance in (own, whole)]
-        apart = UNLIKE * (2 / count) ** 0.5
-        near = squares[0] > 0 and abs(math.log(squares[0] / squares[1])) <= apart
-        return whole if near and abs(own[0] - whole[0]) <= apart * squares[1] ** 0.5 else own
+        limit = UNLIKE * (2 / count) ** 0.5
+        near = squares[0] > 0 and abs(math.log(squares[0] / squares[1])) <= limit
+        return whole if near and abs(own[0] - whole[0]) <= limit * squares[1] ** 0.5 else own
 
     def _chosen_matrix(self, node: Node, w: Weights) -> Weights | None:
-        """A matrix for every place, by the batch's choice."""
+        """One of several matrices for every site, chosen by the batch."""
         chosen = [s for s in map(self.states.get, node.inputs) if isinstance(s, Field)]
         if len(chosen) != 1 or chosen[0].site.ndim != 1:
             return None
@@ -430,7 +430,7 @@ class Lowering:
     # --- entries that move ------------------------------------------------------------------------
 
     def _settled(self, variable: Variable, site: Tensor, feature: Tensor) -> Field:
-        """Of only such features as the labels have, in order."""
+        """A field of a variable without the features that the labels do not use."""
         used = torch.unique(feature)
         if len(used) < variable.features:
             variable = self.parts.of(variable, used)
@@ -462,7 +462,7 @@ class Lowering:
         return [self._settled(x.variable, *at) for at in zip(sites, features, strict=True)]
 
     def _added_at(self, node: Node, name: str) -> State:
-        """Rows of one tensor added to, or put in the place of, rows of another one."""
+        """Rows of one tensor added to rows of another, or replacing them."""
         shape = whole = self._shape(node.outputs[0])
         adds = name == "index_add"
         into: State = self._state(node.args[0])
@@ -471,12 +471,12 @@ class Lowering:
             dim, at = node.args[1], _tensor(self._state(node.args[2])).long()
         else:
             adds = len(node.args) > 3 and bool(node.args[3])
-            places = [self._state(a) for a in node.args[1]]
-            if not all(isinstance(p, Known) for p in places):
+            indices = [self._state(a) for a in node.args[1]]
+            if not all(isinstance(index, Known) for index in indices):
                 raise Unlowered("entries that are put along a later axis, or at unknown places")
             dim, at = 0, torch.zeros(1, dtype=torch.long)
-            for p in (p.tensor for p in places):
-                columns = p.nonzero().unbind(1) if p.dtype == torch.bool else [p]
+            for index in (index.tensor for index in indices):
+                columns = index.nonzero().unbind(1) if index.dtype == torch.bool else [index]
                 for column in columns:
                     at, dim = at * shape[dim] + column, dim + 1
             shape = torch.Size((shape[:dim].numel(), *shape[dim:]))
@@ -495,7 +495,7 @@ class Lowering:
             total = self._rows(total, shape, dim, kept.nonzero()[:, 0], kept.nonzero()[:, 0])
         elif total is None and bool((_tensor(into) != 0).any()):
             raise Unlowered("known numbers to which rows are added")
-        for nth in range(int(before.max()) + 1):  # a place may be given several rows
+        for nth in range(int(before.max()) + 1):  # an index may occur several times
             rows = (before == nth).nonzero()[:, 0]
             placed = self._rows(source, shape, dim, rows, at[rows])
             summed = placed if total is None else self._added(total, placed, (1.0, 1.0), shape)
@@ -503,30 +503,29 @@ class Lowering:
                 raise Unlowered("rows added to a sampled variable")
             total = summed
         assert total is not None
-        made: Field = _reshaped(total, whole)
-        return made
+        result: Field = _reshaped(total, whole)
+        return result
 
     def _in_place_of(
-        self, into: State, given: Any, shape: Sequence[int], dim: int, at: Tensor
+        self, into: State, source: Any, shape: Sequence[int], dim: int, at: Tensor
     ) -> Field | None:
-        """Numbers or weights, labelled as the rows of a field whose place they take."""
+        """Numbers or weights with the labels of the rows of a field that they replace."""
         if not isinstance(into, Field):
             return None
         x = _reshaped(into, shape)
         rows = Field(x.variable, x.site.index_select(dim, at), x.feature.index_select(dim, at))
-        return self._as_field(given, rows)
+        return self._as_field(source, rows)
 
     def _rows(self, x: Field, shape: Sequence[int], dim: int, rows: Tensor, at: Tensor) -> Field:
-        """Some rows of a field at places of a tensor that is zero elsewhere."""
+        """Some rows of a field at the indices `at` of a tensor that is zero elsewhere."""
         site = torch.full(tuple(shape), -1).index_copy(dim, at, x.site.index_select(dim, rows))
         feature = x.feature.narrow(dim, 0, 1).expand(tuple(shape)).clone()
         feature = feature.index_copy(dim, at, x.feature.index_select(dim, rows))
         values, new = torch.unique(site, return_inverse=True)
-        terms = [Term(x.variable, number(1), values)]
-        return Field(combination(len(values), x.variable.features, terms), new, feature)
+        return _at_sites(x.variable, values, new, feature)
 
     def _padded(self, x: Field, site: Tensor, feature: Tensor, gone: Tensor) -> Field:
-        """With places that are zero, which are sites of their own where whole rows are."""
+        """A field with zeros where `gone`, which are sites of their own if they are whole rows."""
         if bool((gone.all(-1) | ~gone.any(-1)).all()):
             place = torch.arange(gone[..., 0].numel()).reshape(*gone.shape[:-1], 1)
             label = torch.where(gone, -1 - place, site)
@@ -542,17 +541,15 @@ class Lowering:
                 label = torch.where(gone, -1 - place, site)
                 feature = torch.where(gone, feature.amax(axis, keepdim=True), feature)
         values, new = torch.unique(label, return_inverse=True)
-        at = torch.where(values < 0, -1, values)
-        terms = [Term(x.variable, number(1), at)]
-        return Field(combination(len(values), x.variable.features, terms), new, feature)
+        return _at_sites(x.variable, torch.where(values < 0, -1, values), new, feature)
 
     # --- sums and products of entries -------------------------------------------------------------
 
     def _aligned(
         self, shape: Sequence[int], fields: list[Field]
     ) -> tuple[Tensor, Tensor, int, int, list[Variable], list[Tensor | None]] | None:
-        """Joint sites and features, their numbers, and the variables with the sites they give;
-        None where one's features are the other's sites."""
+        """Joint labels of several fields, their numbers of values, and the variables with their
+        sites for each joint site; None if a feature of one is a site of another."""
         sites = [f.site.expand(shape) for f in fields]
         features = [f.feature.expand(shape) for f in fields]
         site, site_of = joined(sites, [f.variable.sites for f in fields])
@@ -581,7 +578,7 @@ class Lowering:
         return site, feature, count, width, variables, places
 
     def _split(self, x: Field, shape: Sequence[int]) -> Field:
-        """New sites along the axes that a field is the same over."""
+        """A field with sites of their own along the axes over which it is constant."""
         site, feature = x.site.expand(shape), x.feature.expand(shape)
         code = torch.zeros(tuple(shape), dtype=torch.long)
         for axis, size in enumerate(shape):
@@ -591,11 +588,10 @@ class Lowering:
                 code = code * size + torch.arange(size).reshape(view)
         sites = x.variable.sites
         values, new = torch.unique(code * sites + site, return_inverse=True)
-        terms = [Term(x.variable, number(1), values % sites)]
-        return Field(combination(len(values), x.variable.features, terms), new, feature)
+        return _at_sites(x.variable, values % sites, new, feature)
 
     def _coefficient(self, c: Tensor, x: Field) -> Tensor | None:
-        """A known tensor by site and feature of a field; None where it is no function of them."""
+        """A known tensor by site and feature of a field; None if it is no function of them."""
         c = c.to(F64)
         if c.numel() == 1:
             return c.reshape(())
@@ -607,30 +603,30 @@ class Lowering:
         return table
 
     def _as_field(self, other: Weights | Known, x: Field) -> Field | None:
-        """Weights or numbers, by site and feature of a field."""
+        """Weights or numbers as a field with the labels of another."""
         table = _by_entry(other.index if isinstance(other, Weights) else other.tensor.to(F64), x)
         if table is None:
             return None
-        if isinstance(other, Weights) and table.shape[1] > 1 and not varies(table, [1]):
+        if isinstance(other, Known):
+            return Field(_fixed(table, other), x.site, x.feature)
+        if table.shape[1] > 1 and not varies(table, [1]):
             self.coherent.add(other.root)
-        made = self._entries(other, table) if isinstance(other, Weights) else _fixed(table, other)
-        return Field(made, x.site, x.feature)
+        return Field(self._entries(other, table), x.site, x.feature)
 
     def _matched(
-        self, x: Field, other: Any, shape: Sequence[int], by: Callable[[Any, Field], Made | None]
-    ) -> tuple[Field, Made | None]:
-        """A field, with new sites where it takes them, and what `by` makes of another tensor by its
-        sites and features."""
-        made = by(other, x)
-        if made is None:
+        self, x: Field, other: Any, shape: Sequence[int], by: Callable[[Any, Field], Result | None]
+    ) -> tuple[Field, Result | None]:
+        """A field, with more sites if needed, and the result of `by` for another tensor and it."""
+        result = by(other, x)
+        if result is None:
             x = self._split(x, shape)
-            made = by(other, x)
-        return x, made
+            result = by(other, x)
+        return x, result
 
     def _arithmetic(self, node: Node, name: str) -> Field | None:
         shape, args = self._shape(node.outputs[0]), [self._state(a) for a in node.args]
         if any(self.graph.tensor(v).is_complex() for v in (*node.inputs, *node.outputs)):
-            return self._turned(args, shape) if name == "mul" else None
+            return self._rotated(args, shape) if name == "mul" else None
         if name == "neg":
             return self._scaled(_expanded(args[0], shape), number(-1))
         x, y = args[0], args[1]
@@ -645,37 +641,37 @@ class Lowering:
             y = Known(1 / self._numbers_of(y).to(F64))
         return self._multiplied(x, y, shape)
 
-    def _turned(self, args: list[Any], shape: torch.Size) -> Field | None:
-        """A complex field times known complex numbers, as rotary positions are spelled."""
+    def _rotated(self, args: list[Any], shape: torch.Size) -> Field | None:
+        """A complex field times known complex numbers, as in rotary positions."""
         x, numbers = args if isinstance(args[0], Field) else args[::-1]
         if not isinstance(numbers, Known) or not numbers.tensor.is_complex():
             return None
-        turns = torch.view_as_real(numbers.tensor.resolve_conj()).to(F64)
+        factors = torch.view_as_real(numbers.tensor.resolve_conj()).to(F64)
         full = (*shape, 2)
-        along = turns[..., :1].expand(turns.shape)
-        across = turns[..., 1:] * torch.tensor([-1.0, 1.0], dtype=F64)
+        cosine = factors[..., :1].expand(factors.shape)
+        sine = factors[..., 1:] * torch.tensor([-1.0, 1.0], dtype=F64)
         exchanged = Field(x.variable, x.site.flip(-1), x.feature.flip(-1))
-        one = self._multiplied(x, Known(along), full)
-        other = self._multiplied(exchanged, Known(across), full)
+        one = self._multiplied(x, Known(cosine), full)
+        other = self._multiplied(exchanged, Known(sine), full)
         return one and other and self._added(one, other, (1.0, 1.0), full)
 
     def _by_feature(self, w: Weights, x: Field) -> bool:
-        """Whether a few entries are one for every feature of a field."""
+        """Whether weights have one entry for every feature of a field."""
         count = w.tensor.numel()
         return w.tensor.shape[-1:] == (count,) == x.site.shape[-1:] and varies(x.feature, [-1])
 
     def _numbers_of(self, state: Any) -> Tensor:
-        """The numbers that a tensor has, be they a parameter's, on which they depend then."""
+        """The numbers of a state; of weights as differentiable functions of parameters."""
         if not isinstance(state, Weights):
             return _tensor(state)
         self.coherent.add(state.root)
         return self.moving(state)
 
     def moving(self, w: Weights) -> Tensor:
-        """Numbers of weights as they depend on the parameters that they are made of."""
-        graph, (name, _, made) = self.graph, w.root.partition("#")
-        if made:
-            value = int(made)
+        """The entries of weights as differentiable functions of the parameters in `numbers`."""
+        graph, (name, _, derived) = self.graph, w.root.partition("#")
+        if derived:
+            value = int(derived)
         else:
             value = next(n for n, v in enumerate(graph.values) if v.params and v.name == name)
         tensors: dict[int, Tensor] = {}
@@ -688,8 +684,8 @@ class Lowering:
         return tensors[value].reshape(-1)[w.index]
 
     def own(self, v: Variable, square: bool = False) -> Tensor:
-        """Mean (sites,) of a variable, or mean square; where a parameter is used as a number before
-        it, as what known numbers made of it depend on."""
+        """Mean (sites,) of a variable, or mean square; a differentiable leaf if any parameter is
+        used as a number."""
         law = self.laws.square(v) if square else self.laws.mean(v)
         if not self.coherent:
             return law
@@ -742,14 +738,14 @@ class Lowering:
         return Field(combination(sites, x.variable.features, terms, shift), x.site, x.feature)
 
     def _level(self, entries: Variable, w: Weights, x: Variable) -> None:
-        """Levels of a bias that is far from Gaussian and not small beside what it is added to."""
+        """Set the levels of a bias that is far from Gaussian and not small relative to x."""
         if not isinstance(entries, Entries) or varies(entries.index, [0]) or not x.gaussian:
             return
         if entries.variance > SMALL * float(self.laws.variance(x).mean()):
             entries.levels = _levels(self.whole[w.root], entries.mean, entries.variance)
 
     def _sum(self, x: Field, c: Tensor, y: Field, d: Tensor) -> Field:
-        """Of two fields with the same labels."""
+        """The sum of two fields with the same labels, with coefficients."""
         terms = [Term(x.variable, c), Term(y.variable, d)]
         return Field(combination(x.variable.sites, x.variable.features, terms), x.site, x.feature)
 
@@ -785,7 +781,7 @@ class Lowering:
         return None if c is None else self._scaled(x, c)
 
     def _entangled(self, a: Variable, b: Variable) -> bool:
-        """Whether a sum needs a covariance that only joint draws give."""
+        """Whether a sum needs a covariance that only joint draws can estimate."""
         if not a.roots & b.roots or (a.gaussian and b.gaussian):
             return False
         if not (holds_sampled(a) or holds_sampled(b)):
@@ -796,8 +792,8 @@ class Lowering:
         )
 
     def _signs(self, v: Variable) -> list[tuple[int, frozenset[object], frozenset[object]]]:
-        """Of every summand its number, the roots of a factor that is as often positive as negative
-        whatever the others are, and those of all factors."""
+        """For every summand its number, the roots of a factor with a sign independent of the other
+        factors, and the roots of all factors."""
         if isinstance(v, Combination):
             return [pair for term in v.terms for pair in self._signs(term.variable)]
         if isinstance(v, Times):
@@ -842,10 +838,10 @@ class Lowering:
         graph, states, (gaussian, inner) = self.graph, self.states, base
 
         def function(z: Tensor) -> Tensor:
-            given = {at: inner(z)}
+            inputs = {at: inner(z)}
             for v in others:
-                given[v] = _tensor(states[v]).to(z.dtype).reshape(())
-            return again(graph, node, given, states)[0]
+                inputs[v] = _tensor(states[v]).to(z.dtype).reshape(())
+            return again(graph, node, inputs, states)[0]
 
         return Field(_curve(gaussian, function), x.site, x.feature)
 
@@ -875,7 +871,7 @@ class Lowering:
             return [self._known(node, 0, over * (count if name == "sum" else 1))]
         second = self.own(x.variable, square=True)[x.site]
         if name == "sum" and float((mean**2).mean()) * count < 4 * float(second.mean()):
-            return None  # noise of the same order as what follows
+            return None  # the sum's deviation is of the order of its mean
         if name == "sum":
             return [self._known(node, 0, over * count)]
         square = second.mean(axes, keepdim=True)
@@ -891,12 +887,12 @@ class Lowering:
 
     def _pooled(self, x: Field, axes: list[int], share: Tensor, shape: Sequence[int]) -> Field:
         """A sum over sites, times a number."""
-        kept = [a for a in range(x.site.ndim) if a not in axes]
-        site = x.site.permute(kept + axes).flatten(len(kept))
-        feature = x.feature.permute(kept + axes).reshape(site.shape)[..., 0]
+        others = [a for a in range(x.site.ndim) if a not in axes]
+        site = x.site.permute(others + axes).flatten(len(others))
+        feature = x.feature.permute(others + axes).reshape(site.shape)[..., 0]
         rows, new = torch.unique(site.reshape(-1, site.shape[-1]), dim=0, return_inverse=True)
-        made = blend(x.variable, rows, share)
-        return self._settled(made, new.reshape(shape), feature.reshape(shape))
+        pooled = blend(x.variable, rows, share)
+        return self._settled(pooled, new.reshape(shape), feature.reshape(shape))
 
     def _normalized(self, node: Node, name: str) -> Sequence[State]:
         x, args = self._state(node.args[0]), node.args
@@ -932,8 +928,8 @@ class Lowering:
     def _over_features(
         self, x: Field, rows: torch.Size, axes: list[int], epsilon: float, centres: bool = True
     ) -> tuple[Field | None, Tensor]:
-        """A field less its mean over axes of `rows`, a shape of it, and 1 over its deviation
-        there: known numbers, to leading order in 1/features."""
+        """A field less its mean over some axes, and 1 over its deviation: known numbers to leading
+        order in 1/features; `rows`: its shape with these axes."""
 
         def over(numbers: Tensor) -> Tensor:
             whole = numbers[x.site].reshape(rows)
@@ -946,18 +942,18 @@ class Lowering:
         return centred, (square - mean**2 + epsilon).rsqrt()
 
     def _by_channel(self, x: Field, args: Any) -> tuple[Field | None, Tensor]:
-        """A field less every channel's mean over its places, and 1 over the deviation there, whose
-        square is taken as its mean over channels: to leading order in 1/places."""
+        """A field less the mean of every channel over its sites, and 1 over the root mean variance
+        of channels: the deviation of each channel to leading order in 1/sites."""
         shape, view = x.site.shape, (1, -1, *[1] * (x.site.ndim - 2))
         axes = [a for a in range(x.site.ndim) if a != 1]
-        if not args[5]:  # by what it has seen before
+        if not args[5]:  # by running statistics
             mean, variance = (self.graph.tensor(a.value).reshape(view) for a in args[3:5])
             centred = self._added(x, Known(-mean), (1.0, 1.0), shape)
             return centred, (variance.to(F64) + args[7]).rsqrt()
         if varies(x.feature, axes):
             raise Unlowered("channels that are no feature of what is normalised")
         places = shape.numel() // shape[1]
-        if places < _FEW:  # of n values that are normalised, two directions have no gradient
+        if places < _FEW:  # n normalised values have no gradient along two directions
             raise Unlowered(f"a batch norm over {places} values of a channel")
         mean_of = self._pooled(x, axes, number(1 / places), (1, shape[1], *[1] * len(axes[1:])))
         centred = self._added(x, mean_of, (1.0, -1.0), shape)
@@ -973,9 +969,9 @@ class Lowering:
         partner = next(s for s in states.values() if isinstance(s, Field))
         for v, state in states.items():
             if isinstance(state, Weights):
-                states[v] = self._along(node, name, state, partner) or self._places(state)
+                states[v] = self._along(node, name, state, partner) or self._by_row(state)
             elif isinstance(state, Known) and bool((state.tensor != 0).any()):
-                states[v] = self._numbers(state)
+                states[v] = self._by_row(state)
         site_of, feature_of, which_of = {}, {}, {}
         first, bases = 1, {}
         for n, (v, state) in enumerate(states.items(), 1):
@@ -1016,13 +1012,10 @@ class Lowering:
     def _feature_axis(
         self, node: Node, name: str, which: Tensor, fields: list[Field]
     ) -> int | None:
-        """The axis along which features of several tensors stand side by side; None: sites do."""
-        axis = (
-            (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))
-            if (name in ("cat", "concat", "stack"))
-            else None
-        )
-        axis = None if axis is None else axis % which.ndim
+        """The axis along which features of several tensors are concatenated; None: sites are."""
+        axis = None
+        if name in ("cat", "concat", "stack"):
+            axis = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % which.ndim
         if name == "stack":
             one = fields[0]
             parts = all(_is_part(f.variable) for f in fields)
@@ -1043,17 +1036,9 @@ class Lowering:
         )
         return axis if along else None
 
-    def _numbers(self, known: Known) -> Field:
-        """Numbers without a partner, whose places are those of `_places`."""
-        shape = known.tensor.shape
-        sites, features = shape[:-1].numel(), shape[-1]
-        site = torch.arange(sites).reshape(*shape[:-1], 1).expand(shape)
-        values = known.tensor.to(F64).reshape(sites, features)
-        return Field(_fixed(values, known), site, torch.arange(features).expand(shape))
-
     def _along(self, node: Node, name: str, w: Weights, partner: Field) -> Field | None:
-        """Weights concatenated to a field whose features lie along another axis than the last, as
-        a sink for every head does to the scores."""
+        """Weights that are concatenated to a field with features along another axis than the last,
+        as a sink of every head to the logits."""
         shape = w.tensor.shape
         if name not in ("cat", "concat") or len(shape) != partner.site.ndim:
             return None
@@ -1116,7 +1101,7 @@ class Lowering:
             features=width,
             gaussian=all(piece.gaussian for piece, _ in pieces),
             alike=False,
-            roots=_roots(piece for piece, _ in pieces),
+            roots=_union(piece.roots for piece, _ in pieces),
             pieces=pieces,
         )
         return Field(whole, new_site.expand(site.shape), at)
@@ -1130,53 +1115,53 @@ class Lowering:
             bias, x, y = args[:3]
         elif name == "linear":
             x, y, bias = (*args, None)[:3]
-            y = flipped(y)
+            y = y.transposed()
         else:
             x, y = args[:2]
         out = node.outputs[0]
         shape = self._shape(out)
         if name in ("mv", "addmv"):
             raise Unlowered("a matrix times a vector")
-        made = self._contracted(node, x, y, shape)
-        if made is None:  # numbers along features
-            made = self._fixed_matrix(node, x, y, shape)
-        elif bias is not None and beta and not isinstance(made.variable, Sampled):
-            made = self._added(made, bias, (float(alpha), float(beta)), shape)
-            if made is None:
+        product = self._contracted(node, x, y, shape)
+        if product is None:  # numbers along features
+            product = self._fixed_matrix(node, x, y, shape)
+        elif bias is not None and beta and not isinstance(product.variable, Sampled):
+            product = self._added(product, bias, (float(alpha), float(beta)), shape)
+            if product is None:
                 raise Unlowered("a bias that follows no feature")
-        return made
+        return product
 
     def _contracted(self, node: Node, x: Any, y: Any, shape: torch.Size) -> Field | None:
         if isinstance(y, Weights) and isinstance(x, Field | Known):
             return self._weighted(x, y, shape)
         if isinstance(x, Weights) and isinstance(y, Field | Known):
-            made = self._weighted(flipped(y), flipped(x), flipped_shape(shape))
+            made = self._weighted(y.transposed(), x.transposed(), transposed_shape(shape))
         elif isinstance(x, Field) and isinstance(y, Field):
             return self._pairs(node, x, y)
         elif isinstance(x, Known) and isinstance(y, Field):
             return self._mixed(x.tensor, y, shape)
         elif isinstance(y, Known) and isinstance(x, Field):
-            made = self._mixed(y.tensor.transpose(-1, -2), flipped(x), flipped_shape(shape))
+            made = self._mixed(y.tensor.transpose(-1, -2), x.transposed(), transposed_shape(shape))
         else:
             raise Unlowered("a product of two parameters with numbers of the batch")
-        return None if made is None else flipped(made)
+        return None if made is None else made.transposed()
 
     def _fixed_matrix(self, node: Node, x: Any, y: Any, shape: torch.Size) -> Field:
-        """Known numbers along features: sampled."""
+        """A product with known numbers along features, which is sampled."""
         self.sampled["fixed matrix"] += 1
         at_left = isinstance(x, Field)
-        field = x if at_left else flipped(y)
-        shape_of = shape if at_left else torch.Size(flipped_shape(shape))
+        field = x if at_left else y.transposed()
+        shape_of = shape if at_left else torch.Size(transposed_shape(shape))
         site = of_rows(field.site, -1).unsqueeze(-1).expand(shape_of)
         code = of_rows(field.feature, -1).unsqueeze(-1) * shape_of[-1]
         feature = torch.unique(
             (code + torch.arange(shape_of[-1])).expand(shape_of), return_inverse=True
         )[1]
         made = self._opaque(node, node.outputs[0], site, feature)
-        return made if at_left else flipped(made)
+        return made if at_left else made.transposed()
 
     def _mixed(self, numbers: Tensor, y: Field, shape: Sequence[int]) -> Field | None:
-        """Known numbers times a field along its sites; None where features vary along them."""
+        """Known numbers times a field along its sites; None if features vary along these."""
         if varies(y.feature, [y.feature.ndim - 2]):
             return None
         rows, full = y.site.movedim(-2, -1), torch.Size(shape)
@@ -1194,14 +1179,14 @@ class Lowering:
         return self._settled(made, new.reshape(full), feature)
 
     def _weighted(self, x: Field | Known, w: Weights, shape: Sequence[int]) -> Field | None:
-        """x W, for fresh W."""
+        """x W for weights W."""
         k = w.index.shape[-2]
         streams = isinstance(x, Field) and not varies(x.feature, [x.feature.ndim - 1])
         if isinstance(x, Field) and streams and x.site.ndim >= 2 and k > 1:  # or places
-            made = self._mixed(self._numbers_of(w).mT, flipped(x), flipped_shape(shape))
+            made = self._mixed(self._numbers_of(w).mT, x.transposed(), transposed_shape(shape))
             if made is not None and k >= MANY:
                 made.variable.gaussian = True
-            return None if made is None else flipped(made)
+            return None if made is None else made.transposed()
         full, columns_used = torch.Size(shape), w.index[..., 0, :]
         source, known, columns, matrix = None, None, [], None
         if isinstance(x, Field):
@@ -1232,15 +1217,13 @@ class Lowering:
             used, labels = torch.unique(columns_used, return_inverse=True)
             feature = (labels if labels.ndim == 1 else labels.unsqueeze(-2)).expand(full)
             key = (w.root, used.numpy().tobytes())
-        read = source, known, columns
-        more = self._more(w)
         if source is not None and w.root in source.roots:
             self.tied.add(w.root)
-        fresh = _product(w, key, (sites, _count(feature)), *read, matrix, more)
-        return Field(fresh, site, feature)
+        size, wider = (sites, _count(feature)), self._wider(w)
+        return Field(_product(w, key, size, source, known, columns, matrix, wider), site, feature)
 
-    def _more(self, w: Weights) -> float:
-        """How many times more features a matrix sums over than it has here."""
+    def _wider(self, w: Weights) -> float:
+        """The ratio of the true number of summed features of a matrix to the one here."""
         sizes = self.wider.get(w.root, ())
         if not sizes or w.index.shape[-2] < 2:
             return 1.0
@@ -1250,15 +1233,15 @@ class Lowering:
         return next((n for a, n in enumerate(sizes) if step >= shape[a + 1 :].numel()), 1.0)
 
     def _pairs(self, node: Node, x: Field, y: Field) -> Field:
-        """Two fields contracted."""
+        """The product of two fields."""
         shape = self._shape(node.outputs[0])
-        for p, q, turned in ((x, y, False), (flipped(y), flipped(x), True)):
+        for p, q, swapped in ((x, y, False), (y.transposed(), x.transposed(), True)):
             along_sites = not varies(q.feature, [q.feature.ndim - 2])
-            along_weights = not turned or not varies(p.feature, [p.feature.ndim - 1])
-            apart = self._apart(p.variable, q.variable)
-            if isinstance(p.variable, Sampled) and along_sites and along_weights and apart:
-                made = self._mix(p, q, flipped_shape(shape) if turned else shape)
-                return flipped(made) if turned else made
+            along_weights = not swapped or not varies(p.feature, [p.feature.ndim - 1])
+            disjoint = self._disjoint(p.variable, q.variable)
+            if isinstance(p.variable, Sampled) and along_sites and along_weights and disjoint:
+                mix = self._mix(p, q, transposed_shape(shape) if swapped else shape)
+                return mix.transposed() if swapped else mix
         self.sampled[f"{node.name} of two fields"] += 1
         labels = []
         for one, other in ((x.site, y.site), (x.feature, y.feature)):
@@ -1267,8 +1250,8 @@ class Lowering:
             labels.append(joined(both, [_count(rows), _count(columns)])[0])
         return self._opaque(node, node.outputs[0], *labels)
 
-    def _apart(self, a: Variable, b: Variable) -> bool:
-        """Whether two variables share no weights, or other columns of them only."""
+    def _disjoint(self, a: Variable, b: Variable) -> bool:
+        """Whether two variables depend on no common weights, or on different columns of them."""
         if not a.roots & b.roots:
             return True
         one, other = self._columns(a), self._columns(b)
@@ -1278,23 +1261,23 @@ class Lowering:
         )
 
     def _columns(self, v: Variable) -> dict[object, Any]:
-        """Of every root of a variable, the features of it that it rests on; None: all."""
+        """Root of a variable -> the features of the root that it depends on; None: all."""
         if isinstance(v, Part) and isinstance(v.whole, Product | Entries):
             return dict.fromkeys(v.roots, frozenset(v.chosen.tolist()))
-        below = v.parents
+        parents = v.parents
         if isinstance(v, Sampled):
-            below = tuple(field.variable for field in self.sampler.plan(v).cuts.values())
-        if isinstance(v, Product) or not below:
+            parents = tuple(field.variable for field in self.sampler.plan(v).cuts.values())
+        if isinstance(v, Product) or not parents:
             return dict.fromkeys(v.roots)
         total: dict[object, Any] = {}
-        for parent in below:
+        for parent in parents:
             for root, columns in self._columns(parent).items():
                 both = root not in total or (total[root] is not None and columns is not None)
                 total[root] = columns | total.get(root, frozenset()) if both and columns else None
         return total
 
     def _mix(self, a: Field, x: Field, shape: Sequence[int]) -> Field:
-        """Sampled weights times an independent field, along the latter's sites."""
+        """Sampled weights times an independent field, summed over the field's sites."""
         full = torch.Size(shape)
         if varies(a.feature, [a.feature.ndim - 2]):
             a = self._of_one_feature(a)
@@ -1328,7 +1311,7 @@ class Lowering:
         return Field(mix, place.reshape(full), feature)
 
     def _of_one_feature(self, a: Field) -> Field:
-        """A sampled field every entry of which is a site of its own, so that rows stay apart."""
+        """A sampled field with one feature, whose entries are all sites, so that rows differ."""
         old = a.variable
         assert isinstance(old, Sampled)
         sites = old.sites * old.features
@@ -1358,10 +1341,10 @@ class Lowering:
         settings = [list(s) * (axes if len(s) == 1 else 1) for s in lists]
 
         def windows(a: Tensor) -> Tensor:
-            """(B, places, channels * taps), 0 beyond the edges."""
+            """(B, positions, channels * taps), 0 beyond the edges."""
             a = functional.pad(a, [n for p in reversed(settings[1]) for n in (p, p)])
-            for axis, (size, step, _, apart) in enumerate(zip(taps, *settings, strict=True)):
-                a = a.unfold(2 + axis, apart * (size - 1) + 1, step)[..., ::apart]
+            for axis, (size, step, _, spacing) in enumerate(zip(taps, *settings, strict=True)):
+                a = a.unfold(2 + axis, spacing * (size - 1) + 1, step)[..., ::spacing]
             return a.movedim(1, 1 + axes).flatten(1 + axes).flatten(1, axes)
 
         source, known, columns = None, None, []
@@ -1384,11 +1367,11 @@ class Lowering:
             share = 1.0 if groups == channels else 1.0 / groups
             columns = [(n * share, places[:, c]) for c, n in enumerate(counts.tolist())]
         shape, key = self._shape(node.outputs[0]), (w.root, "convolution")
-        more = self.wider.get(w.root, (1.0, 1.0))[1]
-        made = _product(w, key, (sites, shape[1]), source, known, columns, wider=more)
+        wider = self.wider.get(w.root, (1.0, 1.0))[1]
+        product = _product(w, key, (sites, shape[1]), source, known, columns, wider=wider)
         site = site.reshape(shape[0], 1, *shape[2:]).expand(shape)
         feature = torch.arange(shape[1]).reshape(1, -1, *[1] * len(taps)).expand(shape)
-        out: Field | None = Field(made, site, feature)
+        out: Field | None = Field(product, site, feature)
         if bias is not None:
             bias = _reshaped(bias, (-1, *[1] * len(taps)))
             out = out and self._added(out, bias, (1.0, 1.0), shape)
@@ -1396,11 +1379,11 @@ class Lowering:
             raise Unlowered("a bias that follows no channel")
         return out
 
-    # --- what is drawn ----------------------------------------------------------------------------
+    # --- operations that are sampled --------------------------------------------------------------
 
     def _sampled(self, node: Node, name: str) -> list[State]:
         fields = [s for s in map(self.states.get, node.inputs) if isinstance(s, Field)]
-        made: list[State] = []
+        states: list[State] = []
         for v in node.outputs:
             labels = self._labels(name, fields, self._shape(v))
             if labels is None:
@@ -1409,9 +1392,9 @@ class Lowering:
                 site, feature = labels
                 parts = 2 * feature.unsqueeze(-1) + torch.arange(2)
                 labels = site.unsqueeze(-1).expand(parts.shape), parts
-            made.append(self._opaque(node, v, *labels))
+            states.append(self._opaque(node, v, *labels))
         self.sampled[name] += 1
-        return made
+        return states
 
     def _labels(
         self, name: str, fields: list[Field], shape: torch.Size
@@ -1434,7 +1417,7 @@ class Lowering:
         return _cut(x, shape) if len(fields) == 1 else None
 
     def _joint(self, shape: torch.Size, fields: list[Field]) -> tuple[Tensor, Tensor]:
-        """Joint labels; features that sites say already are left out."""
+        """Joint labels, without features that are functions of the site."""
         sites = [f.site.expand(shape) for f in fields]
         site, _ = joined(sites, [f.variable.sites for f in fields])
         count, features = _count(site), [f.feature.expand(shape) for f in fields]
@@ -1447,14 +1430,14 @@ class Lowering:
         feature, _ = joined(features, [f.variable.features for f in fields])
         width = _count(feature)
         entries, at = torch.unique(site * width + feature, return_inverse=True)
-        if len(entries) < count * width:  # features of every site by themselves
+        if len(entries) < count * width:  # number the features of every site separately
             first = torch.searchsorted(entries // width, torch.arange(count))
             feature = (torch.arange(len(entries)) - first[entries // width])[at]
         return site, feature
 
 
 def statistics(tensor: Tensor) -> tuple[float, float]:
-    """Mean and variance of a parameter's entries; a mean inside its own noise is 0."""
+    """Mean and variance of a parameter's entries; a mean within four standard errors is 0."""
     x = tensor.detach().to(F64)
     mean, variance = float(x.mean()), float(x.var(unbiased=False))
     if mean**2 * x.numel() < 16 * variance:
@@ -1463,8 +1446,8 @@ def statistics(tensor: Tensor) -> tuple[float, float]:
 
 
 def _levels(tensor: Tensor, mean: float, variance: float) -> Tensor | None:
-    """Of entries whose skewness differs from a Gaussian's by a quarter or kurtosis by a half, means
-    of as many each, by size; at this mean and variance."""
+    """Means of equally large groups of entries, sorted by size, scaled to a mean and a variance;
+    None unless their skewness differs from a Gaussian's by 1/4 or their kurtosis by 1/2."""
     x = tensor.detach().to(F64).reshape(-1)
     if x.numel() < 2 * LEVELS:
         return None
@@ -1480,18 +1463,13 @@ def _count(label: Tensor) -> int:
 
 
 def _by_entry(numbers: Tensor, x: Field) -> Tensor | None:
-    """(sites, features) of the numbers that stand where a field's entries do; None where several
-    stand at one."""
+    """Numbers of a field's shape as a table (sites, features); None if an entry has several."""
     sites, features = x.variable.sites, x.variable.features
     at = (x.site * features + x.feature).reshape(-1)
     entries = numbers.expand(x.site.shape).reshape(-1)
     table = torch.zeros(sites * features, dtype=numbers.dtype)
     table[at] = entries
     return table.reshape(sites, features) if torch.equal(table[at], entries) else None
-
-
-def _roots(variables: Any) -> frozenset[object]:
-    return _union(v.roots for v in variables)
 
 
 def _union(sets: Iterable[frozenset[object]]) -> frozenset[object]:
@@ -1504,8 +1482,9 @@ def _tensor(x: Any) -> Tensor:
     return x if isinstance(x, Tensor) else torch.tensor(float(x))
 
 
-def _single(made: Field | None) -> list[State] | None:
-    return None if made is None else [made]
+def _at_sites(v: Variable, at: Tensor, site: Tensor, feature: Tensor) -> Field:
+    """The field of a variable at some of its sites, -1 for zero; `site` numbers these."""
+    return Field(combination(len(at), v.features, [Term(v, number(1), at)]), site, feature)
 
 
 def _expanded(x: Field, shape: Sequence[int]) -> Field:
@@ -1518,7 +1497,7 @@ def _weights_expanded(w: Weights, shape: Sequence[int]) -> Weights:
 
 
 def _reshaped(state: Any, shape: Sequence[int]) -> Any:
-    """The same entries in another shape."""
+    """A state in another shape."""
     if isinstance(state, Field):
         return Field(state.variable, state.site.reshape(shape), state.feature.reshape(shape))
     if isinstance(state, Weights):
@@ -1536,7 +1515,7 @@ def _product(
     matrix: Tensor | None = None,
     wider: float = 1.0,
 ) -> Product:
-    """(sites, features) of fresh weights times what they read."""
+    """A product with weights, of (sites, features)."""
     mean, variance = statistics(w.tensor if w.pool is None else w.pool)
     return Product(
         sites=shape[0],
@@ -1606,7 +1585,7 @@ def _broadcast(shapes: list[torch.Size], shape: torch.Size) -> bool:
 
 
 def _cut(x: Field, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-    """Labels of what is reduced, or cut, along axes of one field."""
+    """Labels of a field that is reduced, or cut, along axes."""
     site, feature = x.site, x.feature
     if len(shape) > site.ndim:
         return None

@@ -1,4 +1,4 @@
-"""What a module does to its signal and gradient, operation by operation."""
+"""Prediction of a module's signal and gradient by its operations."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ROWS, TOKENS = 1, 16
-"""Sequences and tokens of a batch that are followed: pairs of tokens have a law each."""
+"""Sequences and tokens of a batch that are used: every pair of tokens has a covariance."""
 
 NORMED_ROWS = 4
-"""Sequences or pictures where what one gives depends on the others, as by batch norm."""
+"""Sequences or pictures for modules that mix them, as by batch norm."""
 
 _WORDS = {
     "Product": "a matrix product",
@@ -52,22 +52,22 @@ _WORDS = {
     "Mix": "an average over keys",
     "Sampled": "a sampled operation",
 }
-"""What kinds of variables are called in notes."""
+"""Classes of variables in words, for notes."""
 
 
 class OperationRow(NamedTuple):
     """One recorded tensor.
 
     Attributes:
-        module: path of the innermost submodule that gives it; "" of none.
-        operation: what made it.
+        module: path of the innermost submodule with the operation; "" without one.
+        operation: that gives it.
         value: number of the tensor in the recorded pass.
         mean, variance: over draws of the weights and features, averaged over sites.
-        correlation: mean over ordered pairs of different sites; None where there is one site.
-        grad_variance: of the loss's derivative in it; None where none passes.
+        correlation: mean over ordered pairs of different sites; None for one site.
+        grad_variance: of the loss's derivative in it; None without a gradient.
         grad_correlation: likewise.
-        sampled: whether it rests on an operation that has no law and was drawn.
-        scatter: relative deviation of its mean square from draw to draw, as of Gaussian features.
+        sampled: whether it depends on an operation without a law, which was drawn.
+        scatter: relative deviation of its mean square between draws, for Gaussian features.
     """
 
     module: str
@@ -84,19 +84,19 @@ class OperationRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModulePrediction:
-    """Moments of what a module computes at initialisation, by the operations of one pass.
+    """Moments of a module's tensors at initialisation, by the operations of one pass.
 
     Attributes:
         operations: every recorded tensor that depends on the batch, in order.
-        outputs: of every submodule, what it gives, in the order in which they end.
-        weights: expected squared gradient norm of every parameter, by name; of the loss, or where
-            none is given of one draw of a gradient of that variance at the output.
-        sampled: operations without a law, drawn, with how often they occur.
-        unread: (operation, reason) of what could not be followed; what stands behind it has no row,
-            what stands before it no gradient.
-        notes: what else is not exact here.
-        tokens, draws: of the pass, and of what is sampled.
-        gradient: what gradients are of, in words.
+        outputs: the output of every submodule, in the order in which they end.
+        weights: expected squared gradient norm of every parameter by name; of the loss, or without
+            one of a random gradient at the output.
+        sampled: operations without a law, which were drawn, and how often they occur.
+        unread: (operation, reason) of operations without a prediction, and how often; tensors
+            behind them have no row, tensors before them no gradient.
+        notes: on other approximations.
+        tokens, draws: of the pass, and of sampled operations.
+        gradient: the differentiated scalar in words.
     """
 
     operations: tuple[OperationRow, ...]
@@ -171,23 +171,24 @@ def predict(
 ) -> ModulePrediction:
     """Predict every operation of a module from one recorded pass and its parameters' variances.
 
-    Nothing in it is recognised: skip connections, norms, heads, experts and several streams are
-    sums and products of what the pass recorded. Covariances are closed, to leading order in
-    1/width, but for operations without a law (softmax over keys, choices, scans), which are drawn.
+    No part of the module is recognised: skip connections, norms, heads, experts and several streams
+    are sums and products in the recorded pass. Covariances are in closed form to leading order in
+    1/width, except behind operations without a law (softmax over keys, choices, scans), which are
+    drawn.
 
     Args:
         module: an nn.Module, or a factory of one that takes a seed.
-        batch: what it reads, as in `moments.torch.measure`: the first tokens of one sequence; None:
-            random input, where the module says what it takes.
-        loss: "cross-entropy" of the next token, where the module gives logits (batch, tokens,
+        batch: its input, as in `moments.torch.measure`, of which the first tokens of one sequence
+            are used; None: random input.
+        loss: "cross-entropy" of the next token, if the module gives logits (batch, tokens,
             vocabulary) of token ids; None: an independent gradient at every entry of its output.
         grad_variance: of that gradient.
-        draws: of what has no law.
+        draws: of operations without a law.
         seed: of these draws.
-        tokens: of the batch that are followed.
-        places: of a tensor (tokens, pairs of tokens, pixels) up to which it is followed. A
-            covariance takes 8 places^2 bytes, of hundreds of tensors, and drawing 10 places^3
-            operations: 4096, 64 tokens of pairs, take gigabytes and minutes.
+        tokens: of the batch, at most.
+        places: number of sites of a tensor (tokens, pairs of tokens, pixels) up to which it is
+            predicted. A covariance takes 8 places^2 bytes, for hundreds of tensors, and drawing
+            10 places^3 operations: 4096, pairs of 64 tokens, take gigabytes and minutes.
 
     Returns:
         A ModulePrediction: `table()`, `to_frame()` by submodule, `operations_frame()`,
@@ -202,8 +203,8 @@ def predict(
     grad_variance = check_number("grad_variance", grad_variance, NONNEGATIVE)
     draws, seed = check_count("draws", draws), check_count("seed", seed, least=0)
     most = check_count("tokens", tokens), check_count("places", places)
-    done = lowered(built(module, seed), batch, loss, grad_variance, draws, seed, None, *most)
-    return summary(done, draws)
+    followed = lowered(built(module, seed), batch, loss, grad_variance, draws, seed, None, *most)
+    return summary(followed, draws)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,11 +212,11 @@ class Lowered:
     """A recorded pass with the laws of all its values.
 
     Attributes:
-        graph: the pass; `end` its output's value.
-        lowering: what every value is.
+        graph: the pass; `end`: the value of its output.
+        lowering: the state of every value.
         replicas: covariances with their derivatives.
-        gradient: what derivatives are of, in words.
-        scalars: squared gradients of parameters that are used as numbers, by name.
+        gradient: the differentiated scalar in words.
+        scalars: squared gradients by name of parameters that are used as numbers.
     """
 
     graph: Graph
@@ -227,7 +228,7 @@ class Lowered:
 
     @property
     def ids(self) -> Tensor | None:
-        """(batch, tokens) the token ids that logits at its output are of; None: they are none."""
+        """(batch, tokens) token ids, if the output is logits over their vocabulary; else None."""
         logits = self.graph.tensor(self.end)
         for value in self.graph.values:
             ids = value.tensor
@@ -240,7 +241,7 @@ class Lowered:
 
     @property
     def cut(self) -> int:
-        """Operations, as bits, whose gradient also passes what could not be followed."""
+        """Operations, as bits, whose gradient also passes operations without a prediction."""
         bits = 0
         for value in self.lowering.lost:
             bits |= self.graph.ancestors(value)
@@ -248,15 +249,14 @@ class Lowered:
 
     @property
     def left(self) -> list[str]:
-        """Parameters whose gradients have no law here."""
+        """Parameters whose gradients have no law."""
         names = {root.partition("#")[0] for root in self.lowering.coherent}
         names -= self.scalars.keys()
         return [v.name for v in self.graph.values if v.params and v.name in names]
 
     @property
     def weights(self) -> dict[str, float]:
-        """Squared gradient norms by parameter, those of tensors derived from one with it; without
-        parameters whose gradient also passes what could not be followed."""
+        """Squared gradient norms of parameters whose gradients are predicted completely."""
         cut, left = self.cut, self.left
         names = [
             v.name
@@ -284,10 +284,11 @@ def lowered(
     places: int = PLACES,
     scalars: bool = True,
 ) -> Lowered:
-    """Record a pass, make variables of it, and carry a gradient back; arguments as of `predict`.
+    """Record a pass, lower it to variables, and propagate a gradient; arguments as of `predict`.
 
-    `wider`: by parameter and axis, how many times more entries it stands for; `scalars`: with the
-    gradients of parameters that are used as numbers.
+    Args:
+        wider: parameter -> by axis, the ratio of the true size to the module's.
+        scalars: whether to compute gradients of parameters that are used as numbers.
     """
     if any(p.is_meta for p in module.parameters()):
         raise MomentsError(
@@ -303,8 +304,8 @@ def lowered(
     try:
         with torch.inference_mode(False), torch.enable_grad():
             lowering = Lowering(graph, draws, seed, wider or {}, places)
-            return _carried_back(lowering, loss, grad_variance, scalars)
-    except RuntimeError as error:  # shapes of another draw
+            return _with_gradient(lowering, loss, grad_variance, scalars)
+    except RuntimeError as error:  # tensors may have other shapes in other draws
         if routed := graph.selecting_submodule():
             raise MomentsError(
                 f"{routed} gathers as many rows for each expert as chose it, which is another "
@@ -314,10 +315,10 @@ def lowered(
         raise
 
 
-def _carried_back(
+def _with_gradient(
     lowering: Lowering, loss: str | None, grad_variance: float, scalars: bool
 ) -> Lowered:
-    """A gradient at the end of a pass, carried back through the laws of its variables."""
+    """A lowered pass with the gradients of its variables' covariances."""
     graph = lowering.graph
     end, state = _output(graph, lowering)
     if bool(torch.isnan(graph.tensor(end)).any()):
@@ -327,39 +328,39 @@ def _carried_back(
         )
     words = f"an independent gradient of variance {grad_variance:g} at every entry of the output"
     words = words if loss is None else "the cross-entropy of the next token"
-    done = Lowered(graph, end, lowering, Replicas(crossed=True), words)
-    for value, drawn in reversed(lowering.states.items()):  # the last first: the same draws do
+    followed = Lowered(graph, end, lowering, Replicas(crossed=True), words)
+    for value, drawn in reversed(lowering.states.items()):  # the last first: draws are reused
         real = graph.tensor(value).is_floating_point() and value not in lowering.lost
         if real and isinstance(drawn, Field) and type(drawn.variable) is Sampled:
             lowering.sampler.law(drawn.variable)
-    covariance = lowering.laws.covariance(state.variable, state.variable, done.replicas)
-    kernel = _cotangent(done, state, loss, grad_variance)
+    covariance = lowering.laws.covariance(state.variable, state.variable, followed.replicas)
+    kernel = _cotangent(followed, state, loss, grad_variance)
     if covariance.requires_grad:
         covariance.backward(kernel)
-        done.replicas.collect()
+        followed.replicas.collect()
     if scalars:
-        done.scalars.update(squared_gradients(lowering, state.variable, kernel))
-    return done
+        followed.scalars.update(squared_gradients(lowering, state.variable, kernel))
+    return followed
 
 
 @contextlib.contextmanager
 def _spelled_out(module: nn.Module) -> Iterator[None]:
-    """With experts of transformers as batched products: loops over them have shapes that follow
-    the batch's numbers."""
+    """Run experts of transformers as batched products within the context, because loops over
+    experts have shapes that depend on the batch."""
     name = "_experts_implementation"
     configs = {id(c): c for part in module.modules() if (c := getattr(part, "config", None))}
-    kept = [(c, getattr(c, name)) for c in configs.values() if getattr(c, name, None)]
-    for config, _ in kept:
+    settings = [(c, getattr(c, name)) for c in configs.values() if getattr(c, name, None)]
+    for config, _ in settings:
         setattr(config, name, "batched_mm")
     try:
         yield
     finally:
-        for config, value in kept:
+        for config, value in settings:
             setattr(config, name, value)
 
 
 def _output(graph: Graph, lowering: Lowering) -> tuple[int, Field]:
-    """The first real tensor that the module gives and that depends on the batch."""
+    """The first real tensor in the module's output that depends on the batch."""
     for value in tree_flatten(graph.outputs)[0]:
         if isinstance(value, int) and graph.tensor(value).is_floating_point():
             state = lowering.states.get(value)
@@ -368,22 +369,22 @@ def _output(graph: Graph, lowering: Lowering) -> tuple[int, Field]:
     raise MomentsError("the module gives no tensor that depends on the batch and on random weights")
 
 
-def _cotangent(done: Lowered, state: Field, loss: str | None, variance: float) -> Tensor:
-    """(sites, sites) sums over features of the products of two sites' gradients."""
+def _cotangent(followed: Lowered, state: Field, loss: str | None, variance: float) -> Tensor:
+    """The gradient kernel at the output: (sites, sites) products, summed over features."""
     sites, features = torch.unique(state.site), torch.unique(state.feature)
     kernel = torch.zeros(state.variable.sites, state.variable.sites, dtype=F64)
     if loss is None:
         kernel[sites, sites] = variance * len(features)
         return kernel
-    logits, ids = done.graph.tensor(done.end), done.ids
+    logits, ids = followed.graph.tensor(followed.end), followed.ids
     if ids is None:
-        got = f"an output of shape {tuple(logits.shape)}"
-        raise domain_error("loss", loss, f"None of {got}", "it takes logits of every token id")
+        allowed = f"None of an output of shape {tuple(logits.shape)}"
+        raise domain_error("loss", loss, allowed, "it takes logits of every token id")
     if ids.shape[1] < 2:
         raise domain_error("loss", loss, "None of one token", "no other follows it: pass two")
     vocabulary = logits.shape[-1]
     at, targets = state.site[:, :-1, 0].reshape(-1), ids[:, 1:].reshape(-1)
-    z = done.lowering.laws.covariance(state.variable, state.variable)[at][:, at]
+    z = followed.lowering.laws.covariance(state.variable, state.variable)[at][:, at]
     same = (targets[:, None] == targets[None]).to(F64)
     products = _agreement(vocabulary, z) - 2 / vocabulary + same
     kernel[at[:, None], at[None]] = products / len(at) ** 2
@@ -401,10 +402,10 @@ def _agreement(vocabulary: int, logits: Tensor) -> Tensor:
     return vocabulary * torch.exp(apart + share * (np.log(square) - apart))
 
 
-def summary(done: Lowered, draws: int) -> ModulePrediction:
-    """What a user is given of a pass."""
-    graph, lowering, replicas = done.graph, done.lowering, done.replicas
-    paths, cut = _paths(graph), done.cut
+def summary(followed: Lowered, draws: int) -> ModulePrediction:
+    """The prediction of a lowered pass."""
+    graph, lowering, replicas = followed.graph, followed.lowering, followed.replicas
+    paths, cut = _paths(graph), followed.cut
     rows: dict[int, OperationRow] = {}
     passed = lowering.sampler.passed()
     for value, state in lowering.states.items():
@@ -413,9 +414,9 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         if not graph.tensor(value).is_floating_point() or graph.tensor(value).numel() == 0:
             continue
         row = _row(graph, lowering, replicas, value, state, paths)
-        made = graph.values[value].producer
-        behind = made is not None and cut >> made & 1
-        if row is not None and (behind or value in passed):
+        node = graph.values[value].producer
+        incomplete = node is not None and cut >> node & 1
+        if row is not None and (incomplete or value in passed):
             row = row._replace(grad_variance=None, grad_correlation=None)
         if row is not None:
             rows[value] = row
@@ -423,7 +424,7 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
     for path, side, value, _ in graph.boundaries:
         if side == "output" and value in rows:
             outputs.append(rows[value]._replace(module=path))
-    weights = done.weights
+    weights = followed.weights
     notes = [
         f"covariances of {_WORDS[one]} and {_WORDS[other]} of the same weights are taken as 0"
         for one, other in sorted(lowering.laws.left_out)
@@ -433,12 +434,12 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
             f"mean squares of what was drawn are known within {lowering.sampler.error:.0%} (one "
             "standard error of the least well known)"
         )
-    if lowering.tied and "cross-entropy" in done.gradient:
+    if lowering.tied and "cross-entropy" in followed.gradient:
         notes.append(
             f"{', '.join(sorted(lowering.tied))}: a table and a matrix behind it; in the loss a "
             "token's own logit is taken as any other (gradients up to twice)"
         )
-    if left := done.left:
+    if left := followed.left:
         notes.append(
             f"no gradients of {', '.join(gathered_names(left))}, one entry of which acts on all "
             "features of a place: it moves norms as well"
@@ -455,7 +456,7 @@ def summary(done: Lowered, draws: int) -> ModulePrediction:
         tuple(notes),
         tokens,
         draws,
-        done.gradient,
+        followed.gradient,
     )
 
 
@@ -469,57 +470,53 @@ def _row(
 ) -> OperationRow | None:
     variable, laws = state.variable, lowering.laws
     sites = torch.unique(state.site)
-    if isinstance(variable, Square):  # which has a mean alone
+    if isinstance(variable, Square):  # only its mean has a law
         return None
     means, covariance = laws.shown(state)
     mean, covariance = float(means[sites].mean()), covariance[sites][:, sites]
     node = graph.producer(value)
-    own, pairs = _own_and_pairs(covariance)
     crossed = replicas.known.get((variable.number, variable.number))
     gradient = None if crossed is None else crossed.grad
-    grad_own, grad_pairs = None, None
+    grad_moments: tuple[float | None, float | None] = None, None
     if gradient is not None:
-        grad_own, grad_pairs = _own_and_pairs(gradient[sites][:, sites] / variable.features)
+        grad_moments = _variance_and_correlation(gradient[sites][:, sites] / variable.features)
     return OperationRow(
         paths.get(-1 if node is None else node.index, ""),
         "" if node is None else node.name,
         value,
         mean,
-        own,
-        pairs,
-        grad_own,
-        grad_pairs,
-        _rests_on_draws(variable, {}),
+        *_variance_and_correlation(covariance),
+        *grad_moments,
+        _depends_on_draws(variable, {}),
         _scatter(covariance, len(torch.unique(state.feature))),
     )
 
 
 def _scatter(covariance: Tensor, features: int) -> float:
-    """Of a mean of squares over sites and independent Gaussian features: sqrt(2 sum C_ij^2 / F)
-    over the sum of C_ii."""
-    whole = float(covariance.diagonal().sum())
-    return float((2 * covariance.square().sum() / features).sqrt()) / whole if whole > 0 else 0.0
+    """Relative deviation of a mean square over sites and F independent Gaussian features:
+    sqrt(2 sum C_ij^2 / F) / sum C_ii."""
+    total = float(covariance.diagonal().sum())
+    return float((2 * covariance.square().sum() / features).sqrt()) / total if total > 0 else 0.0
 
 
-def _own_and_pairs(kernel: Tensor) -> tuple[float, float | None]:
-    """Mean of the diagonal, and of the rest over it."""
-    own, n = float(kernel.diagonal().mean()), len(kernel)
+def _variance_and_correlation(kernel: Tensor) -> tuple[float, float | None]:
+    """Mean of the diagonal, and mean off-diagonal entry over it."""
+    variance, n = float(kernel.diagonal().mean()), len(kernel)
     if n < 2:
-        return own, None
-    pairs = float(kernel.sum() - kernel.diagonal().sum()) / (n * (n - 1))
-    return own, pairs / own if own > 0 else 0.0
+        return variance, None
+    covariance = float(kernel.sum() - kernel.diagonal().sum()) / (n * (n - 1))
+    return variance, covariance / variance if variance > 0 else 0.0
 
 
-def _rests_on_draws(v: Variable, known: dict[int, bool]) -> bool:
+def _depends_on_draws(v: Variable, known: dict[int, bool]) -> bool:
     if v.number not in known:
-        known[v.number] = isinstance(v, Sampled) or any(
-            _rests_on_draws(parent, known) for parent in v.parents
-        )
+        parents = (_depends_on_draws(parent, known) for parent in v.parents)
+        known[v.number] = isinstance(v, Sampled) or any(parents)
     return known[v.number]
 
 
 def _paths(graph: Graph) -> dict[int, str]:
-    """The innermost submodule that an operation lies in."""
+    """Operation -> path of the innermost submodule that contains it."""
     spans: dict[str, int] = {}
     paths: dict[int, str] = {}
     for path, side, _, at in graph.boundaries:

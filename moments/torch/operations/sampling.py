@@ -1,7 +1,7 @@
-"""What has no law: the recorded operations are run on draws of the variables that they rest on.
+"""Sampling of variables without a law, by running recorded operations on draws of their inputs.
 
-Softmax over keys, top-k, scans and norms of a few features are drawn so. What is drawn is as wide
-as the module, so that heads' widths are in it; averages over draws carry a Monte-Carlo error.
+Softmax over keys, top-k, scans and norms of few features are drawn so. Draws have the width of the
+module, so that they depend on the heads' width; averages over draws have a Monte-Carlo error.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from .variables import (
 )
 
 MORE, SETTLED = 8, 0.02
-"""Times as many draws as asked for are taken at most until a mean square is known so well."""
+"""Draws continue up to MORE times their number until mean squares have this relative error."""
 
 
 def again(
     graph: Graph, node: Node, values: dict[int, Tensor], states: Mapping[int, State]
 ) -> list[Tensor]:
-    """A recorded operation on other tensors; what is known or weights is taken from `states`."""
+    """Run a recorded operation on other tensors, which are added to `values`; known tensors and
+    weights are those of `states`."""
 
     def value(index: int) -> Tensor:
         x = values.get(index)
@@ -61,7 +62,8 @@ def again(
 
 @dataclass
 class _Plan:
-    """How a variable is drawn: operations in order, where to cut, and Gaussians drawn jointly."""
+    """How a variable is drawn: by the operations `nodes` from the fields at `cuts`, whose Gaussian
+    variables are drawn jointly in `groups`."""
 
     nodes: list[int]
     cuts: dict[int, Field]
@@ -73,7 +75,7 @@ class _Plan:
 
 
 class _Drawn(torch.autograd.Function):
-    """The covariance of a sampled variable; its way back runs the same operations back."""
+    """The covariance of a sampled variable; its backward pass is that of the operations."""
 
     @staticmethod
     def forward(
@@ -89,7 +91,7 @@ class _Drawn(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """Nothing forward; back, what keys and values share by reading one tensor."""
+    """The identity; its backward pass adds the gradients of keys and values of one tensor."""
 
     @staticmethod
     def forward(
@@ -113,9 +115,9 @@ class _Shared(torch.autograd.Function):
 
 @dataclass
 class _SharedSource:
-    """Gradients of queries are one matrix W_k W_v' times what their rows receive, plus the rest.
+    """The part of queries' gradients that is one matrix W_k W_v' times the rows' cotangents.
 
-    `gram` by sites of the queries, `row` the site of the mix that each is of (-1: none).
+    `gram` by sites of the queries, `row` the site of the mix that each belongs to (-1: none).
     """
 
     queries: Variable
@@ -127,7 +129,7 @@ class _SharedSource:
 
 @dataclass
 class _Reading:
-    """A variable that is amplitude(site) W x[site] for one matrix W."""
+    """A variable of the form amplitude(site) W x[site] for one matrix W."""
 
     source: Variable
     at: Tensor
@@ -142,15 +144,15 @@ class Sampler:
 
     Args:
         graph: the recorded pass.
-        states: of its values, as they are lowered.
+        states: of its values, filled during lowering.
         draws: of a variable of 16 features or more, four times as many of a narrower one; up to
-            MORE times as many until its mean square is known to SETTLED.
+            MORE times as many until its mean square has the relative error SETTLED.
         seed: of random numbers.
 
     Attributes:
-        squares: squared gradients of parameters inside what is drawn.
-        error: the largest standard error of a drawn mean square, relative.
-        slopes: squared derivatives of tensors that are made of one parameter, entry by entry.
+        squares: squared gradients of parameters inside sampled operations.
+        error: the largest relative standard error of a sampled mean square.
+        slopes: squared derivatives of tensors that are entrywise functions of a parameter.
     """
 
     laws: Laws
@@ -167,18 +169,18 @@ class Sampler:
         self._drifts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def add_square(self, root: str, square: float) -> None:
-        """Count a part of a parameter's squared gradient."""
+        """Add to a parameter's squared gradient."""
         name = root.partition("#")[0]
         self.squares[name] = self.squares.get(name, 0.0) + square
 
     def slope(self, root: str) -> float:
-        """Mean squared derivative of a tensor in the parameter that it is made of."""
+        """Mean squared derivative of a derived tensor in its parameter."""
         return float(self.slopes[root].mean()) if root in self.slopes else 1.0
 
     # --- draws ------------------------------------------------------------------------------------
 
     def plan(self, v: Sampled) -> _Plan:
-        """Back to the nearest Gaussian variables whose features are alike."""
+        """The operations from the nearest Gaussian variables with equal laws of all features."""
         if v.number in self._plans:
             return self._plans[v.number]
         cuts: dict[int, Field] = {}
@@ -209,7 +211,7 @@ class Sampler:
         return self._plans[v.number]
 
     def passed(self) -> set[int]:
-        """Recorded tensors between what is drawn and what it rests on: gradients pass them by."""
+        """Recorded tensors inside sampled operations, which have no gradients of their own."""
         inside: set[int] = set()
         for plan in self._plans.values():
             between = {v for n in plan.nodes for v in self.graph.nodes[n].inputs}
@@ -230,7 +232,7 @@ class Sampler:
             rows = [torch.cat([self._gaussian(a, b) for b in group], 1) for a in group]
             joint = torch.cat(rows)
             z = torch.randn(joint.shape[0], features, dtype=F64, generator=random)
-            if features >= 2 * joint.shape[0]:  # features whose Gram matrix is its mean
+            if features >= 2 * joint.shape[0]:  # fix the Gram matrix to its mean
                 z = torch.linalg.qr(z.T)[0].T * features**0.5
             x, first = _root(joint) @ z, 0
             for v in group:
@@ -246,7 +248,7 @@ class Sampler:
         return made
 
     def _gaussian(self, a: Variable, b: Variable) -> Tensor:
-        """The covariance of two variables without that of a parameter in both that is none."""
+        """The covariance of two variables without that of a common non-Gaussian parameter."""
         one, other = self.laws.added(a), self.laws.added(b)
         whole = self.laws.covariance(a, b)
         if one is None or other is None or one[0].root != other[0].root:
@@ -256,8 +258,8 @@ class Sampler:
     def run(
         self, v: Sampled, random: torch.Generator, weights: Mapping[int, Tensor] | None = None
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """One draw of the recorded tensor and of those on the way to it, and the Gaussian variables
-        under them; with `weights` given, gradients can be asked for."""
+        """One draw of the recorded tensors up to a variable's, and of the Gaussian variables; with
+        `weights`, all are differentiable."""
         plan = self.plan(v)
         fields = self.fields(plan.groups, random)
         for field in fields.values():
@@ -272,7 +274,7 @@ class Sampler:
         return values, fields
 
     def _spelled(self, value: int, x: Tensor) -> Tensor:
-        """Entries as of the recorded tensor's kind."""
+        """Entries in the dtype of the recorded tensor."""
         recorded = self.graph.tensor(value)
         return (torch.view_as_complex(x) if recorded.is_complex() else x).to(recorded.dtype)
 
@@ -295,7 +297,7 @@ class Sampler:
         return self._laws[v.number]
 
     def _draw_laws(self, v: Sampled) -> None:
-        """Of a variable, and of those on the way to it that have no law yet, by the same draws."""
+        """Draw the laws of a variable and of those before it that are not drawn yet."""
         plan, open_ = self.plan(v), {v.number: v}
         for value in (n for i in plan.nodes for n in self.graph.nodes[i].outputs):
             state = self.states.get(value)
@@ -336,7 +338,7 @@ class Sampler:
         return made
 
     def drift(self, v: Drift) -> tuple[Tensor, Tensor, Tensor]:
-        """Of how a sampled variable changes, its mean (sites,), its covariance with the variable
+        """Mean (sites,) of the derivative of a sampled variable, its covariance with the variable,
         and its own, (sites, sites)."""
         if v.number not in self._drifts:
             plan, graph = self.plan(v.sampled), self.graph
@@ -380,7 +382,7 @@ class Sampler:
         return self._drifts[v.number]
 
     def same_choice(self, route: Variable) -> Tensor:
-        """(sites, sites) how often two choices are one."""
+        """(sites, sites) probability that two choices are equal."""
         assert isinstance(route, Sampled)
         if route.number not in self._choices:
             self.plan(route)
@@ -393,8 +395,8 @@ class Sampler:
         return self._choices[route.number]
 
     def pulled(self, v: Sampled, kernel: Tensor) -> list[Tensor]:
-        """What a gradient kernel at a sampled variable becomes at the Gaussians under it, pair by
-        pair; what parameters in between receive is counted."""
+        """The gradient kernel of every pair of the Gaussian variables of a sampled variable, from
+        the kernel of that; squared gradients of parameters between are added to `squares`."""
         pairs = self.plan(v).pairs
         totals = [torch.zeros(a.sites, b.sites, dtype=F64) for a, b in pairs]
         if float(kernel.abs().max()) == 0:
@@ -427,7 +429,7 @@ class Sampler:
                 one, other = below[a.number], below[b.number]
                 if one is not None and other is not None and a.features == b.features:
                     totals[n] = totals[n] + one @ other.T
-            for n, gain, x, share in gains:  # of which the gain's gradient is, with its sign
+            for n, gain, x, share in gains:  # the gain's gradient is a signed sum over sites
                 a = pairs[n][0]
                 g = below[a.number]
                 if g is not None:
@@ -443,7 +445,7 @@ class Sampler:
         return [total / len(sizes) for total in totals]
 
     def _weights_inside(self, v: Sampled) -> dict[int, Tensor]:
-        """Parameters that the operations of a draw read, to be differentiated."""
+        """Differentiable copies of the parameters in the operations of a draw."""
         inside = {n for i in self.plan(v).nodes for n in self.graph.nodes[i].inputs}
         made = {}
         for n in sorted(inside):
@@ -471,8 +473,8 @@ class Sampler:
     # --- keys and values of one tensor ------------------------------------------------------------
 
     def shared_source(self, mix: Mix, total: Tensor, replicas: Replicas) -> Tensor:
-        """The covariance of a mix with itself, whose way back also counts what keys and values
-        share where they read one tensor: E[Gram x Gram] = Gram x Gram + (tr J K)^2 / width."""
+        """The covariance of a mix with itself, whose backward pass also contains the correlation of
+        keys and values of one tensor: E[Gram x Gram] = Gram x Gram + (tr J K)^2 / width."""
         if mix.number not in self._shared:
             self._shared[mix.number] = self._find_shared(mix)
         for shared in self._shared[mix.number]:
@@ -481,9 +483,10 @@ class Sampler:
         return total
 
     def _find_shared(self, mix: Mix) -> list[_SharedSource]:
-        """With keys and values of one x, a query's gradient holds one matrix times the row's
-        gradient g_t: s sum_s D_ts R_(s-t) W_k W_v' g_t, D_ts = (J_t K)_ss, J_t = diag(A_t) - A_t
-        A_t', K the covariance of x and R rotary positions; its Gram matrix for unit W_k W_v' g."""
+        """With keys and values of one x, a query's gradient contains a matrix times the row's
+        gradient g_t: s sum_s D_ts R_(s-t) W_k W_v' g_t, with D_ts = (J_t K)_ss, J_t = diag(A_t) -
+        A_t A_t', K the covariance of x and R rotary positions. Returns Gram matrices of that for
+        unit W_k W_v' g."""
         soft, of_values = mix.weights, self._reading(mix.values)
         if not isinstance(soft, Sampled) or of_values is None:
             return []
@@ -516,7 +519,7 @@ class Sampler:
             return values[before]
 
         def pull(received: Tensor, fields: Mapping[int, Tensor], at: list[int]) -> list[Tensor]:
-            rest = width - received.shape[-1]  # sinks, which receive nothing here
+            rest = width - received.shape[-1]  # sinks, without cotangents here
             received = torch.nn.functional.pad(received, (0, rest)) if rest else received
             with torch.enable_grad():
                 z = torch.where(received != 0, scores(fields), 0.0)
@@ -538,7 +541,7 @@ class Sampler:
             mark[mix.weights_at[row]] = 1.0
             return [g != 0 for g in pull(mark[state.site], fields, at)]
 
-        # Features of queries are those of which a row's scores read one site.
+        # Queries are the features of which the scores of a row depend on a single site.
         hits = (hit.sum(0) for hit in marked(-1, list(ends), ones))
         reached = dict(zip(ends, hits, strict=True))
         queries = [n for n, sites in reached.items() if bool((sites == 1).any())]
@@ -550,7 +553,7 @@ class Sampler:
             return []
         (query,), ((key, of_keys),) = queries, same.items()
         ones = {n: ones[n] for n in (query, key)}
-        (hit,) = marked(-1, [query], ones)  # of which other keys do not count
+        (hit,) = marked(-1, [query], ones)  # other keys do not count
         chosen = hit.sum(0) == 1
         row = torch.full((ends[query].sites,), -1, dtype=torch.long)
         for i in range(mix.sites):
@@ -586,8 +589,8 @@ class Sampler:
     def _groups(
         self, origin: Variable, chosen: Tensor, read: list[Variable]
     ) -> list[tuple[Variable, Tensor, float]]:
-        """Some features of a matrix's result by the largest parts of it that are read, each as the
-        variable that it is there, by its features in the result, and how many times that."""
+        """Some features of a matrix's product by the largest parts of it that are used: each as a
+        variable, its features in the product, and its factor relative to the product."""
         left, groups = chosen.clone(), []
         for v in sorted(read, key=lambda v: len(_taken(v, origin)), reverse=True):
             taken = _taken(v, origin)
@@ -601,8 +604,7 @@ class Sampler:
         return groups
 
     def _keys_by_values(self, mix: Mix, keys: _Reading, values: _Reading) -> Tensor:
-        """(rows, keys, keys) of every row, width times the covariance of what keys and values
-        read."""
+        """(rows, keys, keys) width times the covariance of the inputs of keys and values."""
         covariance = self.laws.covariance(values.source, values.source)
         amplitude = torch.zeros(covariance.shape[0], dtype=F64)
         amplitude[keys.at] = keys.amplitude
@@ -612,7 +614,7 @@ class Sampler:
         return values.count * left[:, :, None] * both * right[:, None, :]
 
     def _reading(self, v: Variable) -> _Reading | None:
-        """Of a variable that is one matrix's, behind scalings, gains and parts."""
+        """The matrix and its input, if a variable is its product behind scalings, gains, parts."""
         if isinstance(v, Product):
             if v.source is None or len(v.columns) != 1:
                 return None
@@ -644,7 +646,7 @@ class Sampler:
     def _expressed(
         self, v: Variable, origin: Variable, fields: Mapping[int, Tensor]
     ) -> Tensor | None:
-        """A variable (sites, features) where its origin is what `fields` has."""
+        """A variable (sites, features) as a function of its origin, which `fields` contains."""
         if v is origin:
             return fields.get(origin.number)
         if isinstance(v, Part):
@@ -672,7 +674,7 @@ class Sampler:
 
 
 def _origin(v: Variable) -> Product | None:
-    """The matrix whose result a variable is, behind scalings, gains, parts and gathers."""
+    """The matrix product that a variable is, behind scalings, gains, parts and gathers."""
     if isinstance(v, Product):
         return v
     if isinstance(v, Part | Combination | Blend | Times):
@@ -681,7 +683,7 @@ def _origin(v: Variable) -> Product | None:
 
 
 def _taken(v: Variable, origin: Variable) -> Tensor:
-    """Features of a matrix's result that a variable behind it has."""
+    """Features of a matrix product that a variable behind it contains."""
     if v is origin:
         return torch.arange(origin.features)
     if isinstance(v, Part) and v.whole is origin:
@@ -690,7 +692,7 @@ def _taken(v: Variable, origin: Variable) -> Tensor:
 
 
 def _factor(v: Variable, origin: Variable) -> float | None:
-    """Of a matrix's result, or part of it, times a number, with a bias or without, that number."""
+    """The number by which a variable is a multiple of (part of) a matrix product, plus a bias."""
     if not isinstance(v, Combination):
         same = v is origin or (isinstance(v, Part) and v.whole is origin)
         return 1.0 if same else None
@@ -702,29 +704,29 @@ def _factor(v: Variable, origin: Variable) -> float | None:
 
 
 def pushed(y: Tensor, moved: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The derivative of a tensor along changes of what it was made of, given as pairs of a tensor
-    and its change: that of its derivative backwards, which is linear; None where it has none."""
+    """The forward-mode derivative of a tensor along `moved`, pairs of a source and its tangent;
+    None if it depends on none. It is the derivative of the backward pass in its cotangent."""
     if not y.requires_grad:
         return None
-    back = torch.zeros_like(y, requires_grad=True)
+    cotangent = torch.zeros_like(y, requires_grad=True)
     leaves = [x for x, _ in moved]
-    received = torch.autograd.grad(
-        y, leaves, back, create_graph=True, retain_graph=True, allow_unused=True
+    gradients = torch.autograd.grad(
+        y, leaves, cotangent, create_graph=True, retain_graph=True, allow_unused=True
     )
     parts = [
-        (got * change).sum()
-        for got, (_, change) in zip(received, moved, strict=True)
-        if got is not None and got.requires_grad
+        (gradient * tangent).sum()
+        for gradient, (_, tangent) in zip(gradients, moved, strict=True)
+        if gradient is not None and gradient.requires_grad
     ]
     if not parts:
         return None
     total = torch.stack(parts).sum()
-    (made,) = torch.autograd.grad(total, back, retain_graph=True, allow_unused=True)
-    return None if made is None else made.detach()
+    (result,) = torch.autograd.grad(total, cotangent, retain_graph=True, allow_unused=True)
+    return None if result is None else result.detach()
 
 
 def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int) -> Tensor:
-    """Entries of a recorded tensor as (sites, features); where none is, 0."""
+    """Entries of a recorded tensor as (sites, features), 0 where there are none."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     flat = torch.zeros(sites * features, dtype=F64)
     at = (site * features + feature).reshape(-1)
@@ -732,7 +734,7 @@ def by_label(x: Tensor, site: Tensor, feature: Tensor, sites: int, features: int
 
 
 def _error(sizes: list[Tensor]) -> float:
-    """The largest standard error of means over draws (numbers,), relative to them."""
+    """The largest relative standard error of means over draws."""
     x = torch.stack(sizes)
     if len(x) < 2 or x.shape[1] == 0:
         return 0.0

@@ -1,9 +1,9 @@
-"""Gradients of numbers that multiply a whole stream: lambdas, weights of skips, scales of a layer.
+"""Gradients of parameters that multiply a whole stream: lambdas, weights of skips, layer scales.
 
-One such number acts on all features of a place at once, so that it moves norms, activations and
-softmaxes by itself, and a norm behind it takes away what it adds along the stream. Its squared
-gradient is the second moment of how the output changes with it, and every variable's change is a
-variable again, jointly random with it.
+Such a number acts on all features of a site at once, so that it changes norms, activations and
+softmaxes to leading order, and a norm behind it removes its change along the stream. Its squared
+gradient is the second moment of the output's derivative in it, which is a variable, as is the
+derivative of every variable before the output.
 """
 
 from __future__ import annotations
@@ -38,17 +38,11 @@ from .variables import (
 )
 
 MOST = 100
-"""Numbers of a module that are followed; each takes about as long as the signal's way."""
+"""Entries whose gradients are computed at most; each takes about as long as the signal itself."""
 
 
 class Changes:
-    """How variables change with one entry of a parameter that is used as a number.
-
-    Args:
-        lowering: of the module.
-        name: of the parameter.
-        entry: which of its entries.
-    """
+    """Derivatives of variables in one entry of a parameter that is used as a number."""
 
     def __init__(self, lowering: Lowering, name: str, entry: int) -> None:
         self._lowering, self._name = lowering, name
@@ -56,13 +50,13 @@ class Changes:
         self._direction = torch.zeros(number.numel(), dtype=number.dtype)
         self._direction[entry] = 1.0
         self._direction = self._direction.reshape(number.shape)
-        self._made: dict[int, Variable | None] = {}
+        self._known: dict[int, Variable | None] = {}
 
     def of(self, v: Variable) -> Variable | None:
         """The derivative of a variable; None: it does not change."""
-        if v.number not in self._made:
-            self._made[v.number] = self._of(v)
-        return self._made[v.number]
+        if v.number not in self._known:
+            self._known[v.number] = self._of(v)
+        return self._known[v.number]
 
     def _of(self, v: Variable) -> Variable | None:
         match v:
@@ -73,7 +67,7 @@ class Changes:
                 return self._of_sum(v)
             case Blend():
                 change, mixing = self.of(v.inner), self.of_numbers(v.moving)
-                made: list[Variable] = []
+                summands: list[Variable] = []
                 if change is not None:
                     blended = Blend(
                         sites=v.sites,
@@ -84,16 +78,16 @@ class Changes:
                         inner=change,
                         mixing=v.mixing,
                     )
-                    made.append(blended)
+                    summands.append(blended)
                 if mixing is not None:
-                    made.append(replace(v, mixing=mixing, moving=None, number=next(NUMBERS)))
-                return _sum(v, made)
+                    summands.append(replace(v, mixing=mixing, moving=None, number=next(NUMBERS)))
+                return _sum(v, summands)
             case Joined():
                 changes = [self.of(piece) for piece, _ in v.pieces]
                 if all(change is None for change in changes):
                     return None
                 pieces = [
-                    (_nothing(piece) if change is None else change, first)
+                    (_zero_like(piece) if change is None else change, first)
                     for (piece, first), change in zip(v.pieces, changes, strict=True)
                 ]
                 roots = frozenset[object]().union(*(piece.roots for piece, _ in pieces))
@@ -104,23 +98,14 @@ class Changes:
             case Curve():
                 change = self.of(v.inner)
                 return None if change is None else slope(v, change)
-            case Times():
-                (a, b), (one, other) = v.parents, map(self.of, v.parents)
-                pairs = ((one, b), (a, other))
-                both = [(x, y) for x, y in pairs if x is not None and y is not None]
-                return _sum(v, [times(x, y, v.at, v.sites, v.features) for x, y in both])
-            case Mix():
-                (a, b), (one, other) = v.parents, map(self.of, v.parents)
-                pairs = ((one, b), (a, other))
+            case Times() | Mix():
+                (a, b), (da, db) = v.parents, map(self.of, v.parents)
+                pairs = [(x, y) for x, y in ((da, b), (a, db)) if x is not None and y is not None]
+                if isinstance(v, Times):
+                    return _sum(v, [times(x, y, v.at, v.sites, v.features) for x, y in pairs])
+                new = ((x, y, x.roots | y.roots, next(NUMBERS)) for x, y in pairs)
                 return _sum(
-                    v,
-                    [
-                        replace(
-                            v, weights=x, values=y, roots=x.roots | y.roots, number=next(NUMBERS)
-                        )
-                        for x, y in pairs
-                        if x is not None and y is not None
-                    ],
+                    v, [replace(v, weights=x, values=y, roots=r, number=n) for x, y, r, n in new]
                 )
             case Sampled():
                 return self._of_sampled(v)
@@ -142,11 +127,11 @@ class Changes:
     def _of_sampled(self, v: Sampled) -> Variable | None:
         sampler = self._lowering.sampler
         plan = sampler.plan(v)
-        under = {cut.variable.number: cut.variable for cut in plan.cuts.values()}
-        changes = {n: change for n, u in under.items() if (change := self.of(u)) is not None}
-        read = {value for n in plan.nodes for value in self._lowering.graph.nodes[n].inputs}
+        sources = {cut.variable.number: cut.variable for cut in plan.cuts.values()}
+        changes = {n: change for n, u in sources.items() if (change := self.of(u)) is not None}
+        inputs = {value for n in plan.nodes for value in self._lowering.graph.nodes[n].inputs}
         numbers = {}
-        for value in sorted(read - plan.cuts.keys()):
+        for value in sorted(inputs - plan.cuts.keys()):
             state = self._lowering.states.get(value)
             moving = state.tensor if isinstance(state, Known) else None
             if isinstance(state, Weights) and state.root in self._lowering.coherent:
@@ -172,17 +157,17 @@ class Changes:
             return None
         lowering = self._lowering
         leaves = [leaf for _, leaf in lowering.owned.values()]
-        back = torch.zeros_like(moving)
-        used = torch.autograd.grad(moving, leaves, back, retain_graph=True, allow_unused=True)
-        moved = [(lowering.numbers[self._name], self._direction)]
-        for (key, (variable, leaf)), got in zip(lowering.owned.items(), used, strict=True):
-            change = None if got is None else self._own(variable, key[1])
+        zero = torch.zeros_like(moving)
+        used = torch.autograd.grad(moving, leaves, zero, retain_graph=True, allow_unused=True)
+        tangents = [(lowering.numbers[self._name], self._direction)]
+        for (key, (variable, leaf)), gradient in zip(lowering.owned.items(), used, strict=True):
+            change = None if gradient is None else self._of_moment(variable, key[1])
             if change is not None:
-                moved.append((leaf, change))
-        made = pushed(moving, moved)
-        return None if made is None or not bool(made.any()) else made
+                tangents.append((leaf, change))
+        result = pushed(moving, tangents)
+        return None if result is None or not bool(result.any()) else result
 
-    def _own(self, v: Variable, square: bool) -> Tensor | None:
+    def _of_moment(self, v: Variable, square: bool) -> Tensor | None:
         """The derivative of a variable's mean, or mean square, (sites,)."""
         change, laws = self.of(v), self._lowering.laws
         if change is None:
@@ -192,8 +177,11 @@ class Changes:
 
 
 def squared_gradients(lowering: Lowering, end: Variable, kernel: Tensor) -> dict[str, float]:
-    """By parameter that is used as a number, its expected squared gradient, for a kernel (sites,
-    sites) of gradients at a variable; without those of more than MOST entries together."""
+    """Expected squared gradients of parameters that are used as numbers, up to MOST entries.
+
+    Args:
+        end: the output; `kernel`: (sites, sites) of its gradients.
+    """
     laws, total = lowering.laws, dict[str, float]()
     count = 0
     for name, number in lowering.numbers.items():
@@ -209,12 +197,12 @@ def squared_gradients(lowering: Lowering, end: Variable, kernel: Tensor) -> dict
     return total
 
 
-def _sum(v: Variable, made: Sequence[Variable]) -> Variable | None:
-    if not made:
+def _sum(v: Variable, summands: Sequence[Variable]) -> Variable | None:
+    if not summands:
         return None
-    terms = [Term(one, torch.ones((), dtype=torch.float64)) for one in made]
+    terms = [Term(one, torch.ones((), dtype=torch.float64)) for one in summands]
     return combination(v.sites, v.features, terms)
 
 
-def _nothing(v: Variable) -> Variable:
+def _zero_like(v: Variable) -> Variable:
     return Combination(sites=v.sites, features=v.features, gaussian=True, terms=[])

@@ -1,9 +1,9 @@
-"""What a recorded tensor is: known, made of weights, or entries of a random variable.
+"""The states of recorded tensors: known numbers, weights, or entries of a random variable.
 
-A variable has sites (tokens, pairs of tokens, streams, ...) and features. Every entry of a recorded
-tensor is one of its entries, by two integer tensors of the recorded tensor's shape. Views, slices,
-transposes, heads, windows and gathers are run on these labels themselves, so that none of them
-needs a rule.
+A variable has sites (tokens, pairs of tokens, streams, ...) and features. Two integer tensors of a
+recorded tensor's shape, its labels, say which site and feature of the variable each of its entries
+is. Views, slices, transposes, heads, windows and gathers are run on the labels, so that none of
+them needs a rule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -24,11 +23,11 @@ class Variable:
     """Random numbers by site and feature.
 
     Attributes:
-        sites, features: how many.
-        gaussian: whether its entries are jointly Gaussian given nothing else.
-        alike: whether all features have one law.
-        roots: keys of the weights without which it would be independent of what uses them.
-        number: counts variables in the order in which they are made.
+        sites, features: numbers of them.
+        gaussian: whether its entries are jointly Gaussian.
+        alike: whether all features have one distribution.
+        roots: keys of the weights that it depends on.
+        number: of variables in the order of their construction.
     """
 
     sites: int
@@ -40,24 +39,24 @@ class Variable:
 
     @property
     def parents(self) -> tuple[Variable, ...]:
-        """What it is made of."""
+        """The variables that it is a function of."""
         return ()
 
 
 @dataclass(eq=False, kw_only=True)
 class Product(Variable):
-    """Fresh weights W times what they read: sum over k of W[k, feature] x[k].
+    """A matrix product with weights W: sum over k of W[k, feature] x[k].
 
     Attributes:
-        source: the variable that is read; None: known numbers.
-        known: (sites, K) these.
-        columns: for the sites of `source` along the contracted axis, (how many entries, which site
-            of it each site reads).
+        source: the variable x; None: x are the numbers `known`.
+        known: (sites, K).
+        columns: groups of k along which x is at one site of `source`: (number of k, that site for
+            every site of the product).
         key: of the columns of the weights that it uses; those of another key are independent.
-        root, variance, mean: the parameter, and what its entries have.
-        wider: how many times more entries it stands for than are summed here.
+        root, variance, mean: the parameter, and the moments of its entries.
+        wider: ratio of the true number of k to the one here.
         matrix: (sites,) which of several matrices each site uses; None: there is one.
-        route: the choice of it that depends on the batch.
+        route: the variable by which the batch chooses the matrix.
     """
 
     source: Variable | None
@@ -78,10 +77,12 @@ class Product(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Entries(Variable):
-    """Entries of a parameter: looked-up rows, positions, biases, gains.
+    """Entries of a parameter: rows of a table, positions, biases, gains.
 
-    `index` (sites, some features) says which, `variance` and `mean` what they have; `levels` are
-    means of as many of them each, by size, where they are far from Gaussian.
+    Attributes:
+        index: (sites, some features) flat indices in the parameter.
+        levels: means of equally large groups of entries, sorted by size; None if the entries are
+            taken as Gaussian.
     """
 
     root: str
@@ -93,17 +94,20 @@ class Entries(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Fixed(Variable):
-    """Known numbers (sites, features) that features depend on, such as sinusoids."""
+    """Known numbers (sites, features) that differ between features, such as sinusoids."""
 
     values: Tensor
 
 
 @dataclass
 class Term:
-    """One summand: a coefficient, a number, (sites, 1) or (sites, features), times a variable whose
-    sites are gathered; site -1 is zero, None every site in order.
+    """A summand: a coefficient times a variable at some of its sites.
 
-    `moving`: the coefficient with what it depends on, where that is a parameter used as a number.
+    Attributes:
+        coefficient: a number, (sites, 1) or (sites, features).
+        at: (sites,) sites of the variable, -1 for zero; None: every site in order.
+        moving: the coefficient as a differentiable function of a parameter that is used as a
+            number, if it is one.
     """
 
     variable: Variable
@@ -118,8 +122,12 @@ class Term:
 
 @dataclass(eq=False, kw_only=True)
 class Combination(Variable):
-    """A sum of terms, and a shift (sites, 1), `moving` as of a term; `through` a larger one that
-    has these features."""
+    """A sum of terms and a shift (sites, 1).
+
+    Attributes:
+        through: a larger sum, and those of its features that this one is.
+        moving: of the shift, as of a term.
+    """
 
     terms: list[Term]
     shift: Tensor | None = None
@@ -142,8 +150,8 @@ class Combination(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Blend(Variable):
-    """Sums over the sites of a variable: known numbers (sites, its sites), `moving` as of a term,
-    times it."""
+    """Sums over the sites of a variable with known numbers, `mixing` (sites, sites of `inner`);
+    `moving` as of a term."""
 
     inner: Variable
     mixing: Tensor
@@ -160,7 +168,7 @@ class Blend(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Joined(Variable):
-    """Features of several variables one after the other: (variable, its first feature)."""
+    """Concatenated features of several variables: (variable, its first feature)."""
 
     pieces: list[tuple[Variable, int]]
 
@@ -171,7 +179,7 @@ class Joined(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Part(Variable):
-    """Some features of a variable; `through` a larger part of it of which they were taken."""
+    """Some features of a variable; `through`: a larger part of it that contains them."""
 
     whole: Variable
     chosen: Tensor
@@ -184,7 +192,7 @@ class Part(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Curve(Variable):
-    """A function of every entry of a Gaussian variable."""
+    """An entrywise function of a Gaussian variable."""
 
     inner: Variable
     function: Callable[[Tensor], Tensor]
@@ -196,7 +204,7 @@ class Curve(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Slope(Variable):
-    """How a curve f(x) changes where x does by y, jointly Gaussian with x: f'(x) y."""
+    """The derivative f'(x) y of a curve f(x) along a change y of x, jointly Gaussian with x."""
 
     curve: Curve
     change: Variable
@@ -208,7 +216,7 @@ class Slope(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Times(Variable):
-    """Two independent variables, entry by entry; `at` gathers the sites of each."""
+    """The entrywise product of two independent variables at the sites `at` of each."""
 
     one: Variable
     other: Variable
@@ -221,7 +229,7 @@ class Times(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Mix(Variable):
-    """Sampled weights times an independent variable, summed over `values`' sites.
+    """A sum of products of sampled weights and an independent variable, as in attention.
 
     `weights_at`, `values_at`: (sites, summands) sites of the two.
     """
@@ -238,9 +246,9 @@ class Mix(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Sampled(Variable):
-    """Anything else: drawn by running the recorded operations on draws of what they rest on.
+    """A variable without a law, drawn by running the recorded operations on draws of their inputs.
 
-    `value` is the number of its recorded tensor.
+    `value`: number of its recorded tensor.
     """
 
     value: int
@@ -248,8 +256,8 @@ class Sampled(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Drift(Variable):
-    """How a sampled variable changes: with changes of Gaussian variables under it, by their number,
-    and of known numbers and parameters on the way, by their recorded value."""
+    """The derivative of a sampled variable along changes of the Gaussian variables that it depends
+    on (by their number) and of known numbers and parameters (by their recorded value)."""
 
     sampled: Sampled
     changes: dict[int, Variable]
@@ -262,7 +270,7 @@ class Drift(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Square(Sampled):
-    """The square of a variable that is not Gaussian; its mean alone has a law."""
+    """The square of a variable that is not Gaussian; only its mean has a law."""
 
     inner: Variable
 
@@ -276,21 +284,25 @@ class Square(Sampled):
 
 @dataclass
 class Known:
-    """A tensor that is determined to leading order: ids, masks, norms, means over features."""
+    """A tensor without randomness to leading order: ids, masks, norms, means over features."""
 
     tensor: Tensor
+
+    def transposed(self) -> Known:
+        """The state with its last two axes exchanged."""
+        return Known(self.tensor.transpose(-1, -2))
 
 
 @dataclass
 class Weights:
-    """A tensor made of parameters alone.
+    """A tensor computed from parameters alone.
 
     Attributes:
-        tensor: its numbers.
+        tensor: its entries.
         root: the parameter, or the derived tensor, whose entries these are.
-        index: which of its entries, in this tensor's shape.
-        pool: all entries that a matrix of these may be of, where the batch chooses.
-        route: that choice.
+        index: flat indices of the entries in the root, of the shape of the tensor.
+        pool: all matrices of which the batch chooses one, if it does.
+        route: the variable by which it chooses.
     """
 
     tensor: Tensor
@@ -299,22 +311,28 @@ class Weights:
     pool: Tensor | None = None
     route: Field | None = None
 
+    def transposed(self) -> Weights:
+        tensor, index = (t.transpose(-1, -2) for t in (self.tensor, self.index))
+        return Weights(tensor, self.root, index, self.pool, self.route)
+
 
 @dataclass
 class Field:
-    """Entries of a variable: `site` and `feature` of each, in the recorded tensor's shape; of a
-    complex tensor with a last axis of two, its real and imaginary part."""
+    """A tensor of entries of a variable: the labels `site` and `feature` have its shape, for a
+    complex tensor with a last axis for its real and imaginary part."""
 
     variable: Variable
     site: Tensor
     feature: Tensor
+
+    def transposed(self) -> Field:
+        return Field(self.variable, self.site.transpose(-1, -2), self.feature.transpose(-1, -2))
 
 
 State = Known | Weights | Field
 
 
 def number(value: float) -> Tensor:
-    """A coefficient."""
     return torch.tensor(float(value), dtype=torch.float64)
 
 
@@ -332,7 +350,7 @@ def gathered(x: Tensor, at: Tensor | None) -> Tensor:
 def combination(
     sites: int, features: int, terms: list[Term], shift: Tensor | None = None
 ) -> Variable:
-    """A sum of terms; one term times 1 is that variable."""
+    """A sum of terms; the variable itself for one term times 1."""
     if len(terms) == 1 and shift is None:
         (term,) = terms
         same = term.at is None or (
@@ -355,7 +373,6 @@ def combination(
 
 
 def slope(curve: Curve, change: Variable) -> Slope:
-    """How a curve changes."""
     return Slope(
         sites=curve.sites,
         features=curve.features,
@@ -369,15 +386,15 @@ def slope(curve: Curve, change: Variable) -> Slope:
 def times(
     a: Variable, b: Variable, at: tuple[Tensor | None, Tensor | None], sites: int, features: int
 ) -> Times:
-    """Two independent variables, entry by entry."""
+    """The entrywise product of two independent variables."""
 
-    def steady(v: Variable) -> bool:
+    def constant(v: Variable) -> bool:
         return isinstance(v, Entries) and v.variance <= 1e-3 * v.mean**2
 
     return Times(
         sites=sites,
         features=features,
-        gaussian=(a.gaussian and steady(b)) or (b.gaussian and steady(a)),
+        gaussian=(a.gaussian and constant(b)) or (b.gaussian and constant(a)),
         alike=a.alike and b.alike,
         roots=a.roots | b.roots,
         one=a,
@@ -387,7 +404,7 @@ def times(
 
 
 def blend(inner: Variable, rows: Tensor, numbers: Tensor) -> Blend:
-    """Of every row (sites, summands) the sum of these sites of a variable, times `numbers`."""
+    """Sums over sites of a variable, `rows` (sites, summands), times `numbers`."""
     mixing = torch.zeros(len(rows), inner.sites, dtype=torch.float64)
     mixing.scatter_add_(1, rows, numbers.to(torch.float64).expand(rows.shape))
     return Blend(
@@ -402,13 +419,13 @@ def blend(inner: Variable, rows: Tensor, numbers: Tensor) -> Blend:
 
 
 class Parts:
-    """Parts of variables, each made once."""
+    """Parts of variables, each constructed once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, bytes], Variable] = {}
 
     def of(self, whole: Variable, chosen: Tensor) -> Variable:
-        """Some features of a variable, in an order."""
+        """The features `chosen` of a variable, in that order."""
         if len(chosen) == whole.features and torch.equal(chosen, torch.arange(whole.features)):
             return whole
         key = whole.number, chosen.numpy().tobytes()
@@ -461,13 +478,13 @@ class Parts:
 
 
 def curve_of(variable: Variable) -> tuple[Variable, Callable[[Tensor], Tensor]] | None:
-    """The Gaussian variable, and the function, whose curve a variable is; None: there is none."""
+    """The Gaussian variable and the function of it that a variable is; None: it is none."""
     if isinstance(variable, Curve):
         return variable.inner, variable.function
     if isinstance(variable, Combination) and variable.terms:
-        made = _curve_of_sum(variable)
-        if made is not None:
-            return made
+        curve = _curve_of_sum(variable)
+        if curve is not None:
+            return curve
     return (variable, lambda z: z) if variable.gaussian else None
 
 
@@ -500,18 +517,18 @@ def _curve_of_sum(
 
 
 def holds_sampled(variable: Variable) -> bool:
-    """Whether a sum or product of it holds a sampled variable."""
+    """Whether a variable is sampled, or a sum, product or part of one that is."""
     if isinstance(variable, Sampled):
         return True
-    open_kinds = Combination | Blend | Times | Part | Joined
-    return isinstance(variable, open_kinds) and any(map(holds_sampled, variable.parents))
+    transparent = Combination | Blend | Times | Part | Joined
+    return isinstance(variable, transparent) and any(map(holds_sampled, variable.parents))
 
 
 # --- labels ---------------------------------------------------------------------------------------
 
 
 def joined(labels: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """One label in place of several, and for each of its values which of each it stands for."""
+    """A joint label for several, and the value of each of these for each value of the joint one."""
     same = all(torch.equal(one, labels[0]) for one in labels[1:])
     if same and len(set(sizes)) == 1:
         values, new = torch.unique(labels[0], return_inverse=True)
@@ -539,26 +556,5 @@ def varies(label: Tensor, axes: Sequence[int]) -> bool:
     return any(label.shape[a] > 1 and bool((label != label.narrow(a, 0, 1)).any()) for a in axes)
 
 
-@overload
-def flipped(x: Field) -> Field: ...
-@overload
-def flipped(x: Weights) -> Weights: ...
-@overload
-def flipped(x: Known) -> Known: ...
-@overload
-def flipped(x: Field | Known) -> Field | Known: ...
-
-
-def flipped(x: State) -> State:
-    """With its last two axes exchanged."""
-    if isinstance(x, Field):
-        return Field(x.variable, x.site.transpose(-1, -2), x.feature.transpose(-1, -2))
-    if isinstance(x, Weights):
-        index = x.index.transpose(-1, -2)
-        return Weights(x.tensor.transpose(-1, -2), x.root, index, x.pool, x.route)
-    return Known(x.tensor.transpose(-1, -2))
-
-
-def flipped_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """That of `flipped`."""
+def transposed_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return *shape[:-2], shape[-1], shape[-2]
