@@ -1,7 +1,7 @@
-"""Attention: its statistics, and what it does forward and back.
+"""Attention: statistics of its rows, forward moments and gradients.
 
-`self_attention` holds the components, `projections` what stands between tokens and logits, `laws`
-keys that are alike, `layers` every other resolution, `response` first-order changes; `kernels/` is
+`self_attention` has the components, `projections` the law of the logits and the weights' gradients,
+`laws` exchangeable keys, `layers` all resolutions, `response` the linearisation; `kernels/` is
 the closure for any kernel, `softmax/` tabulated statistics of a row.
 
 Start with `self_attention`, then `laws`.

@@ -1,8 +1,8 @@
 """Recurrent mixers and short convolutions.
 
-heads      what heads compute, as functions of pre-activations
-drawn      kernels of what drawn heads give, and of the gradients that they send back
-exact      laws in closed form where nothing is drawn
+heads      heads as functions of their pre-activations
+drawn      kernels of outputs and gradients, averaged over sampled heads
+exact      mixers with laws in closed form
 leaf       the component of the engine
 """
 

@@ -1,11 +1,11 @@
-"""Kernels of what drawn heads give, and of the gradients that they send back.
+"""Kernels of outputs and gradients of a mixer, averaged over sampled heads.
 
-Pre-activations of a head are Gaussian at infinite width, of the kernel of what enters times the
-variance of their weights, whatever is done with them behind. What is done here has no closed second
-moments: norms divide by one draw's size, steps are softplus of Gaussians, keys are of unit length.
-So heads of their real width are drawn, their sequences as wholes, and kernels are means over their
-features. Draws have a fixed seed; where there are enough of one matrix's rows, their second moments
-are exactly those wanted, so that what is linear in them is exact.
+At infinite width of the input, a head's pre-activations are Gaussian with the input's kernel times
+the variance of their weights. The heads here have no closed second moments: norms divide by the
+norm of one draw, steps are softplus of Gaussians, keys have unit length. So heads of their real
+width are sampled on whole sequences, and kernels are means over their features. The seed is fixed;
+if a matrix has enough sampled rows, their second moments are made exact, and with them everything
+linear in these rows.
 """
 
 from __future__ import annotations
@@ -22,39 +22,41 @@ from ...errors import DomainError
 Array = Any
 
 ENTRIES, LEAST_DRAWS, MOST_DRAWS = 1 << 24, 8, 2048
-"""Numbers that draws hold, of matrices over pairs of tokens and of rows; and how many draws there
-are at least and at most, over which means scatter."""
+"""Total entries of all draws (matrices over pairs of tokens, and rows), and the least and largest
+number of draws."""
 
 SINGLE, SQUARED = np.float32, 1e-6
-"""Precision of draws whose pre-activations have variances between this and one over it; sums over
-draws, and all others, are of double."""
+"""Precision of draws if the variances of pre-activations are between this number and its inverse;
+otherwise, and for sums over draws, double precision is used."""
 
 AT_ONCE = 1 << 21
-"""Entries of matrices over pairs of tokens that are worked on at once."""
+"""Entries of matrices over pairs of tokens that are processed at a time."""
 
 
 FORGOTTEN = 0.1
-"""Part of a state that is left a token later, below which it is forgotten."""
+"""Fraction of a state kept at the next token below which the state counts as forgotten."""
 
 MOST_RESPONSE = 0.9
-"""Of a gradient to what leaves: at 1 a draw that gives nothing receives without bound."""
+"""Cap on the gradient's response to the output's norm: at 1 the gradient of a draw with a vanishing
+output is unbounded."""
 
 SCATTERED = 0.05
-"""Relative error of a token's own moments, as a mean over draws, from which a note is made."""
+"""Relative error of a token's second moment, as a mean over draws, beyond which a note warns."""
 
 TINY = 1e-300
-"""Below which a token has no size to vary."""
+"""Floor of second moments that divide."""
 
 RARE = 0.3
-"""Share of the norm's mean gain that one draw in a hundred may have without a note."""
+"""Fraction of the norm's mean gain due to one draw in a hundred beyond which a note warns."""
 
 
 class Section(NamedTuple):
-    """Rows of a mixer that read its input by one matrix.
+    """The rows of one input matrix of a mixer.
 
     Attributes:
-        drawn: of them in one draw.
-        shared: by how many times as many heads they serve as are drawn with them.
+        rows: in the mixer.
+        drawn: in one draw.
+        shared: number of heads that use a row, over that in one draw.
     """
 
     rows: int
@@ -63,7 +65,7 @@ class Section(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """A matrix that reads what a head makes of its input.
+    """A matrix inside a head.
 
     Attributes:
         fan_in, fan_out: in one draw.
@@ -78,19 +80,19 @@ class Inner(NamedTuple):
 OF_SECTION = {"mixer_norm": "value", "rate": "mixer_step", "skip": "mixer_step"}
 
 FIXED = ("decay", "alibi", "relative_bias")
-"""What heads differ in that no gradient reaches."""
+"""Parameters that differ between heads and receive no gradient."""
 
 
 class Head:
-    """What is drawn: one head, or several that share a norm or keys.
+    """The unit of sampling: one head, or several that share a norm or keys.
 
     Attributes:
-        sections: by the name of their matrix.
-        inner: by name; most heads have none of these, nor of the next two.
-        features: that one draw gives.
-        pairs, states: matrices over pairs of tokens in one draw, and numbers that its states hold.
-        effort: times as many draws as others have, where what all features share scatters most.
-        most: features of one draw at most, where a part of them can stand for all.
+        sections: input matrices, by name.
+        inner: matrices inside the head, by name; most heads have none.
+        features: of one draw's output.
+        pairs, states: number of matrices over pairs of tokens, and of state entries, in one draw.
+        effort: factor on the number of draws, for heads whose common factors fluctuate most.
+        most: most features of one draw, if a part of them is representative.
     """
 
     block: Any
@@ -120,29 +122,29 @@ class Head:
         return 1
 
     def own(self, random: np.random.Generator, draws: int) -> dict[str, Array]:
-        """Parameters that multiply no input, each with draws first; as many for a row as the
-        section before the dot in their name, or `OF_SECTION`, has."""
+        """Parameters other than matrices, (draws, ...); their rows are those of the section before
+        the dot in their name, or of `OF_SECTION`."""
         raise NotImplementedError
 
     def kept(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
-        """(draws, heads, ...) of a head's state, the part that is left a token later."""
+        """(draws, heads, ...) fraction of a head's state that is kept at the next token."""
         raise NotImplementedError
 
     def before_norm(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
-        """(..., features) of what a norm divides by its root mean square."""
+        """(..., features) input of the norm."""
         raise NotImplementedError
 
     def __call__(self, entering: dict[str, Array], own: dict[str, Array]) -> Array:
-        """(draws, L, features) of (draws, L, rows) by section."""
+        """(draws, L, features) output, from (draws, L, rows) pre-activations by section."""
         raise NotImplementedError
 
 
 class Back(NamedTuple):
-    """What came back.
+    """Gradients of a mixer.
 
     Attributes:
         kernels: (L, L) of the gradient at each section's pre-activations, per feature.
-        own: expected squared gradient norms of the parameters that multiply no input.
+        own: expected squared gradient norms of the parameters other than matrices.
     """
 
     kernels: dict[str, Array]
@@ -150,13 +152,13 @@ class Back(NamedTuple):
 
 
 class Health(NamedTuple):
-    """Of a mixer's draws.
+    """Diagnostics of a mixer, from its draws.
 
     Attributes:
-        forgotten: part of the heads' states that keep less than `FORGOTTEN` a token later.
-        size, epsilon: mean square of what the norm divides by, and what is added to it.
-        share: of what the norm would give without epsilon.
-        rare: of what it multiplies gradients by, the part of one draw in a hundred.
+        forgotten: fraction of the states of which less than `FORGOTTEN` is kept at the next token.
+        size, epsilon: mean square of the norm's input, and the norm's epsilon.
+        share: mean square of the norm's output.
+        rare: fraction of the norm's mean gain due to one draw in a hundred.
     """
 
     forgotten: float
@@ -167,7 +169,7 @@ class Health(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is out of order."""
+        """Notes on problems of the mixer."""
         forgets = (self.forgets,) if self.forgotten > 0.5 else ()
         return (*forgets, self.swallows) if self.share < 0.5 else forgets
 
@@ -188,18 +190,18 @@ class Health(NamedTuple):
 
 
 class DrawnHeads:
-    """Draws of a head on tokens of one kernel.
+    """Sampled heads on tokens of one kernel.
 
     Attributes:
-        norms: (L, L) covariance over draws of the mixer of two tokens' squared norms, over its
-            features; behind `forward`. What a head's values share, they share in all of them.
+        norms: (L, L) covariance over draws of two tokens' squared norms of the mixer's output, per
+            feature; available after `forward`.
 
     Args:
         kernel: (L, L) of the input.
-        gains: variance of pre-activations per unit of it, by section; of what inner matrices make
-            per unit of what they read.
-        sequences: equally long ones that the kernel holds one after the other.
-        draws: how many; None: by the number of features.
+        gains: variance of pre-activations per unit of the kernel, by section; for inner matrices
+            of outputs per unit of their inputs.
+        sequences: number of equally long sequences concatenated in the kernel.
+        draws: number of draws; None: by the size of a draw.
     """
 
     def __init__(
@@ -216,61 +218,62 @@ class DrawnHeads:
         single = min(sizes) > SQUARED and max(sizes) < 1 / SQUARED
         self.dtype = SINGLE if single else float
         if draws is None:
-            rows = sum(one.drawn for one in head.sections.values())
-            # states pass in one sweep over tokens, for the time of an eighth of their numbers
-            many = tokens * (head.pairs * tokens + head.states // 8 + 4 * rows)
-            draws = min(max(head.effort * ENTRIES // many, LEAST_DRAWS), MOST_DRAWS)
+            rows = sum(section.drawn for section in head.sections.values())
+            # a sweep over states takes an eighth of the time per entry
+            entries = tokens * (head.pairs * tokens + head.states // 8 + 4 * rows)
+            draws = min(max(head.effort * ENTRIES // entries, LEAST_DRAWS), MOST_DRAWS)
         self.draws = draws
         size = max(1, AT_ONCE // (tokens * (head.pairs * tokens + head.states)))
         self.parts = [slice(k, k + size) for k in range(0, draws, size)]
 
-    def _given(self, part: slice) -> tuple[dict[str, Array], dict[str, Array]]:
+    def _sampled(self, part: slice) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Pre-activations by section, and other parameters, of some draws."""
         head, tokens = self.head, len(self.root)
         entering = {}
-        for name, one in head.sections.items():
-            rows = rows_of(self.draws, one.drawn, tokens, name)[part]
+        for name, section in head.sections.items():
+            rows = rows_of(self.draws, section.drawn, tokens, name)[part]
             root = (np.sqrt(self.gains[name]) * self.root).astype(self.dtype)
             entering[name] = np.swapaxes(rows @ root, 1, 2)
-        own = {name: one[part] for name, one in _own(head, self.draws).items()}
+        own = {name: values[part] for name, values in _own(head, self.draws).items()}
         for name, inner in head.inner.items():
             own[name] = own[name] * self.dtype(np.sqrt(self.gains[name] / inner.fan_in))
         return entering, own
 
     def forward(self) -> Array:
-        """(L, L) second moments per feature of what leaves."""
+        """(L, L) second moments per feature of the output."""
         total, products, squares = 0.0, 0.0, []
         for part in self.parts:
-            entering, own = self._given(part)
+            entering, own = self._sampled(part)
             run = on_lists(self.head, list(entering), list(own), {}, self.sequences)
-            leaving = run(*entering.values(), *own.values())
-            total = total + gram(leaving)
-            products = products + sum((one @ one.T).astype(float) ** 2 for one in leaving)
-            squares.append(np.mean(leaving * leaving, -1).astype(float))
-        apart, value = np.concatenate(squares), self.head.sections["value"]
+            output = run(*entering.values(), *own.values())
+            total = total + gram(output)
+            products = products + sum((y @ y.T).astype(float) ** 2 for y in output)
+            squares.append(np.mean(output * output, -1).astype(float))
+        by_draw, value = np.concatenate(squares), self.head.sections["value"]
         self.part = 1.0 if "key" in self.head.inner else value.drawn / value.rows
-        self.norms = np.atleast_2d(np.cov(apart.T, ddof=0)) * self.part
+        self.norms = np.atleast_2d(np.cov(by_draw.T, ddof=0)) * self.part
         mean, features = total / self.draws, self.head.features
-        varies = np.maximum(products / self.draws - mean * mean, 0.0) / features**2
-        self.overlaps = of_overlaps(varies * self.part, self.norms)
+        variance = np.maximum(products / self.draws - mean * mean, 0.0) / features**2
+        self.overlaps = of_overlaps(variance * self.part, self.norms)
         self.scatter = float(np.sqrt(np.mean(np.diag(self.norms)) / self.part / self.draws))
-        self.scatter /= max(float(apart.mean()), TINY)
-        self.sizes = 1.0 + self.part * (apart / np.maximum(apart.mean(0), TINY) - 1.0)
+        self.scatter /= max(float(by_draw.mean()), TINY)
+        self.sizes = 1.0 + self.part * (by_draw / np.maximum(by_draw.mean(0), TINY) - 1.0)
         return total / (self.draws * self.head.features)
 
     def _first(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Some draws on the first sequence."""
-        entering, own = self._given(self.parts[0])
+        """`_sampled` for some draws on the first sequence."""
+        entering, own = self._sampled(self.parts[0])
         first = next(iter(entering.values())).shape[1] // self.sequences
-        return {name: one[:, :first] for name, one in entering.items()}, own
+        return {name: rows[:, :first] for name, rows in entering.items()}, own
 
     @functools.cached_property
     def health(self) -> Health:
-        """What is left of the state, and what the norm makes of it."""
-        head, given = self.head, self._first()
-        gone = float(np.mean(head.kept(*given) < FORGOTTEN))
+        """Diagnostics of states and norm."""
+        head, sampled = self.head, self._first()
+        gone = float(np.mean(head.kept(*sampled) < FORGOTTEN))
         if not head.block.norm:
             return Health(gone)
-        sizes = np.mean(head.before_norm(*given) ** 2, -1)
+        sizes = np.mean(head.before_norm(*sampled) ** 2, -1)
         epsilon = head.block.norm_epsilon
         gains = np.sort((1.0 / (sizes + epsilon)).ravel())
         rare = float(gains[-max(len(gains) // 100, 1) :].sum() / gains.sum())
@@ -279,7 +282,7 @@ class DrawnHeads:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the draws say about the mixer's health, and about means over draws."""
+        """Notes on problems of the mixer, and on the errors of means over draws."""
         at = self.health
         result = list(at.notes)
         if "key" in self.head.inner and self.scatter > SCATTERED:
@@ -287,7 +290,7 @@ class DrawnHeads:
                 f"what all features share varies from draw to draw: the mean over {self.draws} "
                 f"draws gives a token's own moments to {100 * self.scatter:.0f} %"
             )
-        # a skip keeps what the norm divides by from vanishing
+        # with a skip the norm's input does not vanish
         if at.rare > RARE and not getattr(self.head.block, "skip", 0.0):
             result.append(
                 f"{100 * at.rare:.0f} % of what the norm multiplies gradients by comes from one "
@@ -297,11 +300,11 @@ class DrawnHeads:
         return tuple(result)
 
     def backward(self, grad_out: Array, response: Array = 0.0, radial: Array = 1.0) -> Back:
-        """Of the (L, L) gradient per feature of what leaves, behind `forward`.
+        """Gradients from the (L, L) kernel of that at the output, per feature; after `forward`.
 
         Args:
-            response, radial: (L,) of the gradient (`Gradient.norm_response`, `.radial`): draws that
-                give much receive little, and less along what they give.
+            response, radial: (L,) `Gradient.norm_response` and `.radial`: the gradient is smaller
+                for draws of large output, and reduced along the output.
         """
         unit = max(float(np.mean(np.diag(grad_out))), TINY)
         head, root = self.head, root_of(grad_out / unit).astype(self.dtype)
@@ -312,43 +315,37 @@ class DrawnHeads:
         kernels = {name: np.zeros_like(grad_out) for name in head.sections}
         squares = {name: 0.0 for name in _own(head, self.draws) if name not in FIXED}
         for part in self.parts:
-            entering, own = self._given(part)
-            names, mine = list(entering), [name for name in own if name not in FIXED]
-            run = on_lists(
-                head,
-                names,
-                mine,
-                {name: own[name] for name in own if name in FIXED},
-                self.sequences,
-            )
-            value, pull = pullback(run, *entering.values(), *(own[name] for name in mine))
-            arriving = np.swapaxes(rows[part] @ root, 1, 2) * weights[part]
-            squares_of = np.maximum(
-                np.sum(value * value, -1, keepdims=True), np.finfo(value.dtype).tiny
-            )
-            along = np.sum(arriving * value, -1, keepdims=True) / squares_of
-            grad_in = pull(arriving - lost[:, None].astype(self.dtype) * along * value)
-            for name, one in zip(names, grad_in, strict=False):
+            entering, own = self._sampled(part)
+            names, trained = list(entering), [name for name in own if name not in FIXED]
+            fixed = {name: own[name] for name in own if name in FIXED}
+            run = on_lists(head, names, trained, fixed, self.sequences)
+            value, pull = pullback(run, *entering.values(), *(own[name] for name in trained))
+            at_output = np.swapaxes(rows[part] @ root, 1, 2) * weights[part]
+            size = np.maximum(np.sum(value * value, -1, keepdims=True), np.finfo(value.dtype).tiny)
+            along = np.sum(at_output * value, -1, keepdims=True) / size
+            grad_in = pull(at_output - lost[:, None].astype(self.dtype) * along * value)
+            for name, gradient in zip(names, grad_in, strict=False):
                 section = head.sections[name]
                 share = unit * section.shared / (self.draws * section.drawn)
-                kernels[name] += gram(one) * share
-            for name, one in zip(mine, grad_in[len(names) :], strict=True):
-                squares[name] += float((one * one).sum()) * unit * served(head, name) / self.draws
+                kernels[name] += gram(gradient) * share
+            for name, gradient in zip(trained, grad_in[len(names) :], strict=True):
+                square = float((gradient * gradient).sum())
+                squares[name] += square * unit * served(head, name) / self.draws
         return Back(kernels, squares)
 
 
 def served(head: Head, name: str) -> float:
-    """Squared gradient of a parameter that multiplies no input, over that of its part in a draw."""
+    """Squared gradient of a parameter that is no input matrix, over that of its part in a draw."""
     first = name.partition(".")[0]
     first = OF_SECTION.get(first, first)
     if first in head.inner:
         return head.inner[first].served
-    of = head.sections[first]
-    return of.rows / of.drawn * of.shared
+    section = head.sections[first]
+    return section.rows / section.drawn * section.shared
 
 
 def _for_each(x: Array, sequences: int) -> Array:
-    """(draws * sequences, ...) of (draws, ...), the same for all sequences of a draw."""
+    """(draws, ...) to (draws * sequences, ...), equal for all sequences of a draw."""
     wide = np.broadcast_to(np.expand_dims(x, 1), (len(x), sequences, *x.shape[1:]))
     return np.reshape(wide, (len(x) * sequences, *x.shape[1:]))
 
@@ -356,35 +353,36 @@ def _for_each(x: Array, sequences: int) -> Array:
 def on_lists(
     head: Head, names: list[str], own: list[str], fixed: Any, sequences: int
 ) -> Callable[..., Array]:
+    """The head as a function of arrays in the order of `names` and `own`, sequence by sequence."""
+
     def run(*values: Array) -> Array:
         first, second = values[: len(names)], values[len(names) :]
         parameters = dict(zip(own, second, strict=True)) | fixed
-        given = dict(zip(names, first, strict=True))
+        entering = dict(zip(names, first, strict=True))
         if sequences == 1:
-            return head(given, parameters)
-        draws = len(next(iter(given.values())))
-        apart = {
+            return head(entering, parameters)
+        draws = len(next(iter(entering.values())))
+        separated = {
             k: np.reshape(x, (draws * sequences, x.shape[1] // sequences, x.shape[2]))
-            for k, x in given.items()
+            for k, x in entering.items()
         }
-        each = {k: _for_each(x, sequences) for k, x in parameters.items()}
-        result = head(apart, each)
+        repeated = {k: _for_each(x, sequences) for k, x in parameters.items()}
+        result = head(separated, repeated)
         return np.reshape(result, (draws, result.shape[1] * sequences, result.shape[2]))
 
     return run
 
 
 def of_overlaps(varies: Array, norms: Array) -> Array:
-    """Y of `moments.engine.fluctuation` whose own parts give different tokens' overlaps these
-    variances, beside what their squared norms share.
-
-    Norms may vary much more than overlaps of tokens that are not alike, as those of products do.
+    """Y of `moments.engine.fluctuation` that gives the overlaps of different tokens these
+    variances, in addition to the common fluctuation of the squared norms. For products, norms may
+    fluctuate much more than overlaps of uncorrelated tokens.
     """
     own = np.maximum(2.0 * varies - norms, 0.0)
     np.fill_diagonal(own, 0.0)
     if not (total := own.sum()):
         return norms
-    # y_kk y_ll is `own`: its rows' sums over the root of their own
+    # y_kk y_ll = own_kl, solved by sums over rows
     result = np.maximum(norms, 0.0)
     np.fill_diagonal(result, (own.sum(-1) ** 2) / total)
     return result
@@ -397,7 +395,7 @@ def gram(x: Array) -> Array:
 
 
 def root_of(kernel: Array) -> Array:
-    """The symmetric root of a kernel."""
+    """Symmetric square root of a kernel."""
     if not np.all(np.isfinite(kernel)):
         raise DomainError(
             "moments at a mixer are no numbers: a token is zero, as padding inside a text is, and "
@@ -409,18 +407,18 @@ def root_of(kernel: Array) -> Array:
 
 @functools.lru_cache(maxsize=8)
 def _own(head: Head, draws: int) -> dict[str, Array]:
-    """Parameters of so many draws, inner matrices with entries of variance 1."""
+    """Parameters of all draws; inner matrices have entries of variance 1."""
     random = np.random.default_rng(0)
-    sizes = {name: (draws, one.fan_in, one.fan_out) for name, one in head.inner.items()}
+    sizes = {name: (draws, m.fan_in, m.fan_out) for name, m in head.inner.items()}
     inner = {name: random.standard_normal(size) for name, size in sizes.items()}
-    given = {**head.own(random, draws), **inner}
-    return {name: one.astype(SINGLE) for name, one in given.items()}
+    parameters = {**head.own(random, draws), **inner}
+    return {name: values.astype(SINGLE) for name, values in parameters.items()}
 
 
 @functools.lru_cache(maxsize=16)
 def rows_of(draws: int, features: int, tokens: int, name: str) -> Array:
-    """(draws, features, L) standard normal, another stream for every name; orthonormal over tokens
-    where there are rows enough."""
+    """(draws, features, L) standard normal numbers from a stream per name; orthonormal over tokens
+    if there are enough rows."""
     seed = [ord(letter) for letter in name]
     result = np.random.default_rng(seed).standard_normal((draws * features, tokens))
     if len(result) >= 2 * tokens:

@@ -1,11 +1,9 @@
-"""Heads of recurrent mixers as functions of their pre-activations, whole sequences at once.
+"""Heads of recurrent mixers as functions of their pre-activations, for whole sequences.
 
 A recurrence with a state is a lower triangular matrix over tokens, y = T v: T_ts = (q_t.k_s) times
-the decays in between for linear attention and Mamba-2 (Dao and Gu 2024, section 3), and for the
-delta rule that times the inverse of a unit triangular matrix (Yang et al. 2024, section 3.2). All
-are written in operations that `engine.derivative` takes the transpose of.
-
-Arrays have draws first and tokens behind them: (draws, L, features).
+the decays in between for linear attention and Mamba-2 (Dao and Gu 2024, section 3), times the
+inverse of a unit triangular matrix for the delta rule (Yang et al. 2024, section 3.2). All are
+written in operations that `engine.derivative` can transpose. Arrays are (draws, L, features).
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ FUNCTIONS = {
     "sigmoid": sigmoid,
     "gelu_tanh": gelu_tanh,
 }
-"""Of features and of gates."""
+"""Activations of features and of gates."""
 
 
 solved: Callable[..., Array] = primitive(
@@ -56,8 +54,8 @@ solved: Callable[..., Array] = primitive(
 
 
 def _convolved(x: Array, taps: Array) -> Array:
-    """sum_a taps_a x_{t-a}: a causal convolution of every feature by itself, of (draws, L,
-    features) and (draws, kernel, features)."""
+    """Causal depthwise convolution sum_a taps_a x_{t-a} of (draws, L, features) with (draws,
+    kernel, features)."""
     out = x * taps[:, :1]
     for a in range(1, min(taps.shape[1], x.shape[1])):
         out[:, a:] += x[:, :-a] * taps[:, a : a + 1]
@@ -78,8 +76,8 @@ convolved: Callable[..., Array] = primitive(
 
 
 def _decays(logs: Array) -> Array:
-    """(..., L, L) product of the decays behind token s up to t, 0 above the diagonal, of (..., L)
-    logarithms."""
+    """(..., L, L) product of the decays after token s up to t, 0 above the diagonal, from their
+    (..., L) logarithms."""
     sums, tokens = np.cumsum(logs, axis=-1), logs.shape[-1]
     result = np.subtract(sums[..., :, None], sums[..., None, :])
     np.exp(np.minimum(result, 0.0, out=result), out=result)
@@ -88,7 +86,8 @@ def _decays(logs: Array) -> Array:
 
 
 def _back_to_logs(grad_out: Array) -> Array:
-    """Of gradient times value: what rows less columns sum to, at this token and behind."""
+    """Gradient at the logarithms, from that at `_decays` times their values: row sums minus column
+    sums, summed over this token and later ones."""
     rest = grad_out.sum(-1) - grad_out.sum(-2)
     return np.flip(np.cumsum(np.flip(rest, -1), -1), -1)
 
@@ -98,17 +97,15 @@ decays = primitive(_decays, lambda r, logs: lambda g: _back_to_logs(g * r))
 
 def _recurred(x: Array, logs: Array) -> Array:
     """h_t = exp(logs_t) h_{t-1} + x_t, of (draws, L, ...)."""
-    result, kept = (
-        np.array(np.broadcast_to(x, np.broadcast_shapes(x.shape, logs.shape))),
-        np.exp(logs),
-    )
+    result = np.array(np.broadcast_to(x, np.broadcast_shapes(x.shape, logs.shape)))
+    decay = np.exp(logs)
     for t in range(1, x.shape[1]):
-        result[:, t] += kept[:, t] * result[:, t - 1]
+        result[:, t] += decay[:, t] * result[:, t - 1]
     return result
 
 
 def _recurred_back(g: Array, logs: Array) -> Array:
-    later = np.concatenate((logs[:, 1:], logs[:, :1]), 1)  # the last token's reaches nothing
+    later = np.concatenate((logs[:, 1:], logs[:, :1]), 1)  # the last entry is unused
     return recurred(g[:, ::-1], later[:, ::-1])[:, ::-1]
 
 
@@ -126,13 +123,13 @@ def by_heads(x: Array, heads: int) -> Array:
 
 
 def joined(x: Array) -> Array:
-    """The same back."""
+    """(draws, heads, L, features) to (draws, L, heads * features)."""
     draws, heads, tokens, features = x.shape
     return np.reshape(np.swapaxes(x, 1, 2), (draws, tokens, heads * features))
 
 
 def normalised(x: Array, epsilon: float) -> Array:
-    """Over the root of the mean square of the last axis."""
+    """Divide by the root mean square over the last axis."""
     return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + epsilon)
 
 
@@ -141,7 +138,7 @@ def transposed(x: Array) -> Array:
 
 
 def scan(query: Array, key: Array, value: Array, logs: Array, steps: Array) -> Array:
-    """y_t = sum_{s <= t} (q_t.k_s) [decays behind s up to t] step_s v_s, of heads.
+    """y_t = sum_{s <= t} (q_t.k_s) [decays after s up to t] step_s v_s.
 
     Args:
         query, key: (draws, 1, L, state), shared by the heads.
@@ -154,7 +151,7 @@ def scan(query: Array, key: Array, value: Array, logs: Array, steps: Array) -> A
 
 
 def selective_scan(query: Array, key: Array, value: Array, rates: Array, steps: Array) -> Array:
-    """The same where every feature has steps and decays of its own.
+    """`scan` with steps and decays per feature.
 
     Args:
         query, key: (draws, L, state), shared by the features.
@@ -168,27 +165,27 @@ def selective_scan(query: Array, key: Array, value: Array, rates: Array, steps: 
 
 
 def kept_products(query: Array, key: Array, logs: Array) -> Array:
-    """(..., L, L) of sum_n q_tn k_sn [decays of channel n behind s up to t], of (..., L, n)."""
+    """(..., L, L) sum_n q_tn k_sn [decays of channel n after s up to t], of (..., L, n) arrays."""
     channels, by_channel = transposed(query), decays(transposed(logs))
-    each = by_channel * np.expand_dims(channels, -1)
-    return np.sum(each * np.expand_dims(transposed(key), -2), -3)
+    products = by_channel * np.expand_dims(channels, -1)
+    return np.sum(products * np.expand_dims(transposed(key), -2), -3)
 
 
 def delta_rule(query: Array, key: Array, value: Array, logs: Array, rate: Array) -> Array:
-    """o_t = S_t^T q_t, S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T, of heads.
+    """o_t = S_t^T q_t, S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T.
 
     Args:
         query, key: (draws, L, state), keys of unit length.
         value: (draws, L, features).
-        logs: (draws, L) of the decays a; (draws, L, state) where each channel has its own.
+        logs: of the decays a, (draws, L), or (draws, L, state) for decays per channel.
         rate: (draws, L) b.
     """
     tokens = key.shape[-2]
     if len(logs.shape) == len(key.shape):
-        read, known = (kept_products(one, key, logs) for one in (query, key))
+        read, overlaps = (kept_products(x, key, logs) for x in (query, key))
     else:
-        passing = decays(logs)
-        read, known = ((one @ transposed(key)) * passing for one in (query, key))
-    erased = known * np.tri(tokens, k=-1, dtype=bool)
+        decay = decays(logs)
+        read, overlaps = ((x @ transposed(key)) * decay for x in (query, key))
+    erased = overlaps * np.tri(tokens, k=-1, dtype=bool)
     rate = np.expand_dims(rate, -1)
     return read @ solved(np.eye(tokens, dtype=bool) + erased * rate, value * rate)

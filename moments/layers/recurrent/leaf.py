@@ -1,4 +1,4 @@
-"""A recurrent mixer or short convolution as a component, and its blocks put together."""
+"""Recurrent mixers and short convolutions as components, and the blocks made of them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from ..architecture import Blocks
 
 BAND_DRAWS = 16
-"""Draws of heads for the band of one draw, which asks for them three times in every layer."""
+"""Sampled heads for the band, which needs three evaluations in every layer."""
 
 BIAS_REMEDY = "its laws know no biases of other variance: declare them as 0"
 
 
 class Inward(NamedTuple):
-    """A matrix: features that it reads and makes, the variance of its entries times the square of
-    what multiplies those made, and that square."""
+    """An input matrix: its numbers of inputs and outputs, the variance of its entries times the
+    squared factor on its outputs, and that squared factor."""
 
     name: str
     fan_in: int
@@ -46,14 +46,14 @@ class Inward(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixer(Leaf):
-    """Everything of a mixer up to its output projection, by token.
+    """A mixer without its output projection, token by token.
 
     Attributes:
-        inward: every matrix but that of the output.
-        padding: as of `SelfAttention`; of several documents, or with padding, none is covered.
-        sequences: equally long ones that a kernel of tokens holds one after the other.
-        draws: of heads, where they are drawn; None: as many as their size allows.
-        named: what its parameters are called in the table of weight gradients.
+        inward: all matrices but that of the output.
+        padding: as in `SelfAttention`; several documents or padding are refused.
+        sequences: number of equally long sequences concatenated in a kernel.
+        draws: number of sampled heads, for heads without a closed law; None: by their size.
+        named: names of the parameters in the table of weight gradients.
     """
 
     label: str
@@ -69,15 +69,16 @@ class Mixer(Leaf):
     mixes_tokens: ClassVar[bool] = True
 
     def _law(self, kernel: Array, varies: Array = 0.0) -> Any:
-        block, many = self.block, self.sequences
-        gains = {one.name: one.fan_in * one.variance for one in self.inward}
+        """The law of one kernel: in closed form if there is one, else by sampled heads."""
+        block, count = self.block, self.sequences
+        gains = {matrix.name: matrix.fan_in * matrix.variance for matrix in self.inward}
         if isinstance(block, ShortConvolution):
-            return GatedConvolution(block, self.width, kernel, gains, many, varies)
+            return GatedConvolution(block, self.width, kernel, gains, count, varies)
         if isinstance(block, LinearAttention) and LinearHeads.covers(block):
-            return LinearHeads(block, kernel, gains, many, varies)
-        return DrawnHeads(HEADS[type(block)](block), kernel, gains, many, self.draws)
+            return LinearHeads(block, kernel, gains, count, varies)
+        return DrawnHeads(HEADS[type(block)](block), kernel, gains, count, self.draws)
 
-    def forward(self, signal: Signal) -> tuple[Signal, _Way]:
+    def forward(self, signal: Signal) -> tuple[Signal, _Pullback]:
         if signal.resolved is not True:
             raise DomainError(
                 f"{self.block.kind}: its laws hold token by token; pass tokens=True, and at most "
@@ -92,21 +93,21 @@ class Mixer(Leaf):
         shape = np.shape(tokens.off_diagonal)
         varies = overlap_variance(signal)
         varies = np.zeros(shape) if varies is None else np.broadcast_to(varies, shape)
-        both = (one.reshape(-1, *shape[-2:]) for one in (tokens.off_diagonal, varies))
-        laws = [self._law(*one) for one in zip(*both, strict=True)]
-        kernel = Kernel.of_matrix(np.stack([one.forward() for one in laws]).reshape(shape))
+        both = (x.reshape(-1, *shape[-2:]) for x in (tokens.off_diagonal, varies))
+        laws = [self._law(*matrices) for matrices in zip(*both, strict=True)]
+        kernel = Kernel.of_matrix(np.stack([law.forward() for law in laws]).reshape(shape))
         fluctuation = None
         if signal.fluctuation is not None:
             norms, overlaps = (
-                Kernel.of_matrix(np.stack([getattr(one, of) for one in laws]).reshape(shape))
-                for of in ("norms", "overlaps")
+                Kernel.of_matrix(np.stack([getattr(law, name) for law in laws]).reshape(shape))
+                for name in ("norms", "overlaps")
             )
-            none = norms.scaled(0.0)
+            zero = norms.scaled(0.0)
             if signal.fluctuation.overlaps is None:
                 fluctuation = Fluctuation(norms)
             else:
-                fluctuation = Fluctuation(norms, overlaps, shared=(none, none))
-        notes = tuple(dict.fromkeys(note for one in laws for note in getattr(one, "notes", ())))
+                fluctuation = Fluctuation(norms, overlaps, shared=(zero, zero))
+        notes = tuple(dict.fromkeys(note for law in laws for note in getattr(law, "notes", ())))
         output = Signal(
             kernel,
             signal.seq_len,
@@ -115,18 +116,18 @@ class Mixer(Leaf):
             fluctuation=fluctuation,
             notes=notes,
         )
-        return output, _Way(self, tokens, laws)
+        return output, _Pullback(self, tokens, laws)
 
     def response(self, record: Record, around: Around) -> Response:
-        # Pairs of tokens are moved together, each answering for itself.
+        # Derivatives are taken as entrywise: all pairs of tokens are changed at once.
         few = replace(self, draws=BAND_DRAWS)
         grad_out, grad_in = around.grad_out(record), record.grad_out
         return Elementwise.of(few.forward, record.input, grad_in, grad_out)
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
-    """The way back through a mixer."""
+class _Pullback:
+    """Backward pass through a mixer."""
 
     leaf: Mixer
     tokens: Kernel
@@ -136,17 +137,17 @@ class _Way:
         leaf, shape = self.leaf, np.shape(self.tokens.off_diagonal)
         grad_out = np.broadcast_to(gradient.kernel.off_diagonal, shape).reshape(-1, *shape[-2:])
         known = (
-            np.broadcast_to(one, shape[:-1]).reshape(-1, shape[-1])
-            for one in (gradient.norm_response, gradient.radial)
+            np.broadcast_to(x, shape[:-1]).reshape(-1, shape[-1])
+            for x in (gradient.norm_response, gradient.radial)
         )
-        backs = [law.backward(*of) for *of, law in zip(grad_out, *known, self.laws, strict=True)]
+        backs = [law.backward(*x) for *x, law in zip(grad_out, *known, self.laws, strict=True)]
         grad_in = [
             sum(
-                one.kernels[of.name] * (of.rows * of.variance)
-                for of in leaf.inward
-                if of.name in one.kernels
+                back.kernels[matrix.name] * (matrix.rows * matrix.variance)
+                for matrix in leaf.inward
+                if matrix.name in back.kernels
             )
-            for one in backs
+            for back in backs
         ]
         kernel = Kernel.of_matrix(np.stack(grad_in).reshape(shape))
         weights = functools.partial(self._weights, backs)
@@ -160,11 +161,11 @@ class _Way:
         norms: dict[str, list[float]] = {}
         for back, tokens in zip(backs, flat, strict=True):
             sizes = {
-                of.name: of.fan_in * of.rows * float((back.kernels[of.name] * tokens).sum())
-                for of in leaf.inward
-                if of.name in back.kernels
+                m.name: m.fan_in * m.rows * float((back.kernels[m.name] * tokens).sum())
+                for m in leaf.inward
+                if m.name in back.kernels
             } | back.own
-            squares = {of.name: of.square for of in leaf.inward}
+            squares = {matrix.name: matrix.square for matrix in leaf.inward}
             for name, size in sizes.items():
                 norms.setdefault(leaf.named(name), []).append(size * squares.get(name, 1.0))
         return {name: np.array(sizes).reshape(shape)[()] for name, sizes in norms.items()}
@@ -176,8 +177,8 @@ def recurrent_parts(
     """A mixer and its output projection.
 
     Args:
-        site: begins the names of their sites.
-        named: what its matrices are called.
+        site: prefix of the sites' names.
+        named: full names of the matrices.
     """
     model = parts.model
     shapes, variances = block.shapes(model), model.variances_of(parts.number)
@@ -207,9 +208,9 @@ def recurrent_parts(
 
 
 def parallel_parts(parts: Blocks, block: ParallelMixer) -> tuple[Component, ...]:
-    """Attention and another mixer, each times its scale, added."""
-    alone = replace(parts, model=parts.model.replace(mixer=None))
-    *attention, _ = alone.attention().components  # without dropout, which is of the sum
+    """The sum of attention and another mixer, each times its scale."""
+    blocks = replace(parts, model=parts.model.replace(mixer=None))
+    *attention, _ = blocks.attention().components  # dropout is applied to the sum
     mixer = recurrent_parts(parts, block.mixer, "mixer", block.named)
     both = []
     for branch, amplitude in ((attention, block.attention_scale), (mixer, block.mixer_scale)):

@@ -1,4 +1,4 @@
-"""What one draw of each mixer is: its rows, its own parameters, its function."""
+"""The sampled heads of every mixer: their input rows, further parameters and function."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Array = Any
 Arrays = dict[str, Array]
 
 MOST_HEADS, MOST_FEATURES = 32, 256
-"""Heads that share a norm or keys and are drawn together, of more so many evenly among them; and
-features of all of them together."""
+"""Most heads with a common norm or common keys in one draw (of more heads, an evenly spaced
+subset), and most features of these heads together."""
 
 UNIT_EPSILON = 1e-6
-"""Added to the squared length of queries and keys that the delta rule divides by."""
+"""Added to the squared norms of queries and keys in the delta rule."""
 
 
 def taps(random: np.random.Generator, block: Any, draws: int, features: int) -> Array:
@@ -49,7 +49,7 @@ def taps(random: np.random.Generator, block: Any, draws: int, features: int) -> 
 
 
 def spread(random: np.random.Generator, size: tuple[int, ...]) -> Array:
-    """Uniform numbers in (0, 1), one in each of as many equal parts, in random order."""
+    """Stratified uniform numbers in (0, 1), in random order."""
     count = int(np.prod(size))
     result = (random.permutation(count) + random.random(count)) / count
     return result.reshape(size)
@@ -63,7 +63,7 @@ def step_bias(random: np.random.Generator, block: Any, size: tuple[int, ...]) ->
 
 
 def behind_taps(x: Array, own: Arrays, name: str) -> Array:
-    """A short convolution, with its bias where it has one."""
+    """Apply a short convolution, with its bias if any."""
     x = convolved(x, own[f"{name}.taps"])
     bias = own.get(f"{name}.taps.bias")
     return x if bias is None else x + np.expand_dims(bias, 1)
@@ -79,28 +79,28 @@ class Mamba2Heads(Head):
     @property
     def _drawn(self) -> int:
         drawn = min(self.block.heads // self.block.groups, MOST_HEADS)
-        if self.most < drawn * self.block.d_head:  # of as many features each
+        if self.most < drawn * self.block.d_head:  # heads with equal numbers of features
             drawn = max(n for n in range(1, drawn + 1) if self.most % n == 0)
         return drawn
 
     @property
     def sections(self) -> dict[str, Section]:
         block, drawn = self.block, self._drawn
-        left_out = block.d_head / self._width  # features of a head that are not drawn
-        serve = block.heads / block.groups / drawn * left_out
-        shared = Section(block.groups * block.state, block.state, serve)
-        wide = Section(block.heads * block.d_head, self.features)
+        subsampling = block.d_head / self._width  # features of a head over sampled ones
+        uses = block.heads / block.groups / drawn * subsampling
+        shared = Section(block.groups * block.state, block.state, uses)
+        values = Section(block.heads * block.d_head, self.features)
         return {
-            "value": wide,
+            "value": values,
             "key": shared,
             "query": shared,
-            "mixer_gate": wide,
-            "mixer_step": Section(block.heads, drawn, left_out),
+            "mixer_gate": values,
+            "mixer_step": Section(block.heads, drawn, subsampling),
         }
 
     @property
     def _width(self) -> int:
-        """Of a head's values, those that are drawn."""
+        """Sampled features of a head's values."""
         most = min(self.most, MOST_FEATURES)
         return min(self.block.d_head, max(1, int(most // self._drawn)))
 
@@ -129,13 +129,13 @@ class Mamba2Heads(Head):
         return result
 
     def _rates(self, random: np.random.Generator, draws: int) -> Array:
-        block, drawn = self.block, self._drawn
-        given = block.rates
-        if given is not None and len(given) == 2 and block.heads != 2:
-            low, high = given
+        """(draws, heads) decay rates: uniform in a range, or those of evenly spaced heads."""
+        block, drawn, rates = self.block, self._drawn, self.block.rates
+        if rates is not None and len(rates) == 2 and block.heads != 2:
+            low, high = rates
             return low + (high - low) * spread(random, (draws, drawn))
-        every = np.arange(1.0, block.heads + 1) if given is None else np.array(given)
-        by_group = every.reshape(block.groups, -1)[np.arange(draws) % block.groups]
+        by_head = np.arange(1.0, block.heads + 1) if rates is None else np.array(rates)
+        by_group = by_head.reshape(block.groups, -1)[np.arange(draws) % block.groups]
         place = (np.arange(drawn) + spread(random, (draws, 1))) * by_group.shape[1] / drawn
         return np.take_along_axis(by_group, place.astype(int), 1)
 
@@ -174,11 +174,11 @@ class Mamba2Heads(Head):
 
 @dataclass(frozen=True)
 class MambaFeatures(Head):
-    """Features of Mamba's x, at most `MOST_FEATURES`, with what they read of each other.
+    """At most `MOST_FEATURES` features of Mamba's x, with the B, C and steps made of them.
 
-    B, C and steps are sums over all features, of which those drawn stand for `_more` as many:
-    their weights' variance is so many times as large. What they receive adds up over features that
-    receive independent gradients, and so does its square.
+    B, C and steps are sums over all features, `_more` times those of a draw: the variance of their
+    weights is multiplied by this factor. Their gradients are sums over features with independent
+    gradients, so squared norms are multiplied by it too.
     """
 
     block: Mamba
@@ -206,23 +206,23 @@ class MambaFeatures(Head):
 
     @property
     def inner(self) -> dict[str, Inner]:
-        block, wide, more = self.block, self.features, self._more
-        state = Inner(wide, block.state, more**2)
-        steps = {"mixer_step_down": Inner(wide, block.step_rank, more**2)}
-        steps["mixer_step"] = Inner(block.step_rank, wide, more)
+        block, width, more = self.block, self.features, self._more
+        state = Inner(width, block.state, more**2)
+        steps = {"mixer_step_down": Inner(width, block.step_rank, more**2)}
+        steps["mixer_step"] = Inner(block.step_rank, width, more)
         return {"key": state, "query": state} | steps
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
-        block, wide = self.block, self.features
+        block, width = self.block, self.features
         rates = np.arange(1.0, block.state + 1) if block.rates is None else np.array(block.rates)
         result = {
-            "value.taps": taps(random, block, draws, wide),
-            "mixer_step.bias": step_bias(random, block, (draws, wide)),
-            "rate": np.broadcast_to(np.log(rates), (draws, wide, block.state)),
-            "skip": np.full((draws, wide), block.skip),
+            "value.taps": taps(random, block, draws, width),
+            "mixer_step.bias": step_bias(random, block, (draws, width)),
+            "rate": np.broadcast_to(np.log(rates), (draws, width, block.state)),
+            "skip": np.full((draws, width), block.skip),
         }
         if block.tap_bias:
-            result["value.taps.bias"] = np.zeros((draws, wide))
+            result["value.taps.bias"] = np.zeros((draws, width))
         if block.inner_norm == "affine":
             result |= {f"{name}.norm.gain": np.ones((draws, n)) for name, n in self._normed.items()}
         return result
@@ -232,7 +232,8 @@ class MambaFeatures(Head):
         inner = self.inner
         return {name: inner[name].fan_out for name in ("mixer_step_down", "key", "query")}
 
-    def _read(self, x: Array, own: Arrays, name: str) -> Array:
+    def _projected(self, x: Array, own: Arrays, name: str) -> Array:
+        """x times an inner matrix, normalised if the block normalises it."""
         result = x @ own[name]
         if self.block.inner_norm is None:
             return result
@@ -241,9 +242,9 @@ class MambaFeatures(Head):
         return result if gain is None else result * np.expand_dims(gain, 1)
 
     def _parts(self, entering: Arrays, own: Arrays) -> tuple[Array, Array]:
-        """(draws, L, features) x, and its steps."""
+        """(draws, L, features) x after its convolution, and its steps."""
         x = silu(behind_taps(entering["value"], own, "value"))
-        steps = self._read(x, own, "mixer_step_down") @ own["mixer_step"]
+        steps = self._projected(x, own, "mixer_step_down") @ own["mixer_step"]
         return x, softplus(steps + np.expand_dims(own["mixer_step.bias"], 1))
 
     def kept(self, entering: Arrays, own: Arrays) -> Array:
@@ -252,14 +253,14 @@ class MambaFeatures(Head):
 
     def __call__(self, entering: Arrays, own: Arrays) -> Array:
         x, steps = self._parts(entering, own)
-        key, query = (self._read(x, own, name) for name in ("key", "query"))
+        key, query = (self._projected(x, own, name) for name in ("key", "query"))
         mixed = selective_scan(query, key, x, np.exp(own["rate"]), steps)
         return (mixed + np.expand_dims(own["skip"], 1) * x) * silu(entering["mixer_gate"])
 
 
 @dataclass(frozen=True)
 class RecurrentUnit(Head):
-    """Features of one block of an RG-LRU, at most `MOST_FEATURES`, as `MambaFeatures` are."""
+    """At most `MOST_FEATURES` features of one block of an RG-LRU, like `MambaFeatures`."""
 
     block: RGLRU
     most: float = math.inf
@@ -278,15 +279,15 @@ class RecurrentUnit(Head):
 
     @property
     def inner(self) -> dict[str, Inner]:
-        block, wide = self.block, self.features
-        served = (block.width / block.blocks / wide) ** 2 * block.blocks
-        return dict.fromkeys(("mixer_input", "mixer_step"), Inner(wide, wide, served))
+        block, width = self.block, self.features
+        served = (block.width / block.blocks / width) ** 2 * block.blocks
+        return dict.fromkeys(("mixer_input", "mixer_step"), Inner(width, width, served))
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
         block, size = self.block, (draws, self.features)
-        low, high = (one * one for one in block.decays)
-        falls = -0.5 * np.log(low + (high - low) * spread(random, size))
-        result = {"rate": np.log(np.expm1(falls))}
+        low, high = (decay * decay for decay in block.decays)
+        logs = -0.5 * np.log(low + (high - low) * spread(random, size))
+        result = {"rate": np.log(np.expm1(logs))}
         result["value.taps"] = taps(random, block, draws, self.features)
         names = "value.taps", "value", "mixer_gate", "mixer_input", "mixer_step"
         return result | {f"{name}.bias": np.zeros(size) for name in names}
@@ -295,7 +296,7 @@ class RecurrentUnit(Head):
         return np.exp(self._parts(entering, own)[1])
 
     def _parts(self, entering: Arrays, own: Arrays) -> tuple[Array, Array]:
-        """x, and logarithms of the decays."""
+        """x after its convolution, and logarithms of the decays."""
         x = behind_taps(entering["value"] + np.expand_dims(own["value.bias"], 1), own, "value")
         gate = sigmoid(x @ own["mixer_step"] + np.expand_dims(own["mixer_step.bias"], 1))
         return x, gate * np.expand_dims(-8.0 * softplus(own["rate"]), 1)
@@ -311,21 +312,20 @@ class RecurrentUnit(Head):
 
 @dataclass(frozen=True)
 class DeltaHead(Head):
-    """One head of values of a gated delta net."""
+    """One value head of a gated delta net."""
 
     block: GatedDeltaNet
 
     @property
     def sections(self) -> dict[str, Section]:
-        block, every = self.block, self.block.value_heads
-        shared = every / block.key_heads
-        keys = Section(block.key_heads * block.d_key, block.d_key, shared)
-        values, one = Section(every * block.d_value, block.d_value), Section(every, 1)
-        result = {"query": keys, "key": keys, "value": values, "mixer_rate": one}
+        block, heads = self.block, self.block.value_heads
+        keys = Section(block.key_heads * block.d_key, block.d_key, heads / block.key_heads)
+        values, rate = Section(heads * block.d_value, block.d_value), Section(heads, 1)
+        result = {"query": keys, "key": keys, "value": values, "mixer_rate": rate}
         if block.rank is not None:
-            down = Section(block.rank, block.rank, every)
+            down = Section(block.rank, block.rank, heads)
             return result | {"mixer_gate_down": down, "mixer_step_down": down}
-        steps = Section(every * self._steps, self._steps)
+        steps = Section(heads * self._steps, self._steps)
         return result | {"mixer_gate": values, "mixer_step": steps}
 
     @property
@@ -364,7 +364,8 @@ class DeltaHead(Head):
         result["mixer_norm.gain"] = np.ones((draws, block.d_value))
         return result
 
-    def _made(self, entering: Arrays, own: Arrays, name: str) -> Array:
+    def _full_rank(self, entering: Arrays, own: Arrays, name: str) -> Array:
+        """Pre-activations of gate or steps, through their second matrix if they have low rank."""
         if self.block.rank is None:
             return entering[name]
         return entering[f"{name}_down"] @ own[name]
@@ -373,8 +374,8 @@ class DeltaHead(Head):
         return np.exp(self._logs(entering, own))
 
     def _logs(self, entering: Arrays, own: Arrays) -> Array:
-        made = self._made(entering, own, "mixer_step")
-        step = softplus(made + np.expand_dims(own["mixer_step.bias"], 1))
+        step = self._full_rank(entering, own, "mixer_step")
+        step = softplus(step + np.expand_dims(own["mixer_step.bias"], 1))
         logs = -step * np.expand_dims(np.exp(own["rate"]), 1)
         return logs if self.block.decay == "channel" else logs[..., 0]
 
@@ -384,14 +385,14 @@ class DeltaHead(Head):
             silu(convolved(entering[name], own[f"{name}.taps"]))
             for name in ("query", "key", "value")
         )
-        query, key = (_unit(one) for one in (query, key))
+        query, key = _unit(query), _unit(key)
         rate = sigmoid(entering["mixer_rate"]) * (2.0 if block.twice else 1.0)
         query = query * block.d_key**-0.5
         return delta_rule(query, key, value, self._logs(entering, own), rate[..., 0])
 
     def __call__(self, entering: Arrays, own: Arrays) -> Array:
         output = normalised(self.before_norm(entering, own), self.block.norm_epsilon)
-        gate = FUNCTIONS[self.block.gate](self._made(entering, own, "mixer_gate"))
+        gate = FUNCTIONS[self.block.gate](self._full_rank(entering, own, "mixer_gate"))
         return output * np.expand_dims(own["mixer_norm.gain"], 1) * gate
 
 
@@ -401,7 +402,7 @@ def _unit(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class DrawnLinearHeads(Head):
-    """Heads of linear attention that share a norm, or one."""
+    """Heads of linear attention with a common norm, or a single head."""
 
     block: LinearAttention
     most: float = math.inf
@@ -423,8 +424,8 @@ class DrawnLinearHeads(Head):
         if block.gate is not None:
             result["mixer_gate"] = values
         if block.decay_gate is not None:
-            one = keys if block.decay_gate == "channel" else Section(block.heads, drawn)
-            result["mixer_step"] = one
+            by_channel = block.decay_gate == "channel"
+            result["mixer_step"] = keys if by_channel else Section(block.heads, drawn)
         return result
 
     @property
@@ -439,9 +440,9 @@ class DrawnLinearHeads(Head):
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
         block, result = self.block, {}
         if block.decays is not None:
-            every, drawn = np.array(block.decays), self._drawn
-            place = (np.arange(drawn) + spread(random, (draws, 1))) * len(every) / drawn
-            result["decay"] = every[place.astype(int)]
+            by_head, drawn = np.array(block.decays), self._drawn
+            place = (np.arange(drawn) + spread(random, (draws, 1))) * len(by_head) / drawn
+            result["decay"] = by_head[place.astype(int)]
         if block.norm is not None:
             result["mixer_norm.gain"] = np.ones((draws, self.features))
         return result
@@ -474,7 +475,7 @@ class DrawnLinearHeads(Head):
         return mixed
 
     def _mixing(self, entering: Arrays, own: Arrays, query: Array, key: Array) -> Array:
-        """(draws, heads, L, L) from values to what is mixed."""
+        """(draws, heads, L, L) matrices from values to outputs."""
         block, tokens = self.block, query.shape[-2]
         if block.decay_gate is not None:
             logs = self._logs(entering)
@@ -486,8 +487,7 @@ class DrawnLinearHeads(Head):
         if block.decays is None:
             return mixing * np.tri(tokens, dtype=bool)
         lag = np.subtract.outer(np.arange(tokens), np.arange(tokens))
-        kept = own["decay"][..., None, None] ** np.maximum(lag, 0) * (lag >= 0)
-        return mixing * kept
+        return mixing * (own["decay"][..., None, None] ** np.maximum(lag, 0) * (lag >= 0))
 
 
 HEADS: dict[type[Block], Any] = {
@@ -497,4 +497,4 @@ HEADS: dict[type[Block], Any] = {
     GatedDeltaNet: DeltaHead,
     RGLRU: RecurrentUnit,
 }
-"""What is drawn of a mixer, by its class."""
+"""The sampled heads of a mixer, by its class."""

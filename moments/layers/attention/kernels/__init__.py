@@ -1,11 +1,10 @@
 """Softmax attention on any kernel of tokens.
 
-By token, from below: `logits` and `row_statistics` say what rows look like, `joint_laws` what two
-rows have in common, `row_groups` sums that over many rows by token, `rows` says what a layer
-makes of it and what finite widths add, and `attention` is the layer by token. `position_attention`
-is the same on classes of positions, every class a row of its own, and `relative_positions` what
-stands between them; `exact_rows` and `finite_rows` are exact rows of exchangeable logits, the
-reference of both.
+Token by token, from the bottom up: `logits` and `row_statistics` describe single rows, `joint_laws`
+pairs of rows, `row_groups` sums over many rows, `rows` output and gradient factors with corrections
+for finite widths, `attention` the layer. `position_attention` is the layer on classes of positions,
+each of them a row, with `relative_positions` for rotation and biases. `exact_rows` and
+`finite_rows` are exact rows of exchangeable logits, to which both are calibrated.
 
 Start with `attention`, then `rows`.
 """
