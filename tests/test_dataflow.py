@@ -309,6 +309,20 @@ def test_a_reading_follows_the_module() -> None:
     assert reading.unnormed == ((1, "attention"),)
 
 
+def test_a_missing_norm_of_an_encoder_is_none_of_its_decoder() -> None:
+    pytest.importorskip("transformers")
+    import small_modules
+
+    module = small_modules.family_module("t5", 4, 64)
+    module.encoder.block[0].layer[0].layer_norm = nn.Identity()
+    reading = read(module)
+    assert reading.unnormed == ((1, "attention"),)
+    placements = {
+        stack: reading.sums[stack, 1, "attention"].placement for stack in ("", "encoder.")
+    }
+    assert placements == {"": "pre", "encoder.": "none"}
+
+
 def test_a_pass_leaves_the_module_as_it_was() -> None:
     module = built("timm")
     module.register_buffer("count", torch.zeros(()))
