@@ -269,7 +269,7 @@ def test_heads_in_groups_are_heads_at_once(changes, group, monkeypatch):
     dropped = attention.dropout  # by every group, once
     monkeypatch.setattr(attention, "dropout", lambda *of: calls.append(1) or dropped(*of))
     monkeypatch.setattr(attention, "MOST_LOGITS", group * 2 * 12 * 12)
-    monkeypatch.setattr("moments.simulation.twin._KEPT", 0)
+    monkeypatch.setattr("moments.simulation.twin.STORED_GRAPHS", 0)
     grouped = simulate(model, correlation=0.2, seeds=1, batch=2)
     assert len(calls) == 3 * 2 * -(-8 // group)
     np.testing.assert_allclose(grouped.variance, once.variance, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Attention as torch computes it: heads, positions, masks and what bends the logits."""
+"""Attention in torch: heads, positions, masks, biases and soft caps of the logits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from .functions import dropout, normalise
 from .parameters import ALL
 
 MOST_LOGITS = 1 << 28
-"""Logits computed at once, 1 GiB of float32; more are computed by groups of heads."""
+"""Largest number of logits computed at once, 1 GiB of float32; more are computed by groups of
+heads."""
 
 Project = Callable[[Tensor, str], Tensor]
-"""Takes a tensor (batch, L, features) through the matrix of that name, and its bias."""
+"""Multiplies a tensor (batch, L, features) by the matrix of that name, and adds its bias."""
 
 Shared = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
-"""Takes what makes a layer's keys and values, and gives those that it reads."""
+"""Returns a layer's keys and values, from a function that computes the layer's own."""
 
 Gains = Mapping[str, Tensor]
-"""Of queries' and keys' norms, where they learn them: (d_head,) by "SIDE.norm.gain"."""
+"""Learned gains of queries' and keys' norms, (d_head,) by "SIDE.norm.gain"."""
 
 
 def self_attention(
@@ -42,25 +43,31 @@ def self_attention(
 ) -> Tensor:
     """Concatenated heads (batch, L, heads * d_head) of layer `number`, counted from 1.
 
-    `project` knows "query", "key" and "value"; `table` is (buckets, heads) of relative biases;
-    `documents` (batch, L) are those of packed rows, of which a token reads its own alone;
-    `value_norm` puts every head's values over their root mean square; `mixed` gives what stands for
-    the values of x, `shared` keys and values, of those that it makes or of others.
+    Args:
+        model, number, x: the declaration, the layer and the block's input (batch, L, d_model).
+        project: multiplies by "query", "key" or "value".
+        table: (buckets, heads) relative biases.
+        generator: random numbers of dropout.
+        documents: (batch, L) document numbers of packed rows.
+        gains: learned gains of the norms of queries and keys, and "attention_sink".
+        value_norm: whether every head's values are divided by their root mean square.
+        mixed: replaces the projected values of x.
+        shared: see `Shared`.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
-        every = value.repeat_interleave(model.heads // value.shape[1], dim=1)
-        return every.transpose(1, 2).flatten(-2)
+        repeated = value.repeat_interleave(model.heads // value.shape[1], dim=1)
+        return repeated.transpose(1, 2).flatten(-2)
     width, rotary = model.d_head or 0, model.rotaries[number - 1]
 
-    def made() -> tuple[Tensor, Tensor]:
+    def key_and_value() -> tuple[Tensor, Tensor]:
         key = _normalised(model, _split(project(x, "key"), width), "key", gains)
         value = _split(mixed(x, project(x, "value")), width)
         value = normalise(value, "rmsnorm", model.norm_epsilon) if value_norm else value
         return key, value
 
     query = _normalised(model, _split(project(x, "query"), width), "query", gains)
-    key, value = shared(made)
+    key, value = shared(key_and_value)
     if model.placements[number - 1] == "hybrid":
         query, key, value = (
             normalise(part, model.normalization, model.norm_epsilon, dyt_alpha=model.dyt_alpha)
@@ -93,16 +100,19 @@ def latent_attention(
     generator: torch.Generator,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Concatenated heads of queries, keys and values (batch, L, heads * features), of which every
-    head's keys end with `shared` (batch, L, features), turned by their positions."""
+    """Concatenated heads of latent attention, (batch, L, heads * features).
+
+    Queries, keys and values are (batch, L, heads * features). The keys of every head are extended
+    by `shared`, (batch, L, features), which alone is rotary, as is the end of the queries.
+    """
     heads = model.heads
-    query, key, value = (_split(one, one.shape[-1] // heads) for one in (query, key, value))
-    own, asked = query.split([key.shape[-1], shared.shape[-1]], -1)
-    part, rotary = shared[:, None], model.rotaries[number - 1]
+    query, key, value = (_split(x, x.shape[-1] // heads) for x in (query, key, value))
+    query, rotary_query = query.split([key.shape[-1], shared.shape[-1]], -1)
+    rotary_key, rotary = shared[:, None], model.rotaries[number - 1]
     if rotary is not None:
-        asked, part = rotate(asked, rotary), rotate(part, rotary)
-    query = torch.cat([own, asked], -1)
-    key = torch.cat([key, part.expand(-1, heads, -1, -1)], -1)
+        rotary_query, rotary_key = rotate(rotary_query, rotary), rotate(rotary_key, rotary)
+    query = torch.cat([query, rotary_query], -1)
+    key = torch.cat([key, rotary_key.expand(-1, heads, -1, -1)], -1)
     place = torch.arange(query.shape[2], device=query.device)
     hidden = _hidden(model, number, place - place[:, None], documents)
     return _attend(model, number, query, key, value, None, hidden, generator)
@@ -117,12 +127,12 @@ def cross_attention(
     generator: torch.Generator,
     gains: Gains | None = None,
 ) -> Tensor:
-    """As `self_attention`, keys and values made from `memory` (batch, L', features).
-
-    Every token sees all of the memory; positions play no part.
-    """
-    of = (("cross_query", x), ("cross_key", memory), ("cross_value", memory))
-    query, key, value = (_split(project(source, name), model.d_head or 0) for name, source in of)
+    """Concatenated heads with keys and values of `memory` (batch, L', features), no mask and no
+    positions; other arguments as for `self_attention`."""
+    sources = (("cross_query", x), ("cross_key", memory), ("cross_value", memory))
+    query, key, value = (
+        _split(project(source, name), model.d_head or 0) for name, source in sources
+    )
     query = _normalised(model, query, "cross_query", gains)
     key = _normalised(model, key, "cross_key", gains)
     return _attend(model, number, query, key, value, None, None, generator)
@@ -131,7 +141,7 @@ def cross_attention(
 def _hidden(
     model: Transformer, number: int, offset: Tensor, documents: Tensor | None
 ) -> Tensor | None:
-    """Which key (column) a query (row) may not see, by key minus query position; None: sees all."""
+    """Mask of keys (columns) hidden from queries (rows), with documents; None: none is hidden."""
     hidden = hidden_from(offset, model.causal, model.windows[number - 1])
     if documents is None:
         return hidden
@@ -150,7 +160,7 @@ def _attend(
     generator: torch.Generator,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """softmax(logits) value, concatenated; each is (batch, its heads, its tokens, d_head).
+    """softmax(logits) value, concatenated; arguments are (batch, heads, tokens, d_head).
 
     `sink`: (heads,) logits of a key without a value.
     """
@@ -171,8 +181,8 @@ def _attend(
         if hidden is not None:
             logits = logits.masked_fill(hidden, -math.inf)
         if sink is not None:
-            beside = sink[:, None, None].expand(*logits.shape[:-1], 1)
-            logits = torch.cat([logits, beside], -1)
+            column = sink[:, None, None].expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, column], -1)
         weights = logits.softmax(-1)[..., : key.shape[-2]]
         return dropout(weights, model.attention_dropout or 0.0, generator) @ value
 
@@ -180,19 +190,20 @@ def _attend(
     group = max(1, MOST_LOGITS // logits)
     if group >= heads:
         return mix(query, key, value, bias, sink).transpose(1, 2).flatten(-2)
-    # What a group's backward pass needs is computed again there, but for masks drawn once.
-    again = torch.is_grad_enabled() and not model.attention_dropout
+    # Backward recomputes a group's weights, unless dropout drew a mask for them.
+    recompute = torch.is_grad_enabled() and not model.attention_dropout
     groups = []
     for first in range(0, heads, group):
-        of = slice(first, first + group)
-        beside = (None if one is None else one[of] for one in (bias, sink))
-        given = query[:, of], key[:, of], value[:, of], *beside
-        mixed = (
-            checkpoint(mix, *given, use_reentrant=False, preserve_rng_state=False)
-            if again
-            else mix(*given)
-        )
-        groups.append(mixed)
+        some = slice(first, first + group)
+        biases = (None if x is None else x[some] for x in (bias, sink))
+        arguments = query[:, some], key[:, some], value[:, some], *biases
+        if recompute:
+            heads_of_group = checkpoint(
+                mix, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            heads_of_group = mix(*arguments)
+        groups.append(heads_of_group)
     return torch.cat(groups, 1).transpose(1, 2).flatten(-2)
 
 
@@ -216,7 +227,8 @@ def _normalised(model: Transformer, x: Tensor, side: str, gains: Gains | None) -
 
 
 def hidden_from(offset: Tensor, causal: bool, window: int | None) -> Tensor | None:
-    """Which key (column) a query (row) may not see, by key minus query position; None: sees all."""
+    """Mask of keys (columns) hidden from queries (rows); `offset` is key minus query position.
+    None: none is hidden."""
     hidden = offset > 0 if causal else None
     if window is not None:
         far = offset.abs() >= window
@@ -225,12 +237,12 @@ def hidden_from(offset: Tensor, causal: bool, window: int | None) -> Tensor | No
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn features k and k + half of the rotated part by position * base^(-2k / part), by
-    position times one of `speeds`, or by places of patches.
+    """Rotate features k and k + half of the rotary part by an angle: position *
+    base^(-2k / part), position times one of the declared speeds, or the angle of a patch.
 
     Args:
         x: (..., L, d_head).
-        rotary: which part of the features, and the base.
+        rotary: the fraction of rotated features, the base or speeds, and the grid of patches.
     """
     half = int(x.shape[-1] * rotary.fraction) // 2
     if half == 0:
@@ -240,14 +252,14 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
         speeds = torch.tensor(rotary.speeds, dtype=torch.float64)
     angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), speeds)
     if rotary.grid is not None:
-        angle = _turned_by_places(rotary, half, x.shape[-2])
+        angle = _patch_angles(rotary, half, x.shape[-2])
     cos, sin = (f(angle).to(x.device, x.dtype) for f in (torch.cos, torch.sin))
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def _turned_by_places(rotary: Rotary, half: int, tokens: int) -> Tensor:
-    """(L, half) angles of patches: 2 pi base^(-2k / half) times the place of their middle."""
+def _patch_angles(rotary: Rotary, half: int, tokens: int) -> Tensor:
+    """(L, half) angles: 2 pi base^(-2k / half) times the coordinates of a patch's centre."""
     assert rotary.grid is not None
     speeds = 2 * math.pi * rotary.base ** (-torch.arange(half // 2, dtype=torch.float64) * 2 / half)
     down, across = (
@@ -262,7 +274,7 @@ def _turned_by_places(rotary: Rotary, half: int, tokens: int) -> Tensor:
 def alibi_slopes(heads: int) -> list[float]:
     """2^(-8 h / heads) for head h, counted from 1.
 
-    Where `heads` is no power of two: those of the power below, then every other one of the power
+    If `heads` is no power of two: slopes of the power below, then every other slope of the power
     above, as in the released code of Press et al. 2022.
     """
 
@@ -276,14 +288,14 @@ def alibi_slopes(heads: int) -> list[float]:
 def buckets(offset: Tensor, bias: RelativeBias, causal: bool) -> Tensor:
     """T5's bucket of every key minus query position.
 
-    Half of a direction's buckets hold one distance each; the other half split the distances up to
+    Half of a direction's buckets are for one distance each; the others divide the distances up to
     `max_distance` evenly on a logarithmic scale.
     """
-    each = bias.buckets if causal else bias.buckets // 2
-    ahead = torch.zeros_like(offset) if causal else (offset > 0) * each
+    count = bias.buckets if causal else bias.buckets // 2
+    first = torch.zeros_like(offset) if causal else (offset > 0) * count
     distance = (-offset).clamp(min=0) if causal else offset.abs()
-    single = each // 2
+    single = count // 2
     octaves = torch.log(distance.clamp(min=single).float() / single)
     share = octaves / math.log(bias.max_distance / single)
-    wide = single + (share * (each - single)).long()
-    return ahead + torch.where(distance < single, distance, wide.clamp(max=each - 1))
+    wide = single + (share * (count - single)).long()
+    return first + torch.where(distance < single, distance, wide.clamp(max=count - 1))

@@ -1,4 +1,4 @@
-"""Raw moments of tensors as they pass, forward and backward, keeping no activation."""
+"""Raw moments of tensors in the forward and backward pass, without storing activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1 << 20
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float64, on the CPU where the device has none."""
+    """The tensor in float64, on the CPU if the device has no float64."""
     return (x.cpu() if x.device.type == "mps" else x).double()
 
 
@@ -27,8 +27,8 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
 
     Args:
         x: (batch, L, features).
-        mask: (batch, L), false at padding, which then counts nowhere; of packed rows the number of
-            every token's document from 1, in which alone it has pairs. None: no padding.
+        mask: (batch, L), false at padding, which is ignored; for packed rows the document numbers
+            from 1, and pairs are within documents. None: no padding.
     """
     batch, seq_len, features = x.shape
     wide = _wide(x.detach())
@@ -47,7 +47,7 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
         over_tokens = member.transpose(1, 2) @ wide
     sums = torch.stack((over_tokens.sum(), torch.linalg.vector_norm(over_tokens).square()))
     of_tokens = torch.linalg.vector_norm(wide, dim=(0, 2)).square()
-    # One way from the device for all of them.
+    # A single transfer from the device.
     total, total_square, *of_each = torch.cat((sums, of_tokens)).tolist()
     sum_of_squares, tokens = math.fsum(of_each), float(count.sum()) * features
     return RawMoments(
@@ -59,7 +59,7 @@ def raw_moments(x: Tensor, mask: Tensor | None = None) -> RawMoments:
 
 
 def squared_norm(x: Tensor) -> float:
-    """Squared Frobenius norm, accumulated in float64 by blocks, so that no large copy is made."""
+    """Squared Frobenius norm, accumulated in float64 by blocks to avoid a large copy."""
     flat = x.detach().reshape(-1)
     return sum(float(_wide(block).square().sum()) for block in flat.split(_BLOCK))
 

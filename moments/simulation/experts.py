@@ -1,4 +1,4 @@
-"""A mixture of experts, as torch computes it."""
+"""Mixtures of experts in torch."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ def draw_experts(
     """Matrices of all experts, (E, fan_in, fan_out), and every bias."""
     assert model.weights is not None
     kind, variances = model.weights.distribution, model.variances_of(number)
-    shapes, found = block.shapes(model), {}
+    shapes, drawn = block.shapes(model), {}
     biases = {} if model.biases is None else model.biases.layer(number)
     for name, (fan_in, fan_out) in shapes.items():
-        each = block.experts - block.identity
-        count = each if name in ("ffn_in", "gate", "ffn_out") else 1
-        several = [
+        routed_matrix = name in ("ffn_in", "gate", "ffn_out")
+        count = block.experts - block.identity if routed_matrix else 1
+        matrices = [
             draw((fan_in, fan_out), variances[name], generator, dtype, kind) for _ in range(count)
         ]
-        found[name] = _joined(several) if name in ("ffn_in", "gate", "ffn_out") else several[0]
+        drawn[name] = _stacked(matrices) if routed_matrix else matrices[0]
         if (like := name.removeprefix(SHARED)) in biases:
             vector = "normal" if kind == "orthogonal" else kind
             variance = biases[like]
-            several = [draw((fan_out,), variance, generator, dtype, vector) for _ in range(count)]
-            found[f"{name}.bias"] = _joined(several) if count > 1 else several[0]
+            vectors = [draw((fan_out,), variance, generator, dtype, vector) for _ in range(count)]
+            drawn[f"{name}.bias"] = _stacked(vectors) if count > 1 else vectors[0]
     if block.router_bias_variance is not None:
         variance = block.router_bias_variance
-        found["router.bias"] = draw((block.experts,), variance, generator, dtype)
+        drawn["router.bias"] = draw((block.experts,), variance, generator, dtype)
     for site in OUTPUT_NORMS[: 1 + bool(block.shared)] if block.output_norms else ():
-        found |= affine(model, site, 1.0, generator.device, dtype)
-    return found
+        drawn |= affine(model, site, 1.0, generator.device, dtype)
+    return drawn
 
 
-def _joined(several: list[Tensor]) -> Tensor:
-    return torch.stack(several).detach().requires_grad_()
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).detach().requires_grad_()
 
 
 def experts(block: Experts, layer: LayerTwin, z: Tensor) -> Tensor:
-    """What a mixture and its shared expert add to the stream, of (batch, L, d_model)."""
+    """The output of a mixture and its shared expert for an input (batch, L, d_model)."""
     x = z.flatten(0, -2)
     gates = routed(block, layer.linear(x, "router"))
     y = torch.zeros_like(x)
     for number in range(block.experts):
         (rows,) = gates[:, number].detach().nonzero(as_tuple=True)
-        gate, entering = gates[rows, number, None], x[rows]
+        gate, tokens = gates[rows, number, None], x[rows]
         if number >= block.experts - block.identity:
-            given = gate * entering
+            output = gate * tokens
         elif block.rule == "sigmoid_input":
-            given = unit(block, layer, gate * entering, "", number)
+            output = unit(block, layer, gate * tokens, "", number)
         else:
-            given = gate * unit(block, layer, entering, "", number)
-        y = y.index_add(0, rows, given)
+            output = gate * unit(block, layer, tokens, "", number)
+        y = y.index_add(0, rows, output)
     y = y.reshape(z.shape)
     if block.apart:
-        layer.made["shortcut", layer.number] = y
+        layer.exports["shortcut", layer.number] = y
         y = torch.zeros_like(y)
     else:
         y = layer.watch(y, "ffn.experts")
@@ -92,8 +92,8 @@ def unit(
 
     def linear(x: Tensor, name: str) -> Tensor:
         names = prefix + name, f"{prefix}{name}.bias"
-        of = [layer.weights.get(n) for n in names]
-        weight, bias = of if number is None else [None if w is None else w[number] for w in of]
+        found = [layer.weights.get(n) for n in names]
+        weight, bias = (w if w is None or number is None else w[number] for w in found)
         assert weight is not None
         return x @ weight if bias is None else x @ weight + bias
 
@@ -107,15 +107,15 @@ def unit(
 
 
 def routed(block: Experts, logits: Tensor) -> Tensor:
-    """Gates (tokens, E) of the router's logits, 0 off the chosen."""
+    """Gates (tokens, E) from the router's logits, 0 for experts that are not chosen."""
     score = torch.softmax(logits, -1) if block.rule == "softmax" else torch.sigmoid(logits)
-    kept = score.detach()
+    rank = score.detach()
     if block.groups > 1:
-        by_group = kept.unflatten(-1, (block.groups, -1))
+        by_group = rank.unflatten(-1, (block.groups, -1))
         best = by_group.topk(block.group_best, -1).values.sum(-1)
-        of = torch.zeros_like(best).scatter(-1, best.topk(block.kept_groups, -1).indices, 1.0)
-        kept = by_group.masked_fill(of[..., None] == 0, -1.0).flatten(-2)
-    chosen = kept.topk(block.chosen, -1).indices
+        kept = torch.zeros_like(best).scatter(-1, best.topk(block.kept_groups, -1).indices, 1.0)
+        rank = by_group.masked_fill(kept[..., None] == 0, -1.0).flatten(-2)
+    chosen = rank.topk(block.chosen, -1).indices
     gates = torch.zeros_like(score).scatter(-1, chosen, score.gather(-1, chosen))
     if block.normalised == "chosen":
         gates = gates / gates.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Random numbers, activations and normalisations, as torch computes them."""
+"""Random numbers, activations and normalisations in torch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """What torch computes for an activation: its own, or the user's through numpy.
+    """An activation as a torch function; a registered one is evaluated in numpy.
 
     Raises:
-        DomainError: torch's form of it is not known here.
+        DomainError: an unknown activation.
     """
     if name in ACTIVATIONS:
         return ACTIVATIONS[name]
@@ -72,7 +72,7 @@ def _through_numpy(x: Tensor, function: Any) -> Tensor:
 def normalise(
     x: Tensor, kind: str, epsilon: float, *, groups: int = 1, dyt_alpha: float = math.nan
 ) -> Tensor:
-    """`kind` of norm over the last axis, every one of `groups` slices of it by itself."""
+    """Normalise each of `groups` slices of the last axis by a norm of this `kind`."""
     if kind == "dyt":
         return torch.tanh(dyt_alpha * x)
     norm = functional.rms_norm if kind == "rmsnorm" else functional.layer_norm
@@ -88,9 +88,9 @@ def affine_norm(
     gain: float = 1.0,
     epsilon: float | None = None,
 ) -> Tensor:
-    """The model's normalisation of x (..., d_model), then "SITE.gain" and "SITE.bias" of `weights`.
+    """The model's normalisation of x (..., d_model) with "SITE.gain" and "SITE.bias" of `weights`.
 
-    `gain` is that of every feature where `weights` hold none; `epsilon` None: the model's.
+    `gain` is a constant gain if `weights` has none; `epsilon` None: the model's.
     """
     z = normalise(
         x,
@@ -111,7 +111,7 @@ def affine_norm(
 
 
 def generator(device: torch.device, *key: int) -> torch.Generator:
-    """A generator of its own for each `key`, independent of every other key and of global state."""
+    """A generator for a `key`, independent of other keys and of global state."""
     state = np.random.SeedSequence(key).generate_state(1, np.uint64)[0]
     return torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
 

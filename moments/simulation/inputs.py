@@ -1,4 +1,4 @@
-"""What a user says of a simulation's input and targets, checked and as tensors."""
+"""A simulation's input and targets, checked and as tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .twin import Input
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
-    """What the user says of the tensor that enters layer 1; see `simulate`."""
+class InputArguments:
+    """The user's description of layer 1's input; see `simulate`."""
 
     variance: float = 1.0
     correlation: float = 0.0
@@ -34,81 +34,83 @@ class Given:
     document_ids: Any = None
 
     @classmethod
-    def of_encoder(cls, model: Transformer, given: Mapping[str, Any] | None) -> Given:
-        """An encoder's, from `encoder_inputs`.
+    def of_encoder(cls, model: Transformer, inputs: Mapping[str, Any] | None) -> InputArguments:
+        """The description of an encoder's input, from `encoder_inputs`.
 
         Raises:
-            DomainError: there is no encoder, or no such input.
+            DomainError: there is no encoder, or no such argument.
         """
-        if given is not None and model.encoder is None:
+        if inputs is not None and model.encoder is None:
             raise DomainError("encoder_inputs describe an encoder's input: declare model.encoder")
         known = cls.__dataclass_fields__
-        for name in given or ():
+        for name in inputs or ():
             if name not in known or name == "document_ids":
                 raise domain_error("encoder_inputs", name, f"one of {', '.join(known)}")
-        return cls(**(given or {}))
+        return cls(**(inputs or {}))
 
     @property
     def batch(self) -> int | None:
-        """Sequences given; None: one, to be repeated, or none at all."""
+        """Number of sequences; None: one sequence, to be repeated, or Gaussian tokens."""
         if self.pixels is not None:
             return None if np.ndim(self.pixels) < 4 else len(self.pixels)
         return None if np.ndim(self.token_ids) < 2 else len(self.token_ids)
 
 
-def batch_of(batch: int, given: Sequence[Given]) -> int:
-    """Sequences of a simulation.
+def batch_of(batch: int, given: Sequence[InputArguments]) -> int:
+    """Number of sequences of a simulation.
 
     Raises:
-        DomainError: a model and its encoder are given different numbers.
+        DomainError: inputs of a model and its encoder differ in number.
     """
-    sizes = {size for each in given if (size := each.batch) is not None}
+    sizes = {size for arguments in given if (size := arguments.batch) is not None}
     if len(sizes) > 1:
         raise domain_error("token_ids", f"batches of {sorted(sizes)}", "as many for either model")
     return sizes.pop() if sizes else batch
 
 
-def entering(
-    model: Transformer, given: Given, batch: int, device: Any, dtype: Any, joint: bool
+def input_of(
+    model: Transformer, arguments: InputArguments, batch: int, device: Any, dtype: Any, joint: bool
 ) -> Input:
     """The input of one model.
 
     Raises:
-        DomainError: an input that the model's embedding does not read, or is malformed.
+        DomainError: an input that is malformed, or that the model's embedding does not take.
     """
-    check_moments("", given.variance, given.correlation, model.seq_len)
+    check_moments("", arguments.variance, arguments.correlation, model.seq_len)
     embedding = model.embedding
-    joint = joint or given.batch is not None
-    documents = _documents(model, given, batch, device)
-    if given.pixels is not None:
-        read = torch.as_tensor(_pixels(model, given.pixels, batch), device=device, dtype=dtype)
+    joint = joint or arguments.batch is not None
+    documents = _documents(model, arguments, batch, device)
+    if arguments.pixels is not None:
+        read = torch.as_tensor(_pixels(model, arguments.pixels, batch), device=device, dtype=dtype)
         return Input(read=read, joint=joint)
-    if given.token_ids is None:
-        moments = float(given.variance), float(given.correlation)
+    if arguments.token_ids is None:
+        moments = float(arguments.variance), float(arguments.correlation)
         return Input(moments, joint=joint, documents=documents)
     if embedding is None or isinstance(embedding, PatchEmbedding | SoundEmbedding):
         raise DomainError("token_ids need tables to be looked up in: declare model.embedding")
-    ids = _ids(model, given.token_ids, batch, "token_ids")
+    ids = _ids(model, arguments.token_ids, batch, "token_ids")
     if ids.max() >= embedding.vocab_size:
         allowed = f"below vocab_size = {embedding.vocab_size}"
         raise domain_error("token_ids", int(ids.max()), allowed)
     segments = None
-    if given.segment_ids is not None:
+    if arguments.segment_ids is not None:
         segments = torch.as_tensor(
-            _ids(model, given.segment_ids, batch, "segment_ids"), device=device
+            _ids(model, arguments.segment_ids, batch, "segment_ids"), device=device
         )
     read = torch.as_tensor(ids, device=device)
     return Input(read=read, segment_ids=segments, joint=joint, documents=documents)
 
 
-def _documents(model: Transformer, given: Given, batch: int, device: Any) -> Tensor | None:
-    if given.document_ids is None:
+def _documents(
+    model: Transformer, arguments: InputArguments, batch: int, device: Any
+) -> Tensor | None:
+    if arguments.document_ids is None:
         return None
-    if model.encoder is not None or given.pixels is not None:
+    if model.encoder is not None or arguments.pixels is not None:
         raise DomainError("document_ids pack texts of one stack: leave encoder and pixels out")
     if model.head is not None and model.head.loss == "classification":
         raise DomainError("document_ids pack texts by token: not with a classifier")
-    ids = _ids(model, given.document_ids, batch, "document_ids")
+    ids = _ids(model, arguments.document_ids, batch, "document_ids")
     return torch.as_tensor(check_documents(ids, ids.shape), device=device)
 
 
@@ -132,13 +134,13 @@ def _pixels(model: Transformer, pixels: Any, batch: int) -> np.ndarray:
 
 
 def targets_of(
-    model: Transformer, targets: Any, given: Input, batch: int, seed: int, device: Any
+    model: Transformer, targets: Any, source: Input, batch: int, seed: int, device: Any
 ) -> Tensor | None:
-    """What the model's loss is to predict: (batch, L), or (batch,) classes; None: no loss.
+    """The targets of the loss: (batch, L), or (batch,) classes; None: no loss.
 
-    Where nothing is given, a causal head predicts the next of the tokens it read, and for sequences
-    of one token, whose next is beyond them, any. Other targets are
-    drawn once: classes alike often, tokens by Zipf's law, at a share of the places if masked.
+    By default, the targets of a causal head are the next input tokens; all other targets, also of
+    sequences of one token, are drawn once: classes uniformly, tokens by Zipf's law, for a masked
+    head at a share of the positions.
 
     Raises:
         DomainError: targets without a loss, or malformed ones.
@@ -151,12 +153,12 @@ def targets_of(
     count = vocabulary(model)
     shape = (batch,) if head.loss == "classification" else (batch, model.seq_len)
     if targets is None:
-        read = given.read
+        read = source.read
         tokens = None if read is None or read.is_floating_point() else read.cpu().numpy()
         found = _drawn_targets(model, tokens, shape, count, np.random.default_rng((seed, count)))
         shifted = model.head.loss == "causal" and model.seq_len > 1
-        if shifted and given.documents is not None:
-            found[given.last_of_document.cpu().numpy()] = NO_TARGET
+        if shifted and source.documents is not None:
+            found[source.last_of_document.cpu().numpy()] = NO_TARGET
     else:
         found = np.asarray(targets)
         if head.loss != "classification" and found.ndim == 1:
@@ -179,14 +181,14 @@ def _drawn_targets(
 ) -> np.ndarray:
     if model.head.loss == "classification":
         return random.integers(count, size=shape)
-    often = 1 / np.arange(1, count + 1)
-    found = random.choice(count, shape, p=often / often.sum())
+    frequency = 1 / np.arange(1, count + 1)
+    found = random.choice(count, shape, p=frequency / frequency.sum())
     if model.head.loss == "causal" and model.seq_len == 1:
         return found
     if model.head.loss == "causal":
         found = found if tokens is None else tokens
         return np.concatenate([found[:, 1:], np.full((len(found), 1), NO_TARGET)], axis=1)
-    wanted = max(1, round(model.head.target_share * found.size))
+    masked = max(1, round(model.head.target_share * found.size))
     chosen = np.zeros(found.size, dtype=bool)
-    chosen[random.permutation(found.size)[:wanted]] = True
+    chosen[random.permutation(found.size)[:masked]] = True
     return np.where(chosen.reshape(shape), found, NO_TARGET)

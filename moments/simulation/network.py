@@ -31,11 +31,11 @@ Watch = Callable[[Tensor, str], Tensor]
 
 
 TWINS: dict[str, Callable[[LayerTwin, Tensor], Tensor]] = {}
-"""What kinds of layers that are registered do, by name (`moments.model.placement`)."""
+"""Registered kinds of layers by name (`moments.model.placement`)."""
 
 
-class _Applied:
-    """A block's weights as its twin has them: `w.gate(x)` is behind the matrix "gate"."""
+class _Matrices:
+    """A block's matrices as functions for its twin: `w.gate(x)` multiplies x by "gate"."""
 
     def __init__(self, layer: LayerTwin) -> None:
         self._layer = layer
@@ -54,39 +54,40 @@ def _by_law(block: LawBlock, layer: LayerTwin, x: Tensor) -> Tensor:
         raise domain_error(
             "mixer or ffn", block.name, "a block with a twin", "pass moments.block(..., twin=...)"
         )
-    found = block.twin(x, _Applied(layer))
-    if not isinstance(found, Tensor) or found.shape != x.shape:
-        given = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    y = block.twin(x, _Matrices(layer))
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        returned = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise DomainError(
-            f"the twin of block {block.name!r} makes {given} of {tuple(x.shape)}: it returns a "
+            f"the twin of block {block.name!r} makes {returned} of {tuple(x.shape)}: it returns a "
             "tensor of the shape that it takes"
         )
-    return layer.watch(found, block.name)
+    return layer.watch(y, block.name)
 
 
 BLOCK_TWINS: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {
     LawBlock: _by_law,
     **RECURRENT,
 }
-"""By its class, what a block does (`moments.model.block`), its dropout excluded: of the block, the
-layer that it stands in and (batch, L, d_model)."""
+"""Functions of blocks (`moments.model.block`) without dropout, by class; their arguments are the
+block, its layer and a tensor (batch, L, d_model)."""
 
 
 @dataclass(frozen=True)
 class LayerTwin:
-    """A layer's parameters and everything its parts need.
+    """A layer with its parameters.
 
     Attributes:
         model: the declaration.
         number: of the layer, counted from 1.
-        weights: what `draw_weights` and `draw_shared` drew.
-        generator: draws the dropout masks.
-        watch: is shown every site.
-        memory: the encoder's output (batch, L', its d_model), where there is an encoder.
-        documents: (batch, L) of packed rows: a token sees its own document alone.
-        kept: what earlier layers left to read: by its number, what left a layer (0: what entered
-            the first); "values": the first layer's.
-        made: what this layer leaves to read, besides its output.
+        weights: parameters from `draw_weights` and `draw_shared`.
+        generator: random numbers of the dropout masks.
+        watch: called with the tensor at every site.
+        memory: the encoder's output (batch, L', its d_model), if there is an encoder.
+        documents: (batch, L) document numbers of packed rows; attention stays within a document.
+        sources: tensors of earlier layers: a layer's output by its number (0: the stack's input),
+            and its exports.
+        exports: tensors of this layer, besides its output, that later layers read: "values" of the
+            first layer, and ("key", n), ("value", n) and ("shortcut", n) of layer n.
         read: token ids (batch, L).
     """
 
@@ -97,20 +98,20 @@ class LayerTwin:
     watch: Watch
     memory: Tensor | None = None
     documents: Tensor | None = None
-    kept: Mapping[Any, Tensor] = field(default_factory=dict)
-    made: dict[Any, Tensor] = field(default_factory=dict)
+    sources: Mapping[Any, Tensor] = field(default_factory=dict)
+    exports: dict[Any, Tensor] = field(default_factory=dict)
     read: Tensor | None = None
 
     def run(self, x: Tensor) -> Tensor:
-        """Carry what enters the layer, (batch, L, d_model), through it.
+        """The layer's output from its input, (batch, L, d_model).
 
-        Of several streams (batch, L, N, d_model): copies enter the first layer, and their mean
-        leaves the last.
+        Several streams have shape (batch, L, N, d_model) between layers: the first layer copies its
+        input to all of them, the last returns their mean.
         """
         if self.model.adds_again:
             keep, added = self.model.additions[self.number - 1]
-            more = [factor * self.kept[point] for point, factor in added.items()]
-            x = self.watch(sum(more, keep * x), "input.mix")
+            addends = [factor * self.sources[point] for point, factor in added.items()]
+            x = self.watch(sum(addends, keep * x), "input.mix")
         if self.model.streams is not None:
             return self.several(self.model.streams, x)
         twin = TWINS.get(self.model.placements[self.number - 1])
@@ -118,17 +119,17 @@ class LayerTwin:
             x = twin(self, x)
         else:
             x = self.parallel(x) if self.model.parallel else self.sequential(x)
-        late = self.kept.get(("shortcut", self.number - 1))
+        shortcut = self.sources.get(("shortcut", self.number - 1))
         if not getattr(self.model.ffns[self.number - 1], "delayed", True):
-            late = self.made.pop(("shortcut", self.number), None)
-        if late is not None:
-            x = self.watch(x + late, "ffn.shortcut")
+            shortcut = self.exports.pop(("shortcut", self.number), None)
+        if shortcut is not None:
+            x = self.watch(x + shortcut, "ffn.shortcut")
         if self.model.per_layer_embedding is not None:
             x = self.watch(x + self.per_layer(self.model.per_layer_embedding, x), "per_layer.sum")
         return self.watch(x, "stream")
 
     def rows(self, table: str) -> Tensor:
-        """What tokens look up in a table of the layer's own."""
+        """The tokens' rows of a table of this layer."""
         if self.read is None:
             raise DomainError(
                 "tables of layers are read by tokens, and here a tensor is described: leave "
@@ -136,14 +137,14 @@ class LayerTwin:
             )
         return self.weights[table][self.read]
 
-    def per_layer(self, of: PerLayerEmbedding, x: Tensor) -> Tensor:
-        """What the block that reads tokens anew adds to the stream."""
-        projected = self.linear(self.kept[0], "per_layer_projection")
+    def per_layer(self, embedding: PerLayerEmbedding, x: Tensor) -> Tensor:
+        """The output of the block that reads the tokens again."""
+        projected = self.linear(self.sources[0], "per_layer_projection")
         projected = self.watch(projected, "per_layer.projection")
-        epsilon = self.model.norm_epsilon / of.projection_scale**2
+        epsilon = self.model.norm_epsilon / embedding.projection_scale**2
         site = "per_layer.context"
         context = affine_norm(self.model, projected, self.weights, site, epsilon=epsilon)
-        rows = of.scale * self.rows("per_layer_table")
+        rows = embedding.scale * self.rows("per_layer_table")
         read = (self.watch(context, site) + rows) / math.sqrt(2)
         gate = self.watch(self.linear(x, "per_layer_gate"), "per_layer.gate")
         gate = self.watch(activation(self.model.activation)(gate), "per_layer.activation")
@@ -152,9 +153,9 @@ class LayerTwin:
         return self.norm(z, "per_layer.post_norm")
 
     def sequential(self, x: Tensor) -> Tensor:
-        """One block after the other, each with a residual sum of its own."""
+        """Blocks in sequence, each with its own residual sum."""
         placement = self.model.placements[self.number - 1]
-        entering = x
+        layer_input = x
         blocks = ("attention", "ffn") if self.memory is None else ("attention", "cross", "ffn")
         for block in present(self.model, self.number, blocks):
             if placement == "hybrid" and block == "ffn":
@@ -168,14 +169,14 @@ class LayerTwin:
             gains = self.weights.get(f"{block}.layer_scale")
             x = self.watch(skip * x + (branch if gains is None else gains) * z, f"{block}.sum")
             if placement == "b2t" and block == "ffn":
-                x = self.watch(x + entering, "ffn.bottom_to_top")
+                x = self.watch(x + layer_input, "ffn.bottom_to_top")
             x = self.scaled(x, "after-residual", f"{block}.sum_scale")
             if placement in ("post", "b2t"):
                 x = self.norm(x, f"{block}.norm")
         return x
 
     def several(self, streams: HyperConnections, x: Tensor) -> Tensor:
-        """One block after the other, each between the streams; sites are those of their mean."""
+        """Blocks in sequence, each connected to all streams; sites are of the streams' mean."""
         x = x if x.ndim == 4 else x.unsqueeze(-2).expand(-1, -1, streams.streams, -1)
         for place, block in enumerate(present(self.model, self.number, ("attention", "ffn"))):
             read, write, mix = connection(streams, self, x, block, place)
@@ -196,27 +197,27 @@ class LayerTwin:
         return mean + (x - x.mean(-2, keepdim=True))
 
     def parallel(self, x: Tensor) -> Tensor:
-        """Attention and feed-forward block read the same stream and share one sum."""
-        entering: dict[str, Tensor] = {}
+        """Attention and feed-forward blocks that read the same stream and share a residual sum."""
+        inputs: dict[str, Tensor] = {}
         for block in ("attention", "ffn"):
             if self.model.placements[self.number - 1] == "none":
-                entering[block] = x
+                inputs[block] = x
             elif block == "attention" or self.model.parallel_norms == 2:
-                entering[block] = self.norm(x, f"{block}.norm")
+                inputs[block] = self.norm(x, f"{block}.norm")
             else:
-                entering[block] = entering["attention"]
-        branches = [self.scales(name)[1] * self.block(z, name) for name, z in entering.items()]
+                inputs[block] = inputs["attention"]
+        branches = [self.scales(name)[1] * self.block(z, name) for name, z in inputs.items()]
         z = self.scaled(branches[0] + branches[1], "after-block", "ffn.scale")
         x = self.watch(self.scales("ffn")[0] * x + z, "ffn.sum")
         return self.scaled(x, "after-residual", "ffn.sum_scale")
 
     def block(self, z: Tensor, block: str) -> Tensor:
-        """What a block adds to the stream, its dropout included."""
+        """A block's output behind its dropout."""
         model, place = self.model, self.number - 1
         blocks = {"attention": model.mixers, "ffn": model.ffns}
-        own = blocks[block][place] if block in blocks else None
-        if own is not None:
-            z = BLOCK_TWINS[type(own)](own, self, z)
+        declared = blocks[block][place] if block in blocks else None
+        if declared is not None:
+            z = BLOCK_TWINS[type(declared)](declared, self, z)
         else:
             z = {"attention": self.attention, "cross": self.cross, "ffn": self.ffn}[block](z)
         drop_prob = self.model.ffn_dropout if block == "ffn" else self.model.dropout
@@ -243,26 +244,26 @@ class LayerTwin:
         if self.model.attention_gate is not None:
             gates = self.watch(self.linear(z, "attention_gate"), "attention.gate")
             gates = self.watch(torch.sigmoid(gates), "attention.gates")
-            each = heads.shape[-1] // gates.shape[-1]
-            heads = self.watch(heads * gates.repeat_interleave(each, -1), "attention.gated")
+            repeats = heads.shape[-1] // gates.shape[-1]
+            heads = self.watch(heads * gates.repeat_interleave(repeats, -1), "attention.gated")
         return self.watch(self.linear(heads, "output"), "attention.projection")
 
     def _mixed(self, z: Tensor, value: Tensor) -> Tensor:
-        """Values (batch, L, features) with those of other sources, where there are such."""
+        """Values (batch, L, features), mixed with the first layer's and a table's if declared."""
         if self.number == 1 and self.model.reads_first:
-            self.made["values"] = value
-        of = self.model.value_sources[self.number - 1]
-        if of is None:
+            self.exports["values"] = value
+        weights = self.model.value_sources[self.number - 1]
+        if weights is None:
             return value
-        result = of.own * value
-        if of.first:
-            result = result + of.first * self.kept.get("values", value)
-        if of.table:
+        result = weights.own * value
+        if weights.first:
+            result = result + weights.first * self.sources.get("values", value)
+        if weights.table:
             rows = self.rows("value_table")
-            if of.gate is not None:
-                gates = torch.sigmoid(self.linear(z[..., : of.gate], "value_gate"))
+            if weights.gate is not None:
+                gates = torch.sigmoid(self.linear(z[..., : weights.gate], "value_gate"))
                 rows = rows * gates.repeat_interleave(rows.shape[-1] // gates.shape[-1], -1)
-            result = result + of.table * rows
+            result = result + weights.table * rows
         return result
 
     def cross(self, z: Tensor) -> Tensor:
@@ -288,13 +289,13 @@ class LayerTwin:
         return self.watch(self.linear(hidden, "ffn_out"), "ffn.out")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """x through a matrix, and its bias where it has one."""
+        """x times a matrix, plus its bias if there is one."""
         y = x @ self.weights[name]
         bias = self.weights.get(f"{name}.bias")
         return y if bias is None else y + bias
 
     def norm(self, x: Tensor, site: str) -> Tensor:
-        """The model's normalisation with its gain and bias, and LayerNorm Scaling around it."""
+        """The model's norm with gain and bias, and LayerNorm Scaling before or after it."""
         model, (block, _, name) = self.model, site.partition(".")
         if name == "norm":
             x = self.scaled(x, "before-norm", f"{site}_scale")
@@ -307,15 +308,16 @@ class LayerTwin:
         return z
 
     def scaled(self, x: Tensor, where: str, site: str) -> Tensor:
-        """x over the root of the layer's number where LayerNorm Scaling sits there."""
-        given = self.model.layernorm_scaling
-        placed = "after-norm" if given is True else given
-        if placed != where or self.number == 1:
+        """x / sqrt(layer number) if LayerNorm Scaling has this position."""
+        position = self.model.layernorm_scaling
+        if position is True:
+            position = "after-norm"
+        if position != where or self.number == 1:
             return x
         return self.watch(x / math.sqrt(self.number), site)
 
     def scales(self, block: str) -> tuple[float, float]:
-        """Of the stream, and of the block's output."""
+        """Scales of the skip connection and of the block's output."""
         skip = self.model.by_block("skip_scale")[self.number - 1]
         branch = self.model.by_block("branch_scale")[self.number - 1]
         return _column(skip, block), _column(branch, block)
@@ -354,25 +356,25 @@ def _latent_gains(
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     ranks = {"attention.query_latent": block.query_rank, "attention.kv_latent": block.kv_rank}
-    there = {site: rank for site, rank in ranks.items() if rank and model.norm_affine}
     return {
         f"{site}.gain": torch.ones(rank, device=generator.device, dtype=dtype, requires_grad=True)
-        for site, rank in there.items()
+        for site, rank in ranks.items()
+        if rank and model.norm_affine
     }
 
 
 def _layer_attention(block: LayerAttention, layer: LayerTwin, z: Tensor) -> Tensor:
-    alone = dataclasses.replace(layer, model=block.applied(layer.model))
+    applied = dataclasses.replace(layer, model=block.applied(layer.model))
 
     def shared(make: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if block.keys_of is not None:
-            return layer.kept["key", block.keys_of], layer.kept["value", block.keys_of]
+            return layer.sources["key", block.keys_of], layer.sources["value", block.keys_of]
         key, value = make()
         if layer.number in layer.model.read_again:
-            layer.made["key", layer.number], layer.made["value", layer.number] = key, value
+            layer.exports["key", layer.number], layer.exports["value", layer.number] = key, value
         return key, value
 
-    return alone.attention(z, block.value_norm, shared)
+    return applied.attention(z, block.value_norm, shared)
 
 
 def _layer_gains(
@@ -391,5 +393,5 @@ BLOCK_TWINS[LatentAttention], BLOCK_DRAWS[LatentAttention] = _latent, _latent_ga
 
 
 def _column(pair: np.ndarray, block: str) -> float:
-    """The entry of (attention, feed-forward) that a block has; cross-attention's is attention's."""
+    """A block's entry of (attention, feed-forward); cross-attention has that of attention."""
     return float(pair[1 if block == "ffn" else 0])

@@ -1,4 +1,4 @@
-"""What follows the last layer: final norm, head, logits and cross-entropy, as torch computes it."""
+"""Final norm, head, logits and cross-entropy in torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def vocabulary(model: Transformer) -> int:
     """Logits per token of a model with a head.
 
     Raises:
-        DomainError: the head's vocabulary is neither its own nor that of a token table, or it is
-            tied to a table there is none of.
+        DomainError: the head has no vocabulary size and there is no token table, or the head is
+            tied without a token table.
     """
     head, embedding = model.head, model.embedding
     if head.tied and not isinstance(embedding, Embedding):
@@ -47,7 +47,7 @@ def vocabulary(model: Transformer) -> int:
 def draw_head(
     model: Transformer, generator: torch.Generator, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Parameters of the model's head that require gradients; a tied matrix is not among them."""
+    """Parameters of the model's head that require gradients, without a tied matrix."""
     head, d_model = model.head, model.d_model
     device, drawn = generator.device, draw_final(model, generator.device, dtype)
     width = head.factor_dim or d_model
@@ -70,19 +70,20 @@ def draw_head(
 
 
 def has_final_norm(model: Transformer) -> bool:
-    """Whether a norm follows the last layer: the head says so, else where the stream has none."""
+    """Whether a norm follows the last layer: as the head declares, else if layers do not end with
+    a norm."""
     if model.head is not None:
         return bool(model.head.norm)
     return model.placements[-1] not in ("post", "b2t", "none")
 
 
 def final_gain(model: Transformer) -> float:
-    """Of the norm that follows the last layer."""
+    """Gain of the norm behind the last layer."""
     return 1.0 if model.head is None else float(model.head.norm_gain)
 
 
 def draw_final(model: Transformer, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Learnable gain and bias of the norm that follows the last layer, where it has them."""
+    """Learnable gain and bias of the norm behind the last layer, if there are any."""
     if not has_final_norm(model):
         return {}
     return affine(model, "final.norm", final_gain(model), device, dtype)
@@ -96,7 +97,7 @@ def run_final(
     watch: Watch,
     pool: str | None = None,
 ) -> Tensor:
-    """Norm, pool of a classifier and dropout between the last layer and what reads its output."""
+    """Final norm, a classifier's pooling, and dropout."""
     if has_final_norm(model):
         x = watch(affine_norm(model, x, weights, "final.norm", final_gain(model)), "final.norm")
     if pool is not None:
@@ -117,11 +118,10 @@ def run_head(
     generator: torch.Generator,
     watch: Watch,
 ) -> Output:
-    """Logits and loss of the last layer's output x, (batch, L, d_model).
+    """Logits and loss from the last layer's output x, (batch, L, d_model).
 
-    `targets` are what each token is to predict, (batch, L), or classes (batch,), -100 where there
-    is none; None: no loss. `weights` are those of `draw_head`, and the token table as "token" where
-    the head is tied.
+    `targets` are (batch, L), or classes (batch,), with -100 for none; None: no loss. `weights` are
+    those of `draw_head`, with the token table as "token" if the head is tied.
     """
     head: Head = model.head
     pool = head.pool if head.loss == "classification" else None

@@ -1,4 +1,4 @@
-"""Fresh parameters of one layer: matrices, biases, gains, as the declaration distributes them."""
+"""Random parameters of one layer: matrices, biases and gains with their declared distribution."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .recurrent import present
 
 CROSS = "cross_"
 ALL = "-all"
-"""How a norm of queries and keys over all heads together is called."""
+"""Suffix of the name of a norm of queries and keys over all heads together."""
 
 BlockDraw = Callable[[Any, Transformer, int, torch.Generator, torch.dtype], dict[str, Tensor]]
 
 BLOCK_DRAWS: dict[type[Block], BlockDraw] = {**RECURRENT}
-"""By its class, the parameters of a block that are no matrices of two axes in `Block.shapes`, or
-that are drawn otherwise: of the block, the model, the layer's number, a generator and a type."""
+"""Functions that draw parameters of a block, by class: those that are no matrices of
+`Block.shapes`, or have another distribution. Arguments: block, model, layer, generator, dtype."""
 
 
 def draw_weights(
@@ -41,26 +41,24 @@ def draw_weights(
     if model.identity_attention:
         del shapes["query"], shapes["key"]
     variances = model.variances_of(number)
-    blocks = [one for one in (model.mixers[number - 1], model.ffns[number - 1]) if one is not None]
-    own: dict[str, Tensor] = {}
-    for block in blocks:
-        if type(block) in BLOCK_DRAWS:
-            own |= BLOCK_DRAWS[type(block)](block, model, number, generator, dtype)
-    drawn = own | {
+    special: dict[str, Tensor] = {}
+    for block in (model.mixers[number - 1], model.ffns[number - 1]):
+        if block is not None and type(block) in BLOCK_DRAWS:
+            special |= BLOCK_DRAWS[type(block)](block, model, number, generator, dtype)
+    drawn = special | {
         name: draw(shape, variances[name], generator, dtype, kind)
         for name, shape in shapes.items()
-        if name not in own
+        if name not in special
     }
     if model.biases is not None:
-        of = model.biases.layer(number)
-        # Rows orthogonal to each other are no property of a vector.
-        vector = "normal" if kind == "orthogonal" else kind
+        bias_variances = model.biases.layer(number)
+        vector = "normal" if kind == "orthogonal" else kind  # a vector has no orthogonal rows
         for name, (_, width) in shapes.items():
-            if name in own or name.removeprefix(CROSS) not in of:
+            if name in special or name.removeprefix(CROSS) not in bias_variances:
                 continue
-            variance = of[name.removeprefix(CROSS)]
+            variance = bias_variances[name.removeprefix(CROSS)]
             drawn[f"{name}.bias"] = draw((width,), variance, generator, dtype, vector)
-    hybrid = model.placements[number - 1] == "hybrid"  # whose norms of heads learn no gains
+    hybrid = model.placements[number - 1] == "hybrid"  # its norms of heads have no gains
     mixer = model.mixers[number - 1]
     mixed = mixer is not None and not isinstance(mixer, ParallelMixer)
     if not hybrid and not mixed:
@@ -81,11 +79,11 @@ def draw_weights(
     if values is not None and values.table:
         shape = model.embedding.vocab_size, shapes["value"][1]
         drawn["value_table"] = draw(shape, values.table_variance, generator, dtype)
-    each = model.per_layer_embedding
-    if each is not None:
-        shape = model.embedding.vocab_size, each.width
-        drawn["per_layer_table"] = draw(shape, each.table_variance, generator, dtype)
-        drawn |= affine(model, "per_layer.context", 1.0, generator.device, dtype, each.width)
+    embedding = model.per_layer_embedding
+    if embedding is not None:
+        shape = model.embedding.vocab_size, embedding.width
+        drawn["per_layer_table"] = draw(shape, embedding.table_variance, generator, dtype)
+        drawn |= affine(model, "per_layer.context", 1.0, generator.device, dtype, embedding.width)
         drawn |= affine(model, "per_layer.post_norm", 1.0, generator.device, dtype)
     sink = model.attention_sinks[number - 1]
     if sink is not None:
@@ -102,16 +100,16 @@ def qk_gains(
     generator: torch.Generator,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Gains of the norms of queries and keys, where they have any."""
-    found: dict[str, Tensor] = {}
+    """Gains of the norms of queries and keys, if there are any."""
+    gains: dict[str, Tensor] = {}
     if not model.norm_affine or model.qk_norm is None:
-        return found
+        return gains
     for name in shapes:
         if name.removeprefix(CROSS) in ("query", "key"):
             width = shapes[name][1] if model.qk_norm.endswith(ALL) else model.d_head or 0
             ones = torch.ones(width, device=generator.device, dtype=dtype)
-            found[f"{name}.norm.gain"] = ones.requires_grad_()
-    return found
+            gains[f"{name}.norm.gain"] = ones.requires_grad_()
+    return gains
 
 
 def draw_shared(
@@ -132,12 +130,9 @@ def affine(
     dtype: torch.dtype,
     width: int | None = None,
 ) -> dict[str, Tensor]:
-    """Gain and bias of the norm at `site`, as far as the model's norms learn them.
+    """Learnable gain and bias of the norm at `site`, if the model's norms have them.
 
-    RMSNorm has no bias, Dynamic Tanh always has one.
-
-    Args:
-        width: of what is normalised; None: d_model.
+    RMSNorm has no bias, Dynamic Tanh always has one. `width` None: d_model.
     """
     if not model.norm_affine:
         return {}
@@ -149,7 +144,7 @@ def affine(
 
 
 def norm_sites(model: Transformer, number: int) -> tuple[str, ...]:
-    """Sites of the norms that layer `number` has on its stream or its blocks' outputs."""
+    """Sites of layer `number`'s norms of the stream and of its blocks' outputs."""
     placement = model.placements[number - 1]
     registered = registered_norm_sites(placement)
     if registered is not None:
@@ -162,8 +157,8 @@ def norm_sites(model: Transformer, number: int) -> tuple[str, ...]:
         return ("attention.norm",)
     blocks = ("attention", "ffn") if model.encoder is None else ("attention", "cross", "ffn")
     names = {"sandwich": ("norm", "post_norm"), "output": ("post_norm",)}.get(placement, ("norm",))
-    there = present(model, number, blocks)
-    return tuple(f"{block}.{name}" for block in there for name in names)
+    declared = present(model, number, blocks)
+    return tuple(f"{block}.{name}" for block in declared for name in names)
 
 
 def draw(
@@ -196,7 +191,7 @@ def draw(
 
 
 def _orthogonal(gaussian: Tensor) -> Tensor:
-    """Haar-distributed, the shorter side's vectors orthogonal, entries of variance 1.
+    """A Haar-distributed matrix with entries of variance 1, orthogonal along the shorter side.
 
     Unit vectors of n entries have entries of variance 1/n; the signs of R's diagonal make the
     factorisation unique, without which Q would not be uniform.

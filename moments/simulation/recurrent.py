@@ -1,4 +1,4 @@
-"""Recurrent mixers and short convolutions as torch computes them, a token after the other."""
+"""Recurrent mixers and short convolutions in torch, token by token."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def present(model: Transformer, number: int, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """Of a layer's blocks, those that are not declared absent."""
-    given = {"attention": model.mixers[number - 1], "ffn": model.ffns[number - 1]}
-    return tuple(name for name in blocks if not isinstance(given.get(name), Absent))
+    """A layer's blocks without those that are declared absent."""
+    declared = {"attention": model.mixers[number - 1], "ffn": model.ffns[number - 1]}
+    return tuple(name for name in blocks if not isinstance(declared.get(name), Absent))
 
 
-# --- parameters that are no matrices --------------------------------------------------------------
+# --- parameters besides matrices ------------------------------------------------------------------
 
 
 def _taps(
     block: Any, name: str, width: int, random: torch.Generator, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Of a convolution of every feature by itself, and its bias where it has one."""
+    """Weights of a depthwise convolution, and its bias if it has one."""
     size, options = (block.kernel, width), {"device": random.device, "dtype": dtype}
     if getattr(block, "tap_distribution", "normal") == "uniform":
         bound = math.sqrt(3 * block.tap_variance)
@@ -64,7 +64,7 @@ def _taps(
 
 def _steps(block: Any, heads: int, random: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Biases whose softplus is uniform in its logarithm."""
-    low, high = (math.log(one) for one in block.steps)
+    low, high = map(math.log, block.steps)
     share = torch.rand(heads, generator=random, device=random.device, dtype=dtype)
     step = torch.exp(low + (high - low) * share)
     return (step + torch.log(-torch.expm1(-step))).requires_grad_()
@@ -83,10 +83,10 @@ def _draw(
         for name in convolved:
             drawn |= _taps(block, name, shapes[name][1], random, dtype)
     if isinstance(block, RGLRU):
-        low, high = (one * one for one in block.decays)
+        low, high = (decay * decay for decay in block.decays)
         share = torch.rand(block.width, generator=random, **options)
-        falls = -0.5 * torch.log(low + (high - low) * share)
-        drawn["rate"] = torch.log(torch.expm1(falls)).requires_grad_()
+        rates = -0.5 * torch.log(low + (high - low) * share)
+        drawn["rate"] = torch.log(torch.expm1(rates)).requires_grad_()
         for name in ("value", "mixer_gate", "mixer_input", "mixer_step"):
             drawn[f"{name}.bias"] = torch.zeros(block.width, **options).requires_grad_()
     elif not isinstance(block, LinearAttention):
@@ -109,8 +109,8 @@ def _draw(
 def _rates(block: Any, shapes: Any, random: torch.Generator, dtype: torch.dtype) -> Tensor:
     options = {"device": random.device, "dtype": dtype}
     if isinstance(block, Mamba):
-        each = torch.tensor(block.rates or range(1, block.state + 1), **options)
-        return each.repeat(block.width, 1)
+        rates = torch.tensor(block.rates or range(1, block.state + 1), **options)
+        return rates.repeat(block.width, 1)
     heads = block.value_heads if isinstance(block, GatedDeltaNet) else block.heads
     if block.rates is None:
         return torch.arange(1, heads + 1, **options)
@@ -124,16 +124,16 @@ def _draw_parallel(
     block: ParallelMixer, model: Transformer, number: int, random: torch.Generator, dtype: Any
 ) -> dict[str, Tensor]:
     drawn = _draw(block.mixer, model, number, random, dtype)
-    return {block.named(name): one for name, one in drawn.items()}
+    return {block.named(name): parameter for name, parameter in drawn.items()}
 
 
-# --- what they do ---------------------------------------------------------------------------------
+# --- forward passes -------------------------------------------------------------------------------
 
 
 def _convolved(layer: LayerTwin, x: Tensor, name: str) -> Tensor:
-    """A causal convolution of every feature of (batch, L, features) by itself."""
+    """A causal depthwise convolution of (batch, L, features)."""
     taps = layer.weights[f"{name}.taps"]
-    filters = taps.flip(0).T[:, None]  # torch's last tap is the newest token's
+    filters = taps.flip(0).T[:, None]  # torch's last tap is for the newest token
     padded = functional.pad(x.transpose(1, 2), (len(taps) - 1, 0))
     bias = layer.weights.get(f"{name}.taps.bias")
     return functional.conv1d(padded, filters, bias, groups=x.shape[-1]).transpose(1, 2)
@@ -146,13 +146,14 @@ def _normalised(x: Tensor, epsilon: float) -> Tensor:
 def _run(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, write: Callable[..., Tensor]
 ) -> Tensor:
-    """S_t = decay_t S_{t-1} + k_t write(t, decay_t S_{t-1})^T, o_t = S_t^T q_t.
+    """Outputs of the recurrence S_t = decay_t S_{t-1} + k_t write(t, decay_t S_{t-1})^T,
+    o_t = S_t^T q_t.
 
     Args:
         query, key: (batch, heads, L, d_key).
         value: (batch, heads, L, d_value).
         decay: (batch, heads, L, 1 or d_key).
-        write: gives (batch, heads, d_value).
+        write: returns (batch, heads, d_value).
     """
     batch, heads, tokens, width = key.shape
     state = torch.zeros(
@@ -170,7 +171,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _together(x: Tensor) -> Tensor:
+def _concatenated(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(-2)
 
 
@@ -186,8 +187,8 @@ def _linear_attention(block: LinearAttention, layer: LayerTwin, z: Tensor) -> Te
     )
     decay = torch.ones_like(value[..., :1])
     if block.decays is not None:
-        of = torch.tensor(block.decays, dtype=z.dtype, device=z.device)
-        decay = decay * of[:, None, None]
+        decays = torch.tensor(block.decays, dtype=z.dtype, device=z.device)
+        decay = decay * decays[:, None, None]
     if block.decay_gate is not None:
         gates = layer.linear(z, "mixer_step") + block.decay_bias
         decay = _heads(torch.sigmoid(gates) ** (1 / block.decay_power), block.heads)
@@ -195,7 +196,7 @@ def _linear_attention(block: LinearAttention, layer: LayerTwin, z: Tensor) -> Te
     mixed = _run(query * scale, key, value, decay, lambda t, state: value[:, :, t])
     if block.norm == "head":
         mixed = _normalised(mixed, block.norm_epsilon) * layer.weights["mixer_norm.gain"]
-    mixed = _together(mixed)
+    mixed = _concatenated(mixed)
     if block.norm == "all":
         mixed = _normalised(mixed, block.norm_epsilon) * layer.weights["mixer_norm.gain"]
     if block.gate is None:
@@ -204,7 +205,8 @@ def _linear_attention(block: LinearAttention, layer: LayerTwin, z: Tensor) -> Te
 
 
 def _selective(query: Tensor, key: Tensor, value: Tensor, steps: Tensor, rates: Tensor) -> Tensor:
-    """Of (batch, L, state), (batch, L, features) and (features, state)."""
+    """Mamba's selective scan; query and key are (batch, L, state), value and steps (batch, L,
+    features), rates (features, state)."""
     state, outputs = 0.0, []
     for t in range(value.shape[1]):
         step = steps[:, t, :, None]
@@ -217,13 +219,12 @@ def _mamba(block: Mamba, layer: LayerTwin, z: Tensor) -> Tensor:
     x = functional.silu(_convolved(layer, layer.linear(z, "value"), "value"))
 
     def read(name: str) -> Tensor:
-        made = layer.linear(x, name)
+        projected = layer.linear(x, name)
         if block.inner_norm is None:
-            return made
-        made = _normalised(made, block.norm_epsilon)
-        return made * layer.weights.get(f"{name}.norm.gain", 1.0)
+            return projected
+        normed = _normalised(projected, block.norm_epsilon)
+        return normed * layer.weights.get(f"{name}.norm.gain", 1.0)
 
-    # linear adds the steps' bias
     steps = functional.softplus(layer.linear(read("mixer_step_down"), "mixer_step"))
     mixed = _selective(read("query"), read("key"), x, steps, torch.exp(layer.weights["rate"]))
     gate = functional.silu(layer.linear(z, "mixer_gate"))
@@ -235,8 +236,8 @@ def _rg_lru(block: RGLRU, layer: LayerTwin, z: Tensor) -> Tensor:
 
     def gate(name: str) -> Tensor:
         matrix = weights[name].unflatten(-1, (block.blocks, -1))
-        made = torch.einsum("blhi,iho->blho", x.unflatten(-1, (block.blocks, -1)), matrix)
-        return torch.sigmoid(made.flatten(-2) + weights[f"{name}.bias"])
+        logits = torch.einsum("blhi,iho->blho", x.unflatten(-1, (block.blocks, -1)), matrix)
+        return torch.sigmoid(logits.flatten(-2) + weights[f"{name}.bias"])
 
     logs = -8 * gate("mixer_step") * functional.softplus(weights["rate"])
     written = gate("mixer_input") * x
@@ -250,25 +251,26 @@ def _rg_lru(block: RGLRU, layer: LayerTwin, z: Tensor) -> Tensor:
 
 
 def _mamba2(block: Mamba2, layer: LayerTwin, z: Tensor) -> Tensor:
-    made = {k: m * (z @ layer.weights[k]) for k, m in block.factors.items()}
+    projected = {name: factor * (z @ layer.weights[name]) for name, factor in block.factors.items()}
     value, key, query = (
-        functional.silu(_convolved(layer, made[name], name)) for name in ("value", "key", "query")
+        functional.silu(_convolved(layer, projected[name], name))
+        for name in ("value", "key", "query")
     )
-    gate = functional.silu(made["mixer_gate"])
-    steps = functional.softplus(made["mixer_step"] + layer.weights["mixer_step.bias"])
+    gate = functional.silu(projected["mixer_gate"])
+    steps = functional.softplus(projected["mixer_step"] + layer.weights["mixer_step.bias"])
     steps = steps.clamp(block.least_step, block.most_step).transpose(1, 2)[..., None]
     value = _heads(value, block.heads)
     each = block.heads // block.groups
     key, query = (_heads(x, block.groups).repeat_interleave(each, 1) for x in (key, query))
     decay = torch.exp(-torch.exp(layer.weights["rate"])[:, None, None] * steps)
     mixed = _run(query, key, value, decay, lambda t, state: steps[:, :, t] * value[:, :, t])
-    mixed = _together(mixed + layer.weights["skip"][:, None, None] * value)
+    mixed = _concatenated(mixed + layer.weights["skip"][:, None, None] * value)
     if not block.norm:
         return mixed * gate
 
     def norm(x: Tensor) -> Tensor:
-        apart = _normalised(x.unflatten(-1, (block.groups, -1)), block.norm_epsilon)
-        return apart.flatten(-2) * layer.weights["mixer_norm.gain"]
+        by_group = _normalised(x.unflatten(-1, (block.groups, -1)), block.norm_epsilon)
+        return by_group.flatten(-2) * layer.weights["mixer_norm.gain"]
 
     return norm(mixed) * gate if block.norm_before_gate else norm(mixed * gate)
 
@@ -293,12 +295,12 @@ def _gated_delta_net(block: GatedDeltaNet, layer: LayerTwin, z: Tensor) -> Tenso
     rate = rate * (2.0 if block.twice else 1.0)
 
     def write(t: int, state: Tensor) -> Tensor:
-        known = (state * key[:, :, t, :, None]).sum(-2)
-        return rate[:, :, t] * (value[:, :, t] - known)
+        stored = (state * key[:, :, t, :, None]).sum(-2)
+        return rate[:, :, t] * (value[:, :, t] - stored)
 
     mixed = _run(query / math.sqrt(block.d_key), key, value, decay, write)
     mixed = _normalised(mixed, block.norm_epsilon) * layer.weights["mixer_norm.gain"]
-    return _together(mixed) * _FUNCTIONS[block.gate](gates[0])
+    return _concatenated(mixed) * _FUNCTIONS[block.gate](gates[0])
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -316,24 +318,26 @@ _MIXED: dict[type[Block], Callable[[Any, LayerTwin, Tensor], Tensor]] = {
 
 
 def run_mixer(block: Block, layer: LayerTwin, z: Tensor) -> Tensor:
-    """(batch, L, d_model) through a mixer and its output projection."""
+    """A mixer and its output projection of (batch, L, d_model)."""
     mixed = layer.watch(_MIXED[type(block)](block, layer, z), "attention.heads")
     return layer.watch(layer.linear(mixed, "output"), "attention.projection")
 
 
 def _parallel(block: ParallelMixer, layer: LayerTwin, z: Tensor) -> Tensor:
-    every, like = layer.weights, {name: name.removeprefix(MIXER) for name in layer.weights}
-    alone = {name: one for name, one in every.items() if block.named(name) == name}
-    shared = {like[name]: one for name, one in every.items() if block.named(like[name]) == name}
-    own = dataclasses.replace(
+    weights = {name: w for name, w in layer.weights.items() if block.named(name) == name}
+    for name, weight in layer.weights.items():
+        plain = name.removeprefix(MIXER)
+        if block.named(plain) == name:
+            weights[plain] = weight
+    mixer_layer = dataclasses.replace(
         layer,
-        weights=alone | shared,
+        weights=weights,
         watch=lambda x, site: layer.watch(x, site.replace("attention", "mixer")),
     )
-    mixed = run_mixer(block.mixer, own, z)
+    mixed = run_mixer(block.mixer, mixer_layer, z)
     return block.attention_scale * layer.attention(z) + block.mixer_scale * mixed
 
 
 TWINS = dict.fromkeys(_MIXED, run_mixer) | {ParallelMixer: _parallel}
 DRAWS = dict.fromkeys(_MIXED, _draw) | {ParallelMixer: _draw_parallel}
-"""Of `moments.simulation.network` and `moments.simulation.parameters`."""
+"""Entries for `moments.simulation.network` and `moments.simulation.parameters`."""

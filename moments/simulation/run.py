@@ -16,7 +16,7 @@ with optional("torch", "torch"):
     import torch
 
     from .functions import activation
-    from .inputs import Given, batch_of, entering, targets_of
+    from .inputs import InputArguments, batch_of, input_of, targets_of
     from .twin import Twin
 
 
@@ -47,33 +47,32 @@ def simulate(
 
     Args:
         model: the declaration.
-        variance, correlation: of the Gaussian tensor that enters layer 1; ignored with token_ids
+        variance, correlation: moments of Gaussian tokens at layer 1's input; unused with token_ids
             or pixels.
-        grad_variance, grad_correlation: of the Gaussian gradient at the last layer's output. None:
-            that of the head's loss where one is declared, else 1 and 0.
-        seeds: draws of the weights.
-        batch: independent sequences that share one draw.
-        device: where torch runs, such as "cpu" or "cuda".
+        grad_variance, grad_correlation: moments of a Gaussian gradient at the last layer's output.
+            None: the gradient of the head's loss if one is declared, else 1 and 0.
+        seeds: number of draws of the weights.
+        batch: number of independent sequences per draw.
+        device: a torch device, such as "cpu" or "cuda".
         seed: of all random numbers; the same seed on the same device gives the same result.
-        token_ids: integers (L,), repeated `batch` times with masks of their own, or (B, L), which
-            sets the batch; they are looked up in fresh embedding tables.
-        segment_ids: likewise for the segment table; None: all of one segment.
-        document_ids: (L,) or (B, L), which document each token of a packed row belongs to, one run
-            of tokens each: see `predict`.
+        token_ids: integers (L,), repeated `batch` times with independent masks, or (B, L), which
+            sets the batch; their embedding tables are drawn anew.
+        segment_ids: likewise for the segment table; None: a single segment.
+        document_ids: (L,) or (B, L), the document of each token of a packed row, in runs: see
+            `predict`.
         pixels: images (B, channels, height, width) for a patch embedding, which set the batch, or
             one, repeated `batch` times.
-        targets: token ids (L,) or (B, L) that each token is to predict, -100 where there is none,
-            or classes (B,) for a classifier. None: the next token for a causal head that reads
-            token_ids, else chosen at random (tokens by Zipf's law), the same in every draw.
-        encoder_inputs: for a model with an encoder, those of `variance`, `correlation`,
-            `token_ids`, `segment_ids` and `pixels` that describe its input.
+        targets: token ids (L,) or (B, L) to predict at each token, -100 for none, or classes (B,)
+            for a classifier. None: the next token for a causal head with token_ids, else drawn at
+            random (tokens by Zipf's law), the same in every draw.
+        encoder_inputs: `variance`, `correlation`, `token_ids`, `segment_ids` or `pixels` of the
+            encoder's input.
         dtype: "float32" or "float64".
         progress: write one line per draw to standard error.
 
     Returns:
-        A Measurement, whose `encoder` is that of the model's encoder. Its weight gradients are
-        those of the loss, or of several token_ids or pixels, as one batch; else squared norms per
-        sequence.
+        A Measurement, with that of the encoder as `encoder`. Weight gradients are of the whole
+        batch for a loss, or for several token_ids or pixels; else squared norms per sequence.
 
     Raises:
         DomainError: an argument out of range, or an input or target that the model does not take.
@@ -91,23 +90,25 @@ def simulate(
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise domain_error("device", device, f"a device torch can use ({error})") from None
-    given = Given(variance, correlation, token_ids, segment_ids, pixels, document_ids)
-    other = Given.of_encoder(model, encoder_inputs)
-    batch = batch_of(batch, (given, other))
+    arguments = InputArguments(variance, correlation, token_ids, segment_ids, pixels, document_ids)
+    encoder_arguments = InputArguments.of_encoder(model, encoder_inputs)
+    batch = batch_of(batch, (arguments, encoder_arguments))
     joint, precision = injected is None, getattr(torch, dtype)
-    read = entering(model, given, batch, place, precision, joint)
+    source = input_of(model, arguments, batch, place, precision, joint)
     encoder = None
     if model.encoder is not None:
-        of_encoder = entering(model.encoder, other, batch, place, precision, read.joint)
-        encoder = Twin(model.encoder, of_encoder, batch, place, precision, stream=(1,))
+        encoder_source = input_of(
+            model.encoder, encoder_arguments, batch, place, precision, source.joint
+        )
+        encoder = Twin(model.encoder, encoder_source, batch, place, precision, stream=(1,))
     twin = Twin(
         model,
-        read,
+        source,
         batch,
         place,
         precision,
         injected,
-        targets_of(model, targets, read, batch, seed, place),
+        targets_of(model, targets, source, batch, seed, place),
         encoder,
     )
     draws = []
@@ -121,10 +122,11 @@ def simulate(
 def _injected(
     model: Transformer, variance: float | None, correlation: float | None
 ) -> tuple[float, float] | None:
-    """Moments of the gradient injected at the last layer's output; None: the loss gives it."""
+    """Moments of the Gaussian gradient at the last layer's output; None: it is the loss's."""
     has_loss = model.head is not None and model.head.loss is not None
     if has_loss and variance is None and correlation is None:
         return None
-    found = 1.0 if variance is None else variance, 0.0 if correlation is None else correlation
-    check_moments("grad_", *found, model.seq_len)
-    return float(found[0]), float(found[1])
+    variance = 1.0 if variance is None else variance
+    correlation = 0.0 if correlation is None else correlation
+    check_moments("grad_", variance, correlation, model.seq_len)
+    return float(variance), float(correlation)

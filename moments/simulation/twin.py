@@ -1,4 +1,4 @@
-"""One draw of a declared model: a pass forward that keeps the stream, and one back by layers."""
+"""One draw of a declared model: a forward pass that stores the stream, and a layerwise backward."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .network import LayerTwin, Watch
 from .output import draw_final, draw_head, run_final, run_head
 from .parameters import affine, draw, draw_shared, draw_weights
 
-_KEPT = 1 << 24
-"""Numbers that the graphs of a draw hold, below which they are kept: 64 MB in float32."""
+STORED_GRAPHS = 1 << 24
+"""Number of floats up to which a draw stores the graphs of all layers: 64 MB in float32."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """What enters a model: Gaussian tokens, or what its embedding reads.
+    """The input of a model: Gaussian tokens, or token ids or images for its embedding.
 
     Attributes:
         signal: (variance, correlation) of Gaussian tokens.
         read: token ids (batch, L) or images (batch, channels, height, width); None: Gaussian.
-        segment_ids: (batch, L); None: all of one segment.
-        documents: (batch, L) numbers of packed rows, in runs; None: each row is one.
-        joint: whether the weight gradients are those of the whole batch, else per sequence.
+        segment_ids: (batch, L); None: a single segment.
+        documents: (batch, L) document numbers of packed rows, in runs; None: one document per row.
+        joint: whether weight gradients are of the whole batch, else per sequence.
     """
 
     signal: tuple[float, float] = (1.0, 0.0)
@@ -46,7 +46,7 @@ class Input:
 
     @property
     def last_of_document(self) -> Tensor:
-        """(batch, L) whether the next token is of another document, or there is none."""
+        """(batch, L) whether a token is the last of its document."""
         assert self.documents is not None
         last = torch.ones_like(self.documents, dtype=torch.bool)
         last[:, :-1] = self.documents[:, 1:] != self.documents[:, :-1]
@@ -54,24 +54,23 @@ class Input:
 
     @property
     def segments(self) -> int:
-        """Rows that the segment table needs."""
+        """Number of rows of the segment table."""
         return 1 if self.segment_ids is None else int(self.segment_ids.max()) + 1
 
 
 @dataclass(frozen=True)
 class Twin:
-    """The declared model with everything a draw needs but its random numbers.
+    """The declared model and all arguments of a draw but the seed.
 
     Attributes:
-        model: the declaration.
-        input: of the model.
-        batch: sequences.
+        model, input: the declaration and its input.
+        batch: number of sequences.
         device, dtype: of every tensor.
         gradient: (variance, correlation) of the Gaussian gradient at the last layer's output; None:
-            that of the loss, or, of an encoder, what the decoder returns.
-        targets: of the loss; see `moments.simulation.output.run_head`.
-        encoder: what the model's cross-attention reads; None: there is no cross-attention.
-        stream: of random numbers: an encoder's differs from its decoder's.
+            the gradient of the loss, or for an encoder that from the decoder.
+        targets: targets of the loss; see `moments.simulation.output.run_head`.
+        encoder: the twin of the encoder; None: there is no cross-attention.
+        stream: key of the random numbers, different for encoder and decoder.
     """
 
     model: Transformer
@@ -90,15 +89,15 @@ class Twin:
             decoder = _Pass(self, seed, draw)
             decoder.backward(decoder.finish(decoder.forward()))
             return decoder.result()
-        read = _Pass(self.encoder, seed, draw)
-        decoder = _Pass(self, seed, draw, read.offer(read.forward()))
+        encoder = _Pass(self.encoder, seed, draw)
+        decoder = _Pass(self, seed, draw, encoder.encode(encoder.forward()))
         decoder.backward(decoder.finish(decoder.forward()))
-        read.backward(read.returned(decoder.memory_gradient))
-        return decoder.result(read.result())
+        encoder.backward(encoder.through_encode(decoder.memory_gradient))
+        return decoder.result(encoder.result())
 
     @property
     def numbers(self) -> int:
-        """About how many a draw's graphs hold: a layer's matrices, what passes them, the logits."""
+        """Rough number of floats in the graphs of all layers: matrices, activations and logits."""
         model = self.model
         widths = 16 * model.d_model + 6 * (model.d_ff or 0) + 4 * model.heads * model.seq_len
         matrices = model.d_model * (4 * model.d_model + 3 * (model.d_ff or 0))
@@ -112,160 +111,162 @@ class Twin:
 
 @dataclass
 class _Pass:
-    """A twin under the weights of one draw.
+    """A forward and backward pass of a twin under the weights of one draw.
 
-    A small model keeps its layers' graphs. Of another, peak memory is one layer's graph and N + 1
-    stream tensors: the backward pass draws each layer's weights and masks again from that layer's
-    own stream of random numbers. Stream 0 is the input's,
-    n is layer n's, N + 1 the injected gradient's, N + 2 that of parameters which layers share, and
-    N + 3 that of what follows the last layer.
+    A small model stores its layers' graphs. For a larger one peak memory is one layer's graph and
+    N + 1 stream tensors: the backward pass draws each layer's weights and masks again from that
+    layer's stream of random numbers. Streams: 0 for the input, n for layer n, N + 1 for the
+    injected gradient, N + 2 for parameters that layers share, N + 3 for the parts behind the last
+    layer, N + 4 for all layers' weights if they are shared.
     """
 
     twin: Twin
     seed: int
     draw: int
     memory: Tensor | None = None
-    seen: Collector = field(init=False)
+    collector: Collector = field(init=False)
     loss: float | None = None
     logit_variance: float | None = None
 
     def __post_init__(self) -> None:
         twin = self.twin
         self.layers = twin.model.layers
-        self.seen = Collector(twin.input.documents)
+        self.collector = Collector(twin.input.documents)
         self.shared = draw_shared(twin.model, self.random(self.layers + 2), twin.dtype)
         self.shared_gradient = [torch.zeros_like(leaf) for leaf in self.shared.values()]
-        self.entering: list[Tensor] = []
+        self.inputs: list[Tensor] = []
         self.graphs: list[tuple[Tensor, dict[str, Tensor], dict[Any, Tensor]]] = []
         self.norms: list[tuple[WeightGradient, float]] = []
         self.tied_gradient: Tensor | None = None
-        self.kept: dict[Any, Tensor] = {}
-        self.kept_gradient: dict[Any, Tensor] = {}
+        self.sources: dict[Any, Tensor] = {}
+        self.source_gradients: dict[Any, Tensor] = {}
         if self.memory is not None:
             self.memory = self.memory.detach().requires_grad_()
             self.memory_gradient = torch.zeros_like(self.memory)
 
     def random(self, part: int) -> torch.Generator:
-        """The stream of random numbers of one part of the model, from its beginning."""
+        """A new generator of the random numbers of one part of the model."""
         return generator(self.twin.device, self.seed, self.draw, part, *self.twin.stream)
 
     def forward(self) -> Tensor:
-        """The last layer's output; what enters each layer is kept."""
-        keep = self.twin.numbers < _KEPT
+        """The last layer's output; stores every layer's input."""
+        store = self.twin.numbers < STORED_GRAPHS
         with torch.no_grad():
-            x = self._enter()[0]
-        again = {0} if self.twin.model.per_layer_embedding is not None else set()
-        again |= {point for _, added in self.twin.model.additions for point in added}
-        self._keep({0: x} if 0 in again else {})
+            x = self._input()[0]
+        read_later = {0} if self.twin.model.per_layer_embedding is not None else set()
+        read_later |= {point for _, added in self.twin.model.additions for point in added}
+        self._add_sources({0: x} if 0 in read_later else {})
         for n in range(1, self.layers + 1):
-            self.entering.append(x.detach().requires_grad_(keep))
-            with torch.set_grad_enabled(keep):
-                leaving = self._layer(n, self.entering[-1], self.seen if keep else None)
-            if keep:
-                self.graphs.append(leaving)
-            x = leaving[0]
-            self._keep(leaving[2] | ({n: x} if n in again else {}))
+            self.inputs.append(x.detach().requires_grad_(store))
+            with torch.set_grad_enabled(store):
+                graph = self._layer(n, self.inputs[-1], self.collector if store else None)
+            if store:
+                self.graphs.append(graph)
+            x, _, exports = graph
+            self._add_sources(exports | ({n: x} if n in read_later else {}))
         return x.detach()
 
-    def _keep(self, made: Mapping[Any, Tensor]) -> None:
-        """What later layers read, as leaves whose gradients add up."""
-        for name, one in made.items():
-            self.kept[name] = one.detach().requires_grad_()
-            self.kept_gradient[name] = torch.zeros_like(one)
+    def _add_sources(self, tensors: Mapping[Any, Tensor]) -> None:
+        """Store tensors that later layers read, as leaves whose gradients are accumulated."""
+        for name, tensor in tensors.items():
+            self.sources[name] = tensor.detach().requires_grad_()
+            self.source_gradients[name] = torch.zeros_like(tensor)
 
     def finish(self, x: Tensor) -> Tensor:
-        """Run the head on the last layer's output; the gradient there."""
+        """Run the head on the last layer's output, and return the gradient there."""
         twin, model = self.twin, self.twin.model
         if model.head is not None:
             x = x.detach().requires_grad_()
             random = self.random(self.layers + 3)
             drawn = draw_head(model, random, twin.dtype)
-            # The same stream of random numbers gives the same table as the input reads.
+            # The same random numbers give the table of the input.
             tied = {"token": self._embedding(self.random(0))["token"]} if model.head.tied else {}
-            watch = _watcher(self.seen, self.layers + 1)
+            watch = _watcher(self.collector, self.layers + 1)
             logits, loss = run_head(model, x, twin.targets, {**drawn, **tied}, random, watch)
             self.logit_variance = squared_norm(logits) / logits.numel()
             if loss is not None:
                 self.loss = float(loss.detach())
             if loss is not None and twin.gradient is None:
                 leaves = drawn | tied
-                received, *pulled = torch.autograd.grad(loss, [x, *leaves.values()])
-                self.tied_gradient = pulled.pop() if tied else None
-                self._note(self.layers + 1, drawn, pulled)
-                return received
+                gradient, *gradients = torch.autograd.grad(loss, [x, *leaves.values()])
+                self.tied_gradient = gradients.pop() if tied else None
+                self._record(self.layers + 1, drawn, gradients)
+                return gradient
         assert twin.gradient is not None
         random = self.random(self.layers + 1)
         return exchangeable_normal(twin.shape, *twin.gradient, random, twin.dtype)
 
-    def offer(self, x: Tensor) -> Tensor:
-        """What a decoder reads: the last layer's output, normalised where nothing else did it."""
+    def encode(self, x: Tensor) -> Tensor:
+        """A decoder's memory: an encoder's last output behind its final norm, if it has one."""
         twin = self.twin
         random = self.random(self.layers + 3)
         self._last = x.detach().requires_grad_()
         self._final = draw_final(twin.model, twin.device, twin.dtype)
-        watch = _watcher(self.seen, self.layers + 1)
-        self._offered = run_final(twin.model, self._last, self._final, random, watch)
-        return self._offered
+        watch = _watcher(self.collector, self.layers + 1)
+        self._memory = run_final(twin.model, self._last, self._final, random, watch)
+        return self._memory
 
-    def returned(self, gradient: Tensor) -> Tensor:
-        """The gradient at an encoder's last layer, from that at what it offered."""
-        ends = [self._last, *self._final.values()]
-        received, *pulled = torch.autograd.grad(self._offered, ends, gradient)
-        self._note(self.layers + 1, self._final, pulled)
-        return received
+    def through_encode(self, gradient: Tensor) -> Tensor:
+        """The gradient at an encoder's last layer, from that at the decoder's memory."""
+        leaves = [self._last, *self._final.values()]
+        gradient, *gradients = torch.autograd.grad(self._memory, leaves, gradient)
+        self._record(self.layers + 1, self._final, gradients)
+        return gradient
 
-    def backward(self, received: Tensor) -> None:
-        """Carry a gradient at the last layer's output back to the input, layer by layer.
+    def backward(self, gradient: Tensor) -> None:
+        """Backpropagate from the last layer's output to the input, layer by layer.
 
-        Of weights that all layers share, a layer's norm is what its part of their gradient has
-        along the whole.
+        For weights that all layers share, a layer's squared norm is the inner product of its share
+        of their gradient with the whole gradient.
         """
-        together = self.twin.model.shared_layers
-        parts: list[tuple[int, dict[str, Tensor], list[Tensor]]] = []
+        layer_shares: list[tuple[int, dict[str, Tensor], list[Tensor]]] = []
         for n in range(self.layers, 0, -1):
-            entering = self.entering.pop().requires_grad_()
-            kept = self.graphs.pop() if self.graphs else None
-            leaving, weights, made = kept or self._layer(n, entering, self.seen)
-            received = received + self.kept_gradient.pop(n, 0.0)
-            starts, arriving = [leaving, *made.values()], [received]
-            arriving += [self.kept_gradient.pop(name) for name in made]
-            ends = [entering, *self.shared.values(), *weights.values()]
-            ends += [] if self.memory is None else [self.memory]
-            earlier = list(self.kept_gradient)
-            ends += [self.kept[name] for name in earlier]
-            # a block in attention's place need not read all biases that are declared
-            back = torch.autograd.grad(starts, ends, arriving, allow_unused=True)
-            received, *pulled = (
-                torch.zeros_like(end) if one is None else one
-                for one, end in zip(back, ends, strict=True)
+            x = self.inputs.pop().requires_grad_()
+            stored = self.graphs.pop() if self.graphs else None
+            y, weights, exports = stored or self._layer(n, x, self.collector)
+            outputs = [y, *exports.values()]
+            output_gradients = [gradient + self.source_gradients.pop(n, 0.0)]
+            output_gradients += [self.source_gradients.pop(name) for name in exports]
+            leaves = [x, *self.shared.values(), *weights.values()]
+            leaves += [] if self.memory is None else [self.memory]
+            earlier = list(self.source_gradients)
+            leaves += [self.sources[name] for name in earlier]
+            # A registered block need not use every declared bias.
+            computed = torch.autograd.grad(outputs, leaves, output_gradients, allow_unused=True)
+            gradient, *shares = (
+                torch.zeros_like(leaf) if entry is None else entry
+                for entry, leaf in zip(computed, leaves, strict=True)
             )
             for name in reversed(earlier):
-                self.kept_gradient[name] += pulled.pop()
+                self.source_gradients[name] += shares.pop()
             if self.memory is not None:
-                self.memory_gradient += pulled.pop()
-            for total, added in zip(self.shared_gradient, pulled, strict=False):
-                total += added
-            if together:
-                parts.append((n, weights, pulled))
+                self.memory_gradient += shares.pop()
+            for total, share in zip(self.shared_gradient, shares, strict=False):
+                total += share
+            if self.twin.model.shared_layers:
+                layer_shares.append((n, weights, shares))
             else:
-                self._note(n, self.shared | weights, pulled)
-        wholes = [sum(each) for each in zip(*(pulled for *_, pulled in parts), strict=True)]
-        for n, weights, pulled in parts:
-            self._note(n, weights, pulled, wholes)
-        self._note(0, self.shared, self.shared_gradient)
-        leaving, leaves = self._enter(self.seen)
-        received = received + self.kept_gradient.pop(0, 0.0)
-        pulled = torch.autograd.grad(leaving, list(leaves.values()), received)
-        found = {} if self.twin.input.read is None else dict(zip(leaves, pulled, strict=True))
+                self._record(n, self.shared | weights, shares)
+        wholes = [
+            sum(parts) for parts in zip(*(shares for *_, shares in layer_shares), strict=True)
+        ]
+        for n, weights, shares in layer_shares:
+            self._record(n, weights, shares, wholes)
+        self._record(0, self.shared, self.shared_gradient)
+        x, parameters = self._input(self.collector)
+        gradient = gradient + self.source_gradients.pop(0, 0.0)
+        computed = torch.autograd.grad(x, list(parameters.values()), gradient)
+        embedded = self.twin.input.read is not None
+        gradients = dict(zip(parameters, computed, strict=True)) if embedded else {}
         if self.tied_gradient is not None:
-            found["token"] = found.get("token", 0) + self.tied_gradient
-        self._note(0, found, list(found.values()))
+            gradients["token"] = gradients.get("token", 0) + self.tied_gradient
+        self._record(0, gradients, list(gradients.values()))
 
     def result(self, encoder: Draw | None = None) -> Draw:
-        """What was measured of the model and of its encoder."""
+        """The measurements, with those of the encoder."""
         return Draw(
-            self.seen.signal,
-            self.seen.gradient,
+            self.collector.signal,
+            self.collector.gradient,
             dict(self.norms),
             self.loss,
             self.logit_variance,
@@ -275,59 +276,67 @@ class _Pass:
     def _embedding(self, random: torch.Generator) -> dict[str, Tensor]:
         return draw_embedding(self.twin.model, self.twin.input.segments, random, self.twin.dtype)
 
-    def _enter(self, seen: Collector | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tensor that enters layer 1, and the leaves it was made of."""
-        twin, given = self.twin, self.twin.input
-        random, watch = self.random(0), _watcher(seen, 0)
-        if given.read is None:
-            x = exchangeable_normal(twin.shape, *given.signal, random, twin.dtype)
+    def _input(self, collector: Collector | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Layer 1's input, and its leaves: the Gaussian tensor or the embedding's parameters."""
+        twin, source = self.twin, self.twin.input
+        random, watch = self.random(0), _watcher(collector, 0)
+        if source.read is None:
+            x = exchangeable_normal(twin.shape, *source.signal, random, twin.dtype)
             return watch(x.requires_grad_().clone(), "stream"), {"input": x}
         weights = self._embedding(random)
         x = run_embedding(
-            twin.model, given.read, given.segment_ids, weights, random, watch, given.documents
+            twin.model, source.read, source.segment_ids, weights, random, watch, source.documents
         )
         return watch(x, "stream"), weights
 
     def _layer(
-        self, number: int, x: Tensor, seen: Collector | None = None
+        self, number: int, x: Tensor, collector: Collector | None = None
     ) -> tuple[Tensor, dict[str, Tensor], dict[Any, Tensor]]:
-        """The tensor that leaves a layer, the layer's weights, and what later layers read of it."""
+        """A layer's output, its weights, and its other tensors that later layers read."""
         twin, random = self.twin, self.random(number)
-        of_weights = self.random(self.layers + 4) if twin.model.shared_layers else random
-        weights = draw_weights(twin.model, number, of_weights, twin.dtype)
-        every, watch = {**weights, **self.shared}, _watcher(seen, number)
-        of = (self.memory, twin.input.documents, self.kept)
-        layer = LayerTwin(twin.model, number, every, random, watch, *of, read=twin.input.read)
-        return layer.run(x), weights, layer.made
+        weight_random = self.random(self.layers + 4) if twin.model.shared_layers else random
+        weights = draw_weights(twin.model, number, weight_random, twin.dtype)
+        layer = LayerTwin(
+            twin.model,
+            number,
+            {**weights, **self.shared},
+            random,
+            _watcher(collector, number),
+            self.memory,
+            twin.input.documents,
+            self.sources,
+            read=twin.input.read,
+        )
+        return layer.run(x), weights, layer.exports
 
-    def _note(
+    def _record(
         self,
         layer: int,
         leaves: Mapping[str, Tensor],
         gradients: Sequence[Tensor],
         wholes: Sequence[Tensor] | None = None,
     ) -> None:
-        """Squared norms of gradients, or what they have along `wholes`."""
+        """Record squared norms of gradients, or inner products with `wholes`, per sequence."""
         # Independent sequences receive independent gradients, so their squared norms add up.
         over = 1 if self.twin.input.joint else self.twin.batch
         if wholes is None:
             products = [squared_norm(gradient) for gradient in gradients]
         else:
             pairs = zip(gradients, wholes, strict=True)
-            products = [float((one.double() * whole.double()).sum()) for one, whole in pairs]
+            products = [float((share.double() * whole.double()).sum()) for share, whole in pairs]
         self.norms[:0] = [
             (WeightGradient(layer, name, name), product / over)
             for name, product in zip(leaves, products, strict=True)
         ]
 
 
-def _watcher(seen: Collector | None, layer: int) -> Watch:
-    if seen is None:
+def _watcher(collector: Collector | None, layer: int) -> Watch:
+    if collector is None:
         return lambda x, site: x
-    return lambda x, site: seen.watch(x, [(layer, site)])
+    return lambda x, site: collector.watch(x, [(layer, site)])
 
 
-# --- what enters layer 1: tables looked up or patches projected -----------------------------------
+# --- embeddings: tables and patches ---------------------------------------------------------------
 
 
 def draw_embedding(
@@ -366,7 +375,7 @@ def draw_embedding(
         }
     factor: int | None = getattr(embedding, "factor_dim", None)
     for name, (rows, variance) in tables.items():
-        if variance > 0 or isinstance(embedding, PatchEmbedding):  # whose tables may start at zero
+        if variance > 0 or isinstance(embedding, PatchEmbedding):  # its tables may start at zero
             narrow = embedding.norm or name == "token"
             width = factor if factor is not None and narrow else d_model
             drawn[name] = draw((rows, width), variance, generator, dtype)
@@ -392,11 +401,11 @@ def run_embedding(
     watch: Watch,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """The tensor that enters layer 1, (batch, L, d_model), by the weights of `draw_embedding`.
+    """Layer 1's input, (batch, L, d_model), with the weights of `draw_embedding`.
 
     `read`, `segment_ids` and `documents` are as in `Input`; positions restart with each document.
     """
-    place = None if documents is None else within(documents)
+    place = None if documents is None else positions_in(documents)
     embedding = model.embedding
     if isinstance(embedding, PatchEmbedding):
         x = _patches(embedding, read, weights)
@@ -431,8 +440,8 @@ def run_embedding(
     return x
 
 
-def within(documents: Tensor) -> Tensor:
-    """(batch, L) how many tokens of its document stand before each token."""
+def positions_in(documents: Tensor) -> Tensor:
+    """(batch, L) position of every token in its document, from 0."""
     same = documents[:, :, None] == documents[:, None, :]
     return same.tril(-1).sum(-1)
 
@@ -467,8 +476,8 @@ def _convolutions(
 
 def _patches(embedding: PatchEmbedding, pixels: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     # unfold gives (batch, channels * size * size, patches), row by row.
-    cut = functional.unfold(pixels, embedding.patch_size, stride=embedding.strides)
-    x = cut.transpose(1, 2) @ weights["patch"]
+    patches = functional.unfold(pixels, embedding.patch_size, stride=embedding.strides)
+    x = patches.transpose(1, 2) @ weights["patch"]
     if "patch.bias" in weights:
         x = x + weights["patch.bias"]
     if embedding.placed == "sinusoidal":
