@@ -179,8 +179,7 @@ def _run(
 def _of_one_document(
     stack: Stack, gradient: tuple[Any, Any], batch: int
 ) -> tuple[Prediction, float]:
-    """The prediction of a single document, and the number of documents of the longest's length that
-    have as many tokens as all."""
+    """The prediction of a single document, and all tokens over those of the longest document."""
     assert stack.classes is not None
     lengths, one = stack.classes.ends, stack.alone()
     with computing(stack.theory, [one.run], one.rows):
