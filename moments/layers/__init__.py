@@ -1,7 +1,8 @@
-"""What each component does to a signal, and to a gradient on its way back.
+"""Components of a network: moments of signals, forward, and of gradients, backward.
 
 `elementary` (linear maps, activations, dropout, scales), `normalization`, `gated`, `embedding`,
-`images`, `attention/` and `head/`; `architecture` puts them together as a declaration says.
+`images`, `attention/`, `experts/`, `recurrent/` and `head/`; `architecture` composes them from a
+declaration.
 
 Imports `engine`. Start with `elementary`.
 """

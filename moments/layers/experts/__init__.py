@@ -1,5 +1,5 @@
 """Routed mixtures of experts.
 
-routing   the three functions of two tokens' correlation that a router is, by quadrature or sampled
-mixture   the component: experts' own law times those functions, both ways
+routing   three functions of two tokens' correlation for a router, by quadrature or by sampling
+mixture   the component: the law of one expert times these functions, forward and backward
 """

@@ -1,14 +1,14 @@
-"""What a router with Gaussian logits does to pairs of tokens: three functions of their correlation.
+"""A router with Gaussian logits: three functions of the correlation of two tokens.
 
-Logits z_e of a token are alike and independent over experts, of variance s; those of two tokens
-correlate by r. Of the gates g_e(z), which vanish for experts that are not chosen,
+The logits z_e of a token are independent and identically distributed over experts, with variance
+s; those of two tokens have correlation r. With gates g_e(z), 0 for experts that are not chosen,
 
     M(r) = E sum_e g_e g'_e     N(r) = E sum_ae (dg_a/dz_e)(dg'_a/dz'_e)     P(r) = E |S n S'|
 
-are what a pair's output, its gradient, and the load of the experts depend on. They are no laws of
-closed form: the two thresholds, the (k+1)-th largest logit of either token, are integrated over on
-a grid, and a normaliser by 1/D^m = int u^(m-1) exp(-u D) du/(m-1)!, for exp(-u D) factorises over
-experts. The number of experts enters as a power. See docs/theory/experts.md, The three functions.
+determine the output's kernel, its gradient, and the load of the experts. They have no closed form:
+the thresholds of both tokens, their (k+1)-th largest logits, are integrated over on a grid, and a
+normaliser D by 1/D^m = int u^(m-1) exp(-u D) du/(m-1)!, since exp(-u D) factorises over experts.
+The number of experts enters as a power. See docs/theory/experts.md, The three functions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ Array = Any
 
 @dataclass(frozen=True)
 class Router:
-    """How gates follow from logits.
+    """Gates as functions of logits.
 
     Attributes:
-        experts, chosen: E, and how many of them a token goes to, k.
-        logistic: whether a weight is sigmoid(z), not exp(z).
-        normalised: what gates are divided by: the weights of the "chosen", of "all", or "none".
-        groups, kept_groups: experts are chosen among those of so many groups.
-        group_best: a group scores by the sum of so many of its largest weights.
-        power: weights are raised to it.
+        experts, chosen: E, and the number k of experts per token.
+        logistic: whether weights are sigmoid(z) instead of exp(z).
+        normalised: gates are weights over the sum of those of the "chosen", of "all", or "none".
+        scale: factor on all gates.
+        groups, kept_groups: number of groups of experts, and of groups that a token chooses from.
+        group_best: number of largest weights whose sum is a group's score.
+        power: exponent of the weights.
     """
 
     experts: int
@@ -47,7 +48,7 @@ class Router:
 
     @property
     def sampled(self) -> bool:
-        """Whether the three functions are sampled: groups have no product over experts."""
+        """Whether the three functions are sampled: with groups nothing factorises over experts."""
         return self.kept_groups < self.groups
 
     @property
@@ -65,7 +66,7 @@ class Router:
         return power, self.power * power * (1 - value)
 
     def choice(self, z: Array) -> Array:
-        """1 for the experts that are chosen, of logits (..., E)."""
+        """(..., E) 1 for chosen experts, else 0, from logits (..., E)."""
         if self.sampled:
             by_group = z.reshape(*z.shape[:-1], self.groups, -1)
             score = self.weight(by_group)[0]
@@ -75,17 +76,18 @@ class Router:
         return (z >= np.partition(z, -self.chosen, -1)[..., -self.chosen, None]) * 1.0
 
     def gates(self, z: Array) -> tuple[Array, Array]:
-        """Gates of logits (..., E), and which experts are chosen."""
+        """Gates and `choice` at logits (..., E)."""
         chosen, (weight, _) = self.choice(z), self.weight(z)
         return self.scale * weight * chosen / self._total(weight, chosen), chosen
 
     def _total(self, weight: Array, chosen: Array) -> Array:
+        """D, by which weights are divided."""
         if self.normalised == "none":
             return np.ones((*weight.shape[:-1], 1))
         return (weight * chosen if self.normalised == "chosen" else weight).sum(-1, keepdims=True)
 
     def of_pair(self, z: Array, other: Array) -> Array:
-        """M, N and P of two tokens' logits (..., E), before their mean over draws: (3, ...)."""
+        """(3, ...) summands of M, N and P for two tokens' logits (..., E), before the mean."""
         (one, two), of = (self.choice(z), self.choice(other)), (self.weight(z), self.weight(other))
         (w, slope), (v, steep) = of
         total, sums = self._total(w, one), self._total(v, two)
@@ -95,7 +97,7 @@ class Router:
         if self.normalised == "none":
             n = direct.sum(-1)
         else:
-            # dg_a/dz_e = (slope_a/D) (a = e) - w_a slope_e/D^2, e among those that D sums over
+            # dg_a/dz_e = (slope_a/D) (a = e) - w_a slope_e/D^2, e among the experts in D
             among = both if self.normalised == "chosen" else np.ones_like(both)
             shared = (among * slope * steep / (total * sums) ** 2).sum(-1)
             cross = (both * w * v).sum(-1) * shared
@@ -105,16 +107,16 @@ class Router:
 
 
 ANGLES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.28, np.pi / 2, 2.0)
-"""arccos of the correlations at which the three functions are evaluated; between them, where they
-are smooth although not in the correlation itself, a polynomial."""
+"""arccos of the correlations at which the three functions are evaluated, and interpolated by a
+polynomial in the angle, in which they are smooth."""
 LEAST = float(np.cos(ANGLES[-1]))
-"""The least correlation of two tokens' logits that the table reaches."""
+"""Least correlation of two tokens' logits in the tables."""
 OCTAVE = 0.2
 """Step of the tables in log s, between two of which they are interpolated in the root of s."""
 SMALLEST, LARGEST = 1e-4, 40.0
-"""Variances of logits between which there are tables: below, the choice alone is left."""
+"""Range of the tables in the logits' variance; below it only the choice depends on the logits."""
 SAMPLES = 40_000
-"""Pairs of tokens that are drawn where the choice is by groups."""
+"""Sampled pairs of tokens for a choice by groups."""
 
 
 @functools.lru_cache(maxsize=512)
@@ -172,8 +174,8 @@ def functions(router: Router, s: Array, correlation: Array) -> tuple[Array, Arra
 
 
 def sampled(router: Router, s: float, samples: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The three functions at `ANGLES` (3, angles), and their standard errors, by drawn logits: the
-    same draws at every angle."""
+    """The three functions at `ANGLES`, (3, angles), and their standard errors, from random logits;
+    all angles use the same draws."""
     random = np.random.default_rng(0)
     samples = SAMPLES if samples is None else samples
     total, square = np.zeros((2, 3, len(ANGLES)))
@@ -189,19 +191,16 @@ def sampled(router: Router, s: float, samples: int | None = None) -> tuple[np.nd
     return mean, np.sqrt(np.maximum(square / samples - mean**2, 0.0) / samples)
 
 
-# --- experts that give back what they read --------------------------------------------------------
+# --- identity experts -----------------------------------------------------------------------------
 
 _DRAWN = 2**21
-"""Logits that are drawn for a table of what several experts have in common."""
+"""Random logits for a table of `together`."""
 
 
 def together(router: Router, count: int, s: Array, correlation: Array) -> tuple[Array, Array]:
-    """Of g = sum_a g_a and T_e = sum_a dg_a/dz_e over `count` of the experts E g; and of two tokens
-    (4, ...) E g g' and E sum_e T_e T'_e, and both with the factor (g + g')/2 - E g. Sampled.
-
-    Args:
-        s, correlation: as of `functions`.
-    """
+    """Moments of g = sum_a g_a and T_e = sum_a dg_a/dz_e, sums over `count` of the experts: E g;
+    and for two tokens (4, ...) E g g' and E sum_e T_e T'_e, and both with the factor
+    (g + g')/2 - E g. Sampled; arguments as in `functions`."""
     shape = np.shape(s)
     angle = np.arccos(np.clip(np.asarray(correlation, float), LEAST, 1.0))
     angle = np.broadcast_to(angle, (*shape, *angle.shape[len(shape) :]))
@@ -219,7 +218,7 @@ def together(router: Router, count: int, s: Array, correlation: Array) -> tuple[
 
 @functools.lru_cache(maxsize=256)
 def _together(router: Router, count: int, step: int) -> tuple[float, np.ndarray]:
-    """E g, and coefficients (4, angles), lowest first, of the others in the angle."""
+    """E g, and (4, angles) polynomial coefficients in the angle, lowest first, of the others."""
     random, experts = np.random.default_rng(2), router.experts
     samples = max(_DRAWN // experts, 1000)
     one, two = random.standard_normal((2, samples, experts)) * np.exp(OCTAVE * step / 2)
@@ -249,15 +248,15 @@ def _together(router: Router, count: int, step: int) -> tuple[float, np.ndarray]
 # --- by quadrature --------------------------------------------------------------------------------
 
 STEP = 0.2
-"""Of the grid of logits, in units of their deviation."""
+"""Spacing of the grid of logits, in units of their standard deviation."""
 FINE = 0.05
-"""The same where one token is alone."""
+"""The same for a token with itself."""
 OF_LOG, MOST_OF_LOG = 0.5, 2.0
-"""Of the trapezoidal rule in log u, for sums of weights that do not vary, and at most."""
+"""Spacing of the trapezoidal rule in log u for a constant D, and its largest value."""
 
 
 def _grid(router: Router, step: float) -> np.ndarray:
-    """Logits over their deviation: from where no threshold is up to where no logit is."""
+    """Logits in units of their standard deviation, over the range of thresholds and logits."""
     from scipy.special import ndtr
     from scipy.stats import binom
 
@@ -270,7 +269,7 @@ def _grid(router: Router, step: float) -> np.ndarray:
 
 
 def _thresholds(router: Router, x: np.ndarray) -> slice:
-    """Where on a grid the largest logit that is not chosen may be."""
+    """Range of a grid in which the largest logit that is not chosen may be."""
     from scipy.special import ndtr
     from scipy.stats import binom
 
@@ -279,8 +278,8 @@ def _thresholds(router: Router, x: np.ndarray) -> slice:
 
 
 def _tails(step: float, count: int) -> np.ndarray:
-    """Matrix (grid, grid) of the integrals from every point of the grid to its end: the trapezoidal
-    rule and the first term of Euler and Maclaurin."""
+    """(grid, grid) matrix of integrals from every point of the grid to its end, by the trapezoidal
+    rule with the first Euler-Maclaurin term."""
     above = np.triu(np.ones((count, count))).T * step - np.eye(count) * step / 2
     slope = (np.eye(count, k=-1) - np.eye(count, k=1)) / 2
     slope[:2, 0] = -1.0, 1.0
@@ -288,13 +287,13 @@ def _tails(step: float, count: int) -> np.ndarray:
 
 
 def _normalisers(router: Router, s: float) -> Any:
-    """Nodes u and weights of int du exp(-u D), by the trapezoidal rule in log u; the first stands
-    for all below it.
+    """Nodes u and weights of int du exp(-u D), by the trapezoidal rule in log u; the first weight
+    includes all smaller u.
 
-    The wider the sum D of weights is spread, the less the rule's error: at a step h that of a mean
-    of 1/D is |Gamma(1 + iy)| times the characteristic function of log D at y = 2 pi/h, about
-    exp(-y pi/2 - y^2 v/2); v is taken as half the variance of log D. What D reaches is drawn, and
-    half a deviation of the logits added below, a whole one above.
+    At a step h the error of a mean of 1/D is |Gamma(1 + iy)| times the characteristic function of
+    log D at y = 2 pi/h, about exp(-y pi/2 - y^2 v/2), and decreases with the variance of log D, of
+    which v is taken as one half. The range of D is sampled, and extended by half a standard
+    deviation of the logits below and by a whole one above.
     """
     if router.normalised == "none":
         return np.zeros(1), np.ones(1)
@@ -312,23 +311,23 @@ def _normalisers(router: Router, s: float) -> Any:
 
 
 def _sum_over_common(router: Router, cases: Any, regions: Any, order: int) -> np.ndarray:
-    """Sum over how many experts are common to two tokens, `order` of them taken out in turn.
+    """Sum over the number of experts common to two tokens, `order` of which are singled out.
 
-    c of the others are chosen by both, i and j by one alone, and the rest by none:
+    Of the others c are chosen by both tokens, i and j by one, and the rest by none:
 
         sum_c n!/(c! i! j! rest!) c!/(c - order)! P11^(c - order) P10^i P01^j P00^rest
 
     by Horner's rule in P10 P01/(P11 P00), which is at most 1 at positive correlations.
 
     Args:
-        cases: (weight, n, c + i, c + j) for what the threshold experts do.
+        cases: (weight, n, c + i, c + j) for every case of the threshold experts.
         regions: P11, P10, P01, P00.
     """
     from scipy.special import gammaln
 
     p11, p10, p01, p00 = (np.maximum(one, 1e-300) for one in regions)
     log11, log00 = np.log(p11), np.log(p00)
-    # no more than rounding of empty regions exceeds it, which must not overflow
+    # only rounding errors in empty regions exceed 1, and must not overflow
     ratio = np.exp(
         np.minimum(np.log(p10) + np.log(p01) - log11 - log00, min(30.0, 600 / router.chosen))
     )
@@ -352,7 +351,7 @@ def _sum_over_common(router: Router, cases: Any, regions: Any, order: int) -> np
 
 
 def at(router: Router, s: float, r: float) -> np.ndarray:
-    """M, N and P of two tokens whose logits have the variance s and the correlation r < 1."""
+    """M, N and P at logits of variance s and correlation r < 1, by quadrature."""
     from scipy.special import ndtr
 
     if router.chosen == router.experts:
@@ -367,7 +366,7 @@ def at(router: Router, s: float, r: float) -> np.ndarray:
     first = x[:, None]
     density = np.exp(-(first**2 - 2 * r * first * x + x**2) / (2 * width**2))
     density /= 2 * np.pi * width
-    below = ndtr((t - r * first) / width)  # of the other token, given the one
+    below = ndtr((t - r * first) / width)  # for one token, given the other
     single = np.exp(-x * x / 2) / np.sqrt(2 * np.pi)
     w, slope = router.weight(np.sqrt(s) * x)
     u, size = _normalisers(router, s)
@@ -390,7 +389,7 @@ def at(router: Router, s: float, r: float) -> np.ndarray:
     tail = ndtr(-t)
     none = 1 - tail[:, None] - tail + beyond
     at_lower = single[:, None] * below
-    alone = np.matmul(plain.transpose(0, 2, 1), at_lower)  # chosen by the one alone
+    alone = np.matmul(plain.transpose(0, 2, 1), at_lower)  # chosen by one token only
     same, at_lower, above = density[lower, lower], at_lower[lower], over[lower]
 
     load = _cases(router, same, above, at_lower, above.T, at_lower.T)
@@ -433,7 +432,8 @@ def at(router: Router, s: float, r: float) -> np.ndarray:
 
 
 def _cases(router: Router, same: Any, a1: Any, a0: Any, b1: Any, b0: Any) -> Any:
-    """Whether the threshold experts of two tokens are one, or each above or below the other's."""
+    """Cases of two tokens' threshold experts: the same one, or each above or below the other
+    token's threshold."""
     n, k = router.experts, router.chosen
     return (
         (n * same, n - 1, k, k),
@@ -455,11 +455,11 @@ def _everywhere(
     p11: Any,
     step: float,
 ) -> list[Any]:
-    """What `_cases` and `_sum_over_common` take where every expert carries its weight: densities
-    of the threshold experts, and the four regions.
+    """Arguments of `_cases` and `_sum_over_common` if D is a sum over all experts: densities of the
+    threshold experts, and the four regions.
 
     Args:
-        lower: where on the grid thresholds are.
+        lower: range of the grid that has thresholds.
         at: the nodes of the first and the second token.
         onto, given: density times the factor, over its tail and over all, by node.
         p11: the region above both.
@@ -485,7 +485,7 @@ def _scaled(router: Router, values: np.ndarray) -> np.ndarray:
 
 
 def _all_chosen(router: Router, s: float, r: float) -> np.ndarray:
-    """Of a mixture of all experts, which has no threshold."""
+    """M, N and P if all experts are chosen, without a threshold."""
     experts = router.experts
     nodes = np.arange(-6.0, 6.0 + STEP, min(STEP, 0.4 / np.sqrt(s)))
     weights = np.exp(-nodes * nodes / 2)
@@ -514,7 +514,7 @@ def _over(tails: np.ndarray, f: np.ndarray, tag: Any) -> np.ndarray:
 
 
 def alone(router: Router, s: float) -> np.ndarray:
-    """M, N and P of a token with itself: E |g|^2, E |dg/dz|^2 and k."""
+    """M, N and P of a token with itself: E |g|^2, E |dg/dz|^2 and k, by quadrature."""
     from scipy.special import gammaln, ndtr
 
     if router.chosen == router.experts:
