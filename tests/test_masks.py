@@ -202,7 +202,7 @@ def test_weight_gradients_say_of_how_many_sequences_they_are() -> None:
     unknown, both = predict(model, batch=2), predict(model, token_ids=words(2, 8))
     assert unknown.weight_gradients().attrs == {"sequences": 1, "batch": 2}
     assert both.weight_gradients().attrs == {"sequences": 2, "batch": 2}
-    assert "weight_gradients() are those of 1 of the 2 sequences" in unknown.table()
+    assert "weight_gradients() are for 1 of the 2 sequences" in unknown.table()
     assert "weight_gradients()" not in both.table()
 
 
