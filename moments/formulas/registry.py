@@ -72,7 +72,7 @@ ELSEWHERE = {
     "qk_norm": _LOGITS,
     "logit_softcap": _LOGITS,
     "row_statistics": "docs/theory/softmax.md, What is needed",
-    "sink": "docs/theory/softmax.md, What is needed (sinks are not modelled)",
+    "sink": "docs/theory/latent_attention.md, A sink",
     "residual": "correlated_residual; docs/theory/gradients.md, Lost directions",
     "b2t": "docs/theory/gradients.md, A second connection",
     "dslm": "its scales in moments/scheme/dslm.py",
