@@ -58,7 +58,7 @@ def unknown_name(argument: str, value: object, known: Iterable[str], more: str =
         argument: the argument that takes the name.
         value: the name passed.
         known: the names that exist.
-        more: what else is allowed, in words.
+        more: further allowed values, in words.
 
     >>> str(unknown_name("norm", "pots", ["pre", "post"]))
     "norm = 'pots': no such name; did you mean 'post'?"
@@ -68,8 +68,8 @@ def unknown_name(argument: str, value: object, known: Iterable[str], more: str =
     names = list(known)
     near = get_close_matches(value[:100], names, cutoff=0.7) if isinstance(value, str) else []
     if near:
-        meant = " or ".join(map(repr, near))
-        return DomainError(f"{argument} = {brief(value)}: no such name; did you mean {meant}?")
+        suggested = " or ".join(map(repr, near))
+        return DomainError(f"{argument} = {brief(value)}: no such name; did you mean {suggested}?")
     return domain_error(argument, value, f"one of {', '.join(names)}{more}")
 
 
@@ -83,7 +83,7 @@ class _Brief(reprlib.Repr):
         self.maxstring = self.maxother = 120
 
     def repr_int(self, value: int, level: int) -> str:
-        # Python refuses to write out the longest integers.
+        # Python refuses to convert very long integers to text.
         return repr(value) if value.bit_length() < 200 else f"<{value.bit_length()} bits>"
 
     def repr_instance(self, value: Any, level: int) -> str:
@@ -151,5 +151,5 @@ def refused(what: str) -> Iterator[None]:
     except MomentsError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise DomainError(f"{what}: {type(error).__name__}: {said[:300]}".rstrip(": ")) from error
+        text = " ".join(str(error).split())
+        raise DomainError(f"{what}: {type(error).__name__}: {text[:300]}".rstrip(": ")) from error

@@ -1,4 +1,4 @@
-"""Files: JSON read within bounds, whatever is written there whole or not at all, and tables."""
+"""Files: JSON read within bounds, atomic writes, and tables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LARGEST = 2**26
-"""Bytes of a JSON file: more is no config, plan or store of simulations."""
+"""Largest size of a JSON file in bytes."""
 DEEPEST = 50
-"""Levels of lists and objects inside each other; configs have four."""
+"""Largest depth of nested lists and objects; configs have four levels."""
 
 MOST = 2**63 - 1
-"""The largest integer that arrays hold; JSON has no limit of its own."""
+"""Largest integer of an array; JSON has no limit."""
 
 StrPath = str | os.PathLike[str]
 
@@ -31,13 +31,13 @@ StrPath = str | os.PathLike[str]
 def read_json(
     path: StrPath, name: str, expected: str = "a readable JSON file", remedy: str = ""
 ) -> Any:
-    """What a JSON file holds, in UTF-8 or another Unicode encoding.
+    """The content of a JSON file, in UTF-8 or another Unicode encoding.
 
     Args:
         path: of the file.
         name: of the argument, for the error.
-        expected: what the file should have been, for the error.
-        remedy: what to do where there is no such file, likewise.
+        expected: a description of the expected file, for the error.
+        remedy: what to do if there is no such file, for the error.
 
     Raises:
         DomainError: no such file, a folder, too large, not JSON, or nested too deeply.
@@ -56,7 +56,7 @@ def _bytes(path: StrPath, name: str, expected: str, remedy: str = "") -> bytes:
     try:
         with open(path, "rb") as file:
             raw = file.read(LARGEST + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: not the name of a file
         reason = getattr(error, "strerror", None) or str(error)
         raise domain_error(name, shown, f"{expected} ({reason})", remedy) from None
     if len(raw) > LARGEST:
@@ -84,18 +84,18 @@ def read_toml(path: StrPath, name: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, name: str) -> Any:
-    """What a JSON text says.
+    """The content of a JSON text.
 
     Raises:
         DomainError: nested too deeply.
         ValueError: not JSON.
     """
-    deep = f"nested at most {DEEPEST} levels deep"
+    allowed = f"nested at most {DEEPEST} levels deep"
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except RecursionError:
-        raise domain_error(name, text[:40], deep) from None
-    level = [found]
+        raise domain_error(name, text[:40], allowed) from None
+    level = [content]
     for _ in range(DEEPEST):
         level = [
             entry
@@ -104,12 +104,12 @@ def parse_json(text: str | bytes, name: str) -> Any:
             for entry in (value.values() if isinstance(value, dict) else value)
         ]
         if not level:
-            return found
-    raise domain_error(name, text[:40], deep)
+            return content
+    raise domain_error(name, text[:40], allowed)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: lists for arrays and tuples, null for numbers it has no word for."""
+    """A value for JSON: lists for arrays and tuples, None for NaN and infinity."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -122,54 +122,54 @@ def plain(value: Any) -> Any:
 def read_object(
     path: StrPath, name: str, expected: str = "a readable JSON file", remedy: str = ""
 ) -> dict[str, Any]:
-    """The entries of a JSON file that holds one object; `remedy` is for one that is not there.
+    """The entries of a JSON file that contains one object; arguments as for `read_json`.
 
     Raises:
-        DomainError: as `read_json`, or the file holds something else.
+        DomainError: as `read_json`, or the content is no object.
     """
-    found = read_json(path, name, expected, remedy)
-    if not isinstance(found, dict):
-        raise domain_error(name, str(path), f"a JSON object, not {brief(found)}")
-    return found
+    content = read_json(path, name, expected, remedy)
+    if not isinstance(content, dict):
+        raise domain_error(name, str(path), f"a JSON object, not {brief(content)}")
+    return content
 
 
 @contextmanager
 def replacing(path: StrPath, name: str = "") -> Iterator[Path]:
-    """A temporary file that takes the place of `path` once the block ends without an error.
+    """A temporary file that replaces `path` if the block ends without an error.
 
-    A reader sees the old file or the new one, never a part; writers side by side have a file each.
+    Readers never see a part of the new file; concurrent writers have separate temporary files.
 
     Args:
-        path: of the file; its ending is kept, since some writers choose the format by it.
-        name: of the option that gave it, for the error.
+        path: of the file; the temporary file has its suffix, which some writers read the format of.
+        name: of the option for the path, for the error.
 
     Raises:
-        DomainError: the file cannot be written there.
+        DomainError: the file cannot be written.
     """
-    given = Path(path)
-    said = f"{name}: " if name else ""
-    if not given.name:
-        raise DomainError(f"{said}cannot write {str(path)!r}: not the name of a file")
+    requested = Path(path)
+    prefix = f"{name}: " if name else ""
+    if not requested.name:
+        raise DomainError(f"{prefix}cannot write {str(path)!r}: not the name of a file")
     partial = None
     try:
-        if given.exists() and not given.is_file():
-            if given.is_dir():
+        if requested.exists() and not requested.is_file():
+            if requested.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            yield given  # a pipe or a device, which nothing can take the place of
+            yield requested  # a pipe or a device cannot be replaced
             return
-        import secrets  # half of what loading this module would take
+        import secrets  # would double the import time of this module
 
-        target = Path(os.path.realpath(given))  # a link stays a link
-        kept = target.stat().st_mode & 0o777 if target.exists() else None
+        target = Path(os.path.realpath(requested))  # follow a symbolic link
+        mode = target.stat().st_mode & 0o777 if target.exists() else None
         partial = target.with_name(f".{target.stem[:80]}-{secrets.token_hex(6)}{target.suffix}")
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield partial
-        if kept is not None:
-            os.chmod(partial, kept)
+        if mode is not None:
+            os.chmod(partial, mode)
         os.replace(partial, target)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise DomainError(f"{said}cannot write {path}: {reason}") from None
+        raise DomainError(f"{prefix}cannot write {path}: {reason}") from None
     finally:
         if partial is not None:
             with suppress(OSError):
@@ -177,14 +177,14 @@ def replacing(path: StrPath, name: str = "") -> Iterator[Path]:
 
 
 def as_frame(rows: Iterable[Any], columns: Iterable[str] | None = None) -> pd.DataFrame:
-    """A table of rows; pandas, which takes a while to load, is loaded when one is asked for."""
+    """A table of rows; imports pandas, which is slow to load, on the first call."""
     import pandas as pd
 
     return pd.DataFrame(rows, columns=None if columns is None else list(columns))
 
 
 class Shown:
-    """What prints as its `table()`, where it has one, and shows in a notebook as it prints."""
+    """Base of results that print as their `table()`, if they have one, also in notebooks."""
 
     def __str__(self) -> str:
         table = getattr(self, "table", None)
@@ -195,7 +195,7 @@ class Shown:
 
 
 class Serialised(Shown):
-    """The same with a `to_dict` that JSON can hold."""
+    """Base of printed results with a `to_dict` for JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, with a format version."""

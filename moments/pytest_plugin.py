@@ -1,5 +1,5 @@
-"""A plugin of pytest: `pytest --moments FILE.py:FACTORY` checks what a factory makes, and the
-fixture `moments_check` fails a test where a model has findings."""
+"""A pytest plugin: `pytest --moments FILE.py:FACTORY` checks the module that a factory returns, and
+the fixture `moments_check` fails a test if a model has findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import DomainError, MomentsError
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option."""
+    """Add the option `--moments`."""
     parser.getgroup("moments").addoption(
         "--moments",
         action="append",
@@ -24,20 +24,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """One test for each factory, behind all others."""
+    """Append one test for each factory."""
     for name in session.config.getoption("--moments"):
         items.append(Checked.from_parent(session, name=f"moments::{name}", subject=name))
 
 
 class Checked(pytest.Item):
-    """What one factory makes, checked."""
+    """The check of one factory's module."""
 
-    def __init__(self, subject: str, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, subject: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self.subject = subject
 
     def runtest(self) -> None:
-        """Fails by `Unhealthy`, whose text is the report."""
+        """Check the module; raises `Unhealthy` with the report as its text."""
         from . import check
         from .cli.check import load_user_module
 
@@ -50,20 +50,19 @@ class Checked(pytest.Item):
         check(module, batch).assert_healthy()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The report, or one line, without a traceback through this package."""
-
+        """The report or error message, without a traceback through this package."""
         if isinstance(excinfo.value, MomentsError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Where it stands."""
+        """Path, line and name of the test."""
         return self.path, None, self.name
 
 
 @pytest.fixture(scope="session")
 def moments_check() -> Callable[..., Any]:
-    """`moments.check`, which fails the test where there are findings; gives the report."""
+    """A function like `moments.check` that fails the test if there are findings."""
 
     def checked(subject: Any, batch: Any = None, **options: Any) -> Any:
         __tracebackhide__ = True

@@ -46,15 +46,16 @@ def activation(
     """Assemble an activation's laws from its mean and pair moment.
 
     Args:
-        function: what is applied to every entry, f(m, x).
-        slope: of the moment in the covariance, where that is no derivative of a closed form.
+        mean, moment: E phi(x), and E phi(x) phi(x') of a pair of tokens.
+        function: the activation, f(m, x).
+        slope: derivative of the moment in the covariance; None: that of the closed form.
         kurtosis: E phi^4/(E phi^2)^2; None: by quadrature.
         alignment: E phi^2 phi'^2/(E phi^2 E phi'^2); None: by quadrature.
-        limits: narrows the variances where the expectations are resolved numerically.
-        kinks: whether the function has some.
+        source, simplified: sources by quantity, and overrides of the theory "simplified".
+        limits: domain of the variances if it is limited by numerical resolution.
+        kinks: whether the function has kinks.
     """
-    within = {} if limits is None else dict(limits)
-    by_default = derived("second moment of a Gaussian pair, checked by quadrature")
+    default_source = derived("second moment of a Gaussian pair, checked by quadrature")
     if slope is None:
         slope = price(moment)
     if kurtosis is None:
@@ -81,8 +82,8 @@ def activation(
         {
             quantity: Law(
                 formula,
-                (source or {}).get(quantity, by_default),
-                limits=within,
+                (source or {}).get(quantity, default_source),
+                limits=dict(limits or {}),
                 note=BY_PRICE if quantity.startswith("grad_") else "",
             )
             for quantity, formula in formulas.items()
@@ -96,15 +97,15 @@ BY_PRICE = "derivative of the second moment in the tokens' covariance (Price's t
 
 _PAIR: dict[str, Any] = {"v": "x_variance", "other": "x_other_variance", "r": "x_correlation"}
 _OWN: dict[str, Any] = {"v": "x_variance", "other": "x_variance", "r": lambda m: 1}
-"""A pair of tokens, and a token with itself."""
+"""Symbols of a pair of tokens, and of a token with itself."""
 
 
 def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """An expectation that plain floats have once each, as layers of one kind ask for the same, and
-    that many variances read from a series in their logarithm."""
+    """Cache an expectation: floats in a least-recently-used cache, arrays in a `Keeping` number
+    system, and many variances as a series in their logarithm."""
 
     @functools.lru_cache(maxsize=1024)
-    def at(*values: float) -> Any:
+    def at_floats(*values: float) -> Any:
         return formula(FLOAT, *values)
 
     series = LogSeries(lambda variance: np.asarray(formula(NUMPY, variance)))
@@ -112,10 +113,10 @@ def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(formula)
     def law(m: Any, *values: Any) -> Any:
         if m is FLOAT:
-            return at(*values)
+            return at_floats(*values)
         if (held := getattr(m, "held", None)) is not None:
             key = (law, *map(id, values))
-            if key not in held:  # with the values, so that nothing else takes their places
+            if key not in held:  # stored with the values, so that their ids stay theirs
                 held[key] = law(NUMPY, *values), values
             return held[key][0]
         if m is NUMPY and len(values) == 1:
@@ -226,14 +227,14 @@ def fourth_over_squared(m: Any, function: Single, v: Any, kinks: bool = False) -
 
 
 def slope_alignment(m: Any, function: Single, v: Any, kinks: bool = False) -> Any:
-    """E f^2 f'^2/(E f^2 E f'^2) of a Gaussian, by quadrature; 1 where there is no slope, as of a
+    """E f^2 f'^2/(E f^2 E f'^2) of a Gaussian, by quadrature; 1 if the slope vanishes, as for a
     step function."""
     derivative = differentiated(function)
-    both = m.expect(lambda n, x: (function(n, x) * derivative(n, x)) ** 2, v, kinks)
-    apart = m.expect(lambda n, x: function(n, x) ** 2, v, kinks)
-    apart = apart * m.expect(lambda n, x: derivative(n, x) ** 2, v, kinks)
-    nothing = 1 * (apart == 0)
-    return (both + nothing) / (apart + nothing)
+    joint = m.expect(lambda n, x: (function(n, x) * derivative(n, x)) ** 2, v, kinks)
+    product = m.expect(lambda n, x: function(n, x) ** 2, v, kinks)
+    product = product * m.expect(lambda n, x: derivative(n, x) ** 2, v, kinks)
+    vanishes = 1 * (product == 0)
+    return (joint + vanishes) / (product + vanishes)
 
 
 def by_quadrature(
@@ -252,8 +253,8 @@ def by_quadrature(
     Numerically: the trapezoidal rule; pairs by the Hermite (Mehler) expansion in r, whose
     coefficients fall like exp(-sqrt(2 n/v) times the distance of the nearest pole from the real
     axis). Resolved for variances up to `largest_variance`, beyond which the function is nearly a
-    kink on its input's scale. An `odd` function's mean is 0; of an `even_part`, a linear function's
-    rounding does not hide a small one. What may have `kinks` is averaged by midpoints.
+    kink on its input's scale. The mean of an `odd` function is 0; that of an `even_part` is not
+    hidden by rounding errors of a linear part. Functions with `kinks` are averaged by midpoints.
     """
     averaged = even_part or function
     resolved = Interval(0.0, largest_variance, open_lower=True)
@@ -294,9 +295,9 @@ GELU_TANH = by_quadrature(
 
 
 def leaky_relu(slope: str | int | float | Fraction = "0.01") -> ComponentLaws:
-    """ReLU with `slope` below zero, a decimal that is taken at its word.
+    """ReLU with `slope` below zero, read as an exact decimal.
 
-    Its name carries the slope unless that is 0.01.
+    The name contains the slope unless it is 0.01.
 
     Raises:
         DomainError: a slope that is not a finite number.

@@ -1,8 +1,8 @@
 """The number systems a formula is evaluated in: numpy, mpmath and sympy.
 
-A formula is one Python function whose first argument is one of these namespaces. Typed once, it
-yields floats (broadcasting), numbers of any precision, and the symbolic expression, so that none
-of the three can drift from the others; and plain numbers never pay for importing sympy.
+A formula is one Python function whose first argument is one of these namespaces. It yields floats
+and arrays, numbers of any precision, and a symbolic expression, so that these cannot differ; sympy
+is only imported for expressions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _harmonic_float(count: Any, order: int) -> Any:
     return np.vectorize(lambda n: _harmonic_sum(int(n), order))(count)[()]
 
 
-_SUMMED = 1000  # terms, behind which the Euler-Maclaurin formula gives the rest
+_SUMMED = 1000  # terms before the Euler-Maclaurin formula for the rest
 
 
 @functools.lru_cache(maxsize=4096)
 def _harmonic_sum(count: int, order: int) -> float:
-    """sum_k k^-order; its tail is an integral and corrections, the first left out below 1e-18."""
+    """sum_k k^-order; the first neglected term of the Euler-Maclaurin formula is below 1e-18."""
     first = min(count, _SUMMED)
     total = float(np.sum(1.0 / np.arange(first, 0, -1, dtype=float) ** order))
     if count == first:
@@ -44,8 +44,8 @@ def _harmonic_sum(count: int, order: int) -> float:
 
 _FINEST = 4096  # steps on either side of 0
 _WIDEST = 12.0  # the Gaussian weight beyond twelve deviations is below 1e-31
-_AT_ONCE = 2**16  # products of coefficients made in one call
-_ORDERS = 400  # Hermite orders; those that matter at the variances of a call are summed
+_AT_ONCE = 2**16  # products of coefficients per array
+_ORDERS = 400  # Hermite orders, of which a call sums those that are not negligible
 
 
 @functools.lru_cache(maxsize=64)
@@ -58,7 +58,7 @@ def _normal_grid(half: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def midpoints(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Midpoints of equal cells and their Gaussian weights: they avoid the origin, where most kinks
+    """Midpoints of equal cells and their Gaussian weights; they avoid the origin, where most kinks
     and jumps are."""
     nodes = (np.arange(count) + 0.5) * (2 * _WIDEST / count) - _WIDEST
     weights = np.exp(-(nodes**2) / 2)
@@ -66,16 +66,17 @@ def midpoints(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 NODES = 4096
-"""Midpoints of a function with kinks."""
+"""Number of midpoints for a function with kinks."""
 
 Rule = tuple[Callable[[int], tuple[np.ndarray, np.ndarray]], int]
-"""Gives nodes and weights of the normal, and its number of steps."""
+"""A function that returns nodes and weights for the normal, and its number of steps."""
 
 
 def _rule_for(variance: np.ndarray, kinks: bool = False) -> Rule:
-    """A step that resolves a function of x at standard deviation sqrt(v): at most 0.3 in x.
+    """The rule whose step resolves a function of x at standard deviation sqrt(v): at most 0.3 in x.
 
-    Beyond a variance of about 10^4, far outside what laws by quadrature are resolved for, no finer.
+    The step has a minimum that matters for variances above 10^4, far outside the domain of laws by
+    quadrature.
     """
     if kinks:
         return midpoints, NODES
@@ -96,9 +97,9 @@ def _hermite_rows(rule: Rule) -> np.ndarray:
 
 
 def _distinct(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """The distinct values and where each stands; None where that would save nothing.
+    """The distinct values and the indices that restore the array; None if most are distinct.
 
-    Normalised tokens share one variance, so one of them can stand for all.
+    Normalised tokens share one variance, for which a law is evaluated once.
     """
     if variance.size < 8:
         return variance, None
@@ -114,8 +115,8 @@ def _distinct(variance: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
 # nearest singularities lie i pi/2 off the real axis: over a factor of 2 in v, a half width of .35,
 # Chebyshev coefficients fall like 9^-n.
 
-_FEW = 8  # variances from which on series are read instead of integrals taken
-_OCTAVES = (-40, 10)  # powers of two between which there are series
+_FEW = 8  # number of variances from which series replace integrals
+_OCTAVES = (-40, 10)  # the range of series, in powers of two
 _DEGREE = 16
 
 
@@ -132,7 +133,7 @@ class LogSeries:
 
     @staticmethod
     def serves(variance: np.ndarray) -> bool:
-        """Whether there are enough variances, all of them where there are series."""
+        """Whether there are enough variances, all in the range of series."""
         if variance.size < _FEW:
             return False
         low, high = variance.min(), variance.max()
@@ -171,7 +172,7 @@ class LogSeries:
 
 @functools.lru_cache(maxsize=256)
 def _hermite_series(function: Formula) -> LogSeries:
-    """Hermite coefficients, and the squared sums of those left out, behind one another."""
+    """Concatenated Hermite coefficients and squared sums of the neglected ones."""
 
     def values(variance: np.ndarray) -> np.ndarray:
         found = _hermite_coefficients(function, variance, _rule_for(variance))
@@ -182,7 +183,6 @@ def _hermite_series(function: Formula) -> LogSeries:
 
 @functools.lru_cache(maxsize=256)
 def _square_series(function: Formula) -> LogSeries:
-    """Second moments."""
     return LogSeries(lambda variance: _expect_float(lambda m, x: function(m, x) ** 2, variance))
 
 
@@ -220,7 +220,7 @@ def _expect_pair_float(
 
 
 class _Coefficients(NamedTuple):
-    """Hermite coefficients (..., orders) and the squared sum of those left out, by parity (...)."""
+    """Hermite coefficients (..., orders), and squared sums of the neglected, by parity (...)."""
 
     orders: np.ndarray
     even: np.ndarray
@@ -230,24 +230,24 @@ class _Coefficients(NamedTuple):
 def _mehler(first: _Coefficients, second: _Coefficients, correlation: Any) -> Any:
     """E f(x) f(x') = sum_a r^a f_a(v) f_a(v'), f_a the Hermite coefficients.
 
-    What the orders left out hold is known at r = 1 and r = -1, where the sums are E f(x)^2 and
-    E f(x) f(-x); it enters at the first order left out, which is exact at both ends.
+    The sum of the neglected orders is known at r = 1 and r = -1 from E f(x)^2 and E f(x) f(-x); it
+    is added at the first neglected order, which is exact at both ends.
     """
     r = np.asarray(correlation, dtype=float)
     shape = np.broadcast_shapes(first.even.shape, second.even.shape, r.shape)
-    left_out = np.sqrt(first.even * second.even) + np.sign(r) * np.sqrt(first.odd * second.odd)
+    neglected = np.sqrt(first.even * second.even) + np.sign(r) * np.sqrt(first.odd * second.odd)
     if not shape:
         powers = float(r) ** np.arange(_ORDERS + 1)
-        return powers[:-1] @ (first.orders * second.orders) + left_out * powers[-1]
+        return powers[:-1] @ (first.orders * second.orders) + neglected * powers[-1]
     size = np.abs(first.orders).reshape(-1, _ORDERS).max(0)
-    # Products of coefficients enter, times a power of r, so those below 1e-9 of what counts leave
-    # less than rounding does.
+    # The sum has products of two coefficients times a power of r: coefficients below 1e-9 of the
+    # largest contribute less than rounding errors.
     size = size * min(1.0, float(np.abs(r).max(initial=0.0))) ** (0.5 * np.arange(_ORDERS))
-    kept = np.flatnonzero(~(size < 1e-9 * size.max()))  # all of them where one is no number
+    kept = np.flatnonzero(~(size < 1e-9 * size.max()))  # all orders if one is NaN
     orders = 1 + int(kept[-1])
     total = 0.0 * r
     if orders >= _ORDERS - 1:  # one parity may vanish
-        orders, total = _ORDERS, left_out
+        orders, total = _ORDERS, neglected
     left, right = (
         np.moveaxis(one.orders[..., :orders], -1, 0).reshape(
             orders, *(1,) * (len(shape) - one.even.ndim), *one.even.shape
@@ -255,18 +255,19 @@ def _mehler(first: _Coefficients, second: _Coefficients, correlation: Any) -> An
         for one in (first, second)
     )
     total = np.array(np.broadcast_to(total, shape))
-    several, square, above = max(1, _AT_ONCE // max(1, total.size)), r * r, orders
-    down = kept[::-1]  # of an even function, or one but for x, half the orders are 0
-    for first_of in range(0, len(down), several):
-        part = down[first_of : first_of + several]
+    # Horner's scheme over the kept orders: half of them vanish for even functions.
+    chunk, square, last = max(1, _AT_ONCE // max(1, total.size)), r * r, orders
+    descending = kept[::-1]
+    for start in range(0, len(descending), chunk):
+        part = descending[start : start + chunk]
         for order, product in zip(part, left[part] * right[part], strict=True):
-            for _ in range((above - order) // 2):
+            for _ in range((last - order) // 2):
                 total *= square
-            if (above - order) % 2:
+            if (last - order) % 2:
                 total *= r
             total += product
-            above = order
-    for _ in range(above):
+            last = order
+    for _ in range(last):
         total *= r
     return total
 
@@ -288,7 +289,7 @@ def _coefficients(function: Formula, v: np.ndarray, rule: Rule) -> _Coefficients
 
 
 def _hermite_coefficients(function: Formula, v: np.ndarray, rule: Rule) -> _Coefficients:
-    """Those of a function of a Gaussian of variance v, by the rule's nodes and weights."""
+    """Hermite coefficients of a function of a Gaussian of variance v."""
     nodes, weights = rule[0](rule[1])
     values = function(NUMPY, np.sqrt(v)[..., None] * nodes) + 0.0 * nodes
     orders = values @ _hermite_rows(rule).T
@@ -308,7 +309,7 @@ def _normal_cdf_float(x: Any) -> Any:
 
 
 LEAST = 1e-150
-"""A variance that stands for none where a derivative in a covariance divides by it."""
+"""Smallest variance by which a derivative in a covariance is divided."""
 
 NUMPY = SimpleNamespace(
     scalar=False,
@@ -332,8 +333,8 @@ NUMPY = SimpleNamespace(
 
 
 class Keeping(SimpleNamespace):
-    """NUMPY that has expectations of the very same arrays once (`activation.remembered`), for as
-    long as it lives: a layer asks for some of them forward, and again backward."""
+    """NUMPY with a cache of expectations by identity of arrays (`activation.remembered`), as the
+    backward pass of a layer needs those of its forward pass again."""
 
     def __init__(self) -> None:
         super().__init__(**vars(NUMPY), held={})
@@ -342,7 +343,7 @@ class Keeping(SimpleNamespace):
         return Keeping, ()
 
 
-# What every number system has under these names.
+# Elementary functions of every number system.
 _ELEMENTARY = ("sqrt", "exp", "expm1", "log", "log1p", "asin", "atan", "tanh")
 
 # The same functions on single floats: ten times faster than numpy on scalars.
@@ -360,13 +361,13 @@ FLOAT = SimpleNamespace(
 
 @functools.cache
 def mpmath_namespace() -> SimpleNamespace:
-    """Arbitrary-precision numbers, at the working precision of the moment of the call."""
+    """Arbitrary-precision numbers, at mpmath's current working precision."""
     import mpmath as mp
 
     this = SimpleNamespace()
 
     def gaussian_mean(function: Any) -> Any:
-        """Over a standard normal, as far out as its weight counts at the precision in force."""
+        """Mean over a standard normal, up to where its density is below the working precision."""
         norm = 1 / mp.sqrt(2 * mp.pi)
         cut = mp.ceil(mp.sqrt(2 * mp.log(10) * mp.mp.dps)) + 1
         return mp.quad(
@@ -394,7 +395,7 @@ def mpmath_namespace() -> SimpleNamespace:
 
     vars(this).update(
         {name: getattr(mp, name) for name in _ELEMENTARY},
-        # `pi` must follow the precision in force, so it is an mpmath constant, not a number.
+        # An mpmath constant, which follows the working precision.
         pi=mp.pi,
         ratio=lambda a, b: mp.mpf(a) / b,
         harmonic=lambda n, order: (
@@ -452,10 +453,10 @@ def sympy_namespace() -> SimpleNamespace:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one number of a configuration without axes."""
+    """Whether a value is a plain float, of a configuration without axes."""
     return type(value) is float
 
 
 def number_system(value: Any) -> Any:
-    """That of a configuration's numbers: floats, or arrays with axes."""
+    """The number system for a float, or for arrays."""
     return FLOAT if type(value) is float else NUMPY

@@ -1,7 +1,7 @@
 """A law: one formula with its source, its domain and its status.
 
 A formula is typed once, as a function of a number system and of named symbols; numpy values,
-mpmath references, the sympy expression and LaTeX all come from that one text.
+mpmath references, the sympy expression and LaTeX all follow from it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ QUANTITIES = {
     "pattern_correlation": "correlation between tokens that a table's look-ups imply",
 }
 
-# What a caller may leave out: the other token is like the first, one dropout serves everywhere.
+# Default values of symbols: the moments of the first token, and one dropout for all.
 _DEFAULTS = {
     "x_other_variance": "x_variance",
     "x_other_mean": "x_mean",
@@ -55,7 +55,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a formula comes from: a paper and a place in it, or our derivation and its proof."""
+    """The source of a formula: a paper and a place in it, or our derivation and its proof."""
 
     reference: str
     place: str
@@ -70,27 +70,26 @@ def derived(place: str) -> Source:
 
 
 def symbols_of(formula: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the symbols that a formula contains, in its own order."""
+    """Names of a formula's symbols, in its order of parameters."""
     return tuple(inspect.signature(formula).parameters)[1:]
 
 
 class Substituted:
-    """A formula in some of whose symbols' places others stand, or formulas of others.
+    """A formula with symbols replaced by other symbols or by formulas.
 
     >>> square = Substituted(lambda m, side, height: side * height, height="side")
     >>> symbols_of(square), square(NUMPY, 3.0)
     (('side',), 9.0)
     """
 
-    def __init__(self, formula: Callable[..., Any], **places: str | Callable[..., Any]) -> None:
-        inner = [places.get(name, name) for name in symbols_of(formula)]
-        held = [(one,) if isinstance(one, str) else symbols_of(one) for one in inner]
-        names = list(dict.fromkeys(name for some in held for name in some))
-        at = [tuple(map(names.index, some)) for some in held]
+    def __init__(self, formula: Callable[..., Any], **replaced: str | Callable[..., Any]) -> None:
+        replacements = [replaced.get(name, name) for name in symbols_of(formula)]
+        used = [(new,) if isinstance(new, str) else symbols_of(new) for new in replacements]
+        names = list(dict.fromkeys(name for symbols in used for name in symbols))
         self._formula = formula
-        self._places = [
-            (None if isinstance(one, str) else one, where)
-            for one, where in zip(inner, at, strict=True)
+        self._arguments = [
+            (None if isinstance(new, str) else new, tuple(map(names.index, symbols)))
+            for new, symbols in zip(replacements, used, strict=True)
         ]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.__signature__ = inspect.Signature(
@@ -99,15 +98,15 @@ class Substituted:
 
     def __call__(self, m: Any, *values: Any) -> Any:
         arguments = [
-            values[where[0]] if inner is None else inner(m, *[values[k] for k in where])
-            for inner, where in self._places
+            values[indices[0]] if inner is None else inner(m, *[values[k] for k in indices])
+            for inner, indices in self._arguments
         ]
         return self._formula(m, *arguments)
 
 
 def times(formula: Callable[..., Any], factor: str) -> Substituted:
-    """A formula times one more symbol."""
-    return Substituted(lambda m, of, by: of * by, of=formula, by=factor)
+    """A formula times another symbol."""
+    return Substituted(lambda m, x, y: x * y, x=formula, y=factor)
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ class Law:
         formula: function of a number system and of symbols named in `symbols.SYMBOLS`.
         source: the paper's equation or table, or our derivation.
         status: "exact" under Gaussian inputs, "asymptotic" in the quantity `note` names, "fitted".
-        limits: domains narrower than the symbols' own, by symbol name.
-        note: what is left out, or what the source prints differently.
+        limits: domains narrower than the symbols' default, by symbol name.
+        note: neglected terms, or differences from the printed source.
     """
 
     formula: Callable[..., Any]
@@ -139,12 +138,12 @@ class Law:
 
     @functools.cached_property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the symbols the formula contains, in its own order."""
+        """Names of the formula's symbols, in its order of parameters."""
         return symbols_of(self.formula)
 
     @functools.cached_property
     def pick(self) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
-        """Takes the formula's arguments, in order, out of a mapping by name."""
+        """A function that returns the formula's arguments, in order, from a mapping by name."""
         names = self.arguments
         if len(names) > 1:
             return operator.itemgetter(*names)
@@ -152,22 +151,22 @@ class Law:
 
     @functools.cached_property
     def domain(self) -> dict[str, Interval]:
-        """Interval in which each symbol may lie."""
+        """The allowed interval of every symbol."""
         return {name: self.limits.get(name, SYMBOLS[name].domain) for name in self.arguments}
 
     # --- numbers -------------------------------------------------------------------------------
 
     def of(self, values: Mapping[str, Any]) -> Any:
-        """Evaluate on arrays taken by name from `values`, unchecked: the engine's fast path."""
+        """Evaluate on arrays by name, unchecked: the engine's fast path."""
         return self.formula(NUMPY, *self.pick(values))
 
     def __call__(self, **values: Any) -> Any:
         """Evaluate with numpy, broadcasting over all arguments.
 
-        Any symbol of the vocabulary may be passed, so that one dictionary of moments serves every
-        law; those the formula does not contain are ignored. `x_other_variance` and `x_other_mean`
-        default to the first token's, means to 0; `x_covariance` may stand for `x_correlation`, and
-        `grad_covariance` is formed from `grad_variance` and `grad_correlation` where it is missing.
+        Every known symbol may be passed, so that one dictionary of moments serves all laws; symbols
+        that the formula does not contain are ignored. `x_other_variance` and `x_other_mean` default
+        to the first token's, means to 0; `x_covariance` may replace `x_correlation`, and
+        `grad_covariance` defaults to `grad_variance` times `grad_correlation`.
 
         Raises:
             DomainError: an unknown, missing or out-of-domain symbol, or a result that overflows.
@@ -204,9 +203,9 @@ class Law:
                 raise domain_error(
                     "symbol", name, f"one of this law's: {', '.join(self.arguments) or 'none'}"
                 )
-        for name, twin in _DEFAULTS.items():
-            if name not in values and twin in values:
-                values[name] = values[twin]
+        for name, default in _DEFAULTS.items():
+            if name not in values and default in values:
+                values[name] = values[default]
         for name in ("x_mean", "x_other_mean"):
             values.setdefault(name, 0.0)
         if "x_correlation" not in values and "x_covariance" in values and "x_variance" in values:
@@ -254,23 +253,23 @@ def asymptotic(
     note: str,
     limits: Mapping[str, Interval] | None = None,
 ) -> Law:
-    """A law that holds to leading order in the quantity that `note` names."""
+    """A law to leading order in the quantity that `note` names."""
     return Law(formula, source, "asymptotic", limits or {}, note)
 
 
 @dataclass(frozen=True, eq=False)
 class ComponentLaws:
-    """Every law of one component, in every theory.
+    """The laws of one component in every theory.
 
-    `laws` hold in all theories unless one overrides them; "simplified" also inherits what
-    "published" overrides. A quantity mapped to None is one the theory does not state.
+    `laws` hold in all theories that do not override them; "simplified" inherits the overrides of
+    "published". None for a quantity: the theory has no law for it.
 
     Attributes:
-        name, title: what it is asked for by, and what it is.
-        laws: by quantity, such as "variance" or "grad_covariance".
-        refined, published, simplified: what each theory overrides.
-        entrywise: of what acts entry by entry, the function and its derivative, over a number
-            system.
+        name, title: its name in `moments.component`, and its description.
+        laws: laws by quantity, such as "variance" or "grad_covariance".
+        refined, published, simplified: the overrides of each theory.
+        entrywise: for an elementwise component, the function and its derivative, both functions of
+            a number system and a number.
     """
 
     name: str
@@ -301,7 +300,7 @@ class ComponentLaws:
         return laws
 
     def law(self, quantity: str, theory: Theory = "refined") -> Law:
-        """One law by the quantity it gives (see `law.QUANTITIES`).
+        """The law of a quantity (see `law.QUANTITIES`).
 
         Raises:
             DomainError: this component has no such law under that theory.
@@ -313,7 +312,7 @@ class ComponentLaws:
         return laws[quantity]
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        # Formulas are code, found again by name: what is unpickled, or copied, is the same object.
+        # Formulas are code and looked up by name: unpickling or copying returns the same object.
         from .registry import found_again, recipe
 
         return found_again, recipe(self)

@@ -1,7 +1,4 @@
-"""Every component by name, so that a user can ask for a formula and a test can walk them all.
-
-And pages of the formula reference, generated from the laws so that they cannot drift from them.
-"""
+"""All components by name, and the pages of the formula reference, generated from their laws."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ _BIASES = "docs/theory/positions.md, Relative biases"
 _LOGITS = "docs/theory/logits.md"
 _STEP = "docs/theory/first-step.md"
 
-# What no component has for itself, by the words one would look for, and where it is told.
+# Search words for which there is no single component, and where they are documented.
 ELSEWHERE = {
     "rotary": _POSITIONS,
     "rope": _POSITIONS,
@@ -75,7 +72,7 @@ ELSEWHERE = {
     "qk_norm": _LOGITS,
     "logit_softcap": _LOGITS,
     "row_statistics": "docs/theory/softmax.md, What is needed",
-    "sink": "docs/theory/softmax.md, What is needed (sinks are not modelled)",
+    "sink": "docs/theory/latent_attention.md, A sink",
     "residual": "correlated_residual; docs/theory/gradients.md, Lost directions",
     "b2t": "docs/theory/gradients.md, A second connection",
     "dslm": "its scales in moments/scheme/dslm.py",
@@ -113,20 +110,20 @@ def components() -> tuple[str, ...]:
 
 
 def recipe(laws: ComponentLaws) -> tuple[Any, ...]:
-    """What `found_again` needs: a name, and the functions of an activation of the user's.
+    """The arguments of `found_again`: a name, and the functions of a registered activation.
 
     Raises:
-        DomainError: laws that no name leads to.
+        DomainError: the laws cannot be looked up by name.
     """
     function = registered_function(laws.name)
-    found = (laws.name, *(function or ()))
-    if found_again(*found) is not laws:
+    arguments = (laws.name, *(function or ()))
+    if found_again(*arguments) is not laws:
         raise DomainError(f"the laws {laws.name!r} cannot be looked up by name")
-    return found
+    return arguments
 
 
 def found_again(name: str, *functions: Any) -> ComponentLaws:
-    """The laws of a name; an activation of the user's is registered where it is not yet."""
+    """The laws of a name; registers a user's activation if this process does not know it yet."""
     if functions and registered_function(name) is None:
         return register_activation(name, *functions)
     return component(name)
@@ -136,7 +133,7 @@ def found_again(name: str, *functions: Any) -> ComponentLaws:
 
 
 def component_page(record: ComponentLaws, level: int = 2) -> str:
-    """Markdown of one component's laws under a heading of that level."""
+    """Markdown of one component's laws under a heading of this level."""
     lines = [f"{'#' * level} {record.title}\n", f"`moments.component({record.name!r})`\n"]
     names = [name for theory in THEORIES for name in record.under(theory)]
     meanings = QUANTITIES | {n: n.replace("_", " ") for n in names if n not in QUANTITIES}

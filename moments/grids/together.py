@@ -59,19 +59,11 @@ def predict_together(
     moments: Mapping[str, np.ndarray],
     batch: int = 1,
 ) -> Prediction:
-    """`predict` for B models of one `kind`, with exchangeable tokens.
+    """`predict` for B models of one `kind`, with exchangeable tokens and `moments` of shape (B,).
 
-    Args:
-        models: declarations that differ only in numbers and depth.
-        theory, batch: as for `predict`.
-        moments: arguments of `predict`, each of shape (B,).
-
-    Returns:
-        A prediction whose stream has shape (B, N + 1), N of the deepest model, meaningless beyond
-        the depth of shallower ones; quantities of the head have shape (B,).
-
-    Raises:
-        Unlike: the declarations differ in more than numbers.
+    The prediction's stream has shape (B, N + 1), N of the deepest model, and is meaningless beyond
+    the depth of shallower ones; quantities of the head have shape (B,). Raises Unlike if the
+    declarations differ in more than numbers and depth.
     """
     deepest = max(models, key=lambda model: model.layers)
     declaration = stacked_layers(models, theory)

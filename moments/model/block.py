@@ -1,9 +1,9 @@
-"""Blocks that stand in a layer in the place of attention or of the feed-forward block.
+"""Blocks that replace attention or the feed-forward block of a layer.
 
-`Transformer(mixer=..., ffn=...)` takes one for all layers, or one per layer with None where the
-model's own fields say what stands there. A block declares shapes and variances alone; its
-components are registered in `moments.layers.architecture`, its torch twin in
-`moments.simulation.network`, each by its class.
+`Transformer(mixer=..., ffn=...)` takes one for all layers, or one or None per layer, None for the
+block of the model's fields. A block declares only shapes and variances; its components are
+registered in `moments.layers.architecture`, its torch twin in `moments.simulation.network`, both
+by its class.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _KINDS: dict[str, type[Block]] = {}
 
 @dataclass(frozen=True)
 class Block(Stored):
-    """What stands in a layer in attention's place ("mixer") or the feed-forward block's ("ffn").
+    """A block that replaces attention ("mixer") or the feed-forward block ("ffn").
 
     A subclass is a frozen dataclass of numbers with a `kind` of its own.
 
     Attributes:
         kind: its name in stored declarations.
         places: the fields of a Transformer that take it.
-        by_token: whether its laws hold for single tokens alone, neither for tokens alike nor for
-            classes of positions.
+        by_token: whether its laws need one row per token, and hold neither for exchangeable tokens
+            nor for classes of positions.
     """
 
     kind: ClassVar[str]
@@ -46,18 +46,18 @@ class Block(Stored):
             _KINDS[cls.kind] = cls
 
     def check(self, model: Transformer) -> None:
-        """Raise a DomainError where it does not fit a model."""
+        """Raise a DomainError if the block does not fit a model."""
 
     def shapes(self, model: Transformer) -> dict[str, tuple[int, int]]:
-        """Of every matrix in it, the features that it sums over and those that it makes.
+        """Shape (fan_in, fan_out) of every matrix.
 
-        Those named as in `moments.Weights` have the variances given there, for schemes to reach;
-        the others their own.
+        Matrices with names of `moments.Weights` have the variances declared there, which schemes
+        set; others have those of `variances`.
         """
         raise NotImplementedError
 
     def variances(self, model: Transformer) -> dict[str, float]:
-        """Of the matrices in it that are none of `moments.Weights`."""
+        """Variances of the matrices that `moments.Weights` does not have."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Block(Stored):
 
 
 def block_from_dict(name: str, data: Any) -> Block | tuple[Block | None, ...] | None:
-    """Read what `Block.to_dict` wrote: one, or a list of one or None per layer.
+    """Read a dictionary of `Block.to_dict`, or a list with one or None per layer.
 
     Raises:
         DomainError: another kind, or a missing or unknown field.
@@ -78,8 +78,8 @@ def block_from_dict(name: str, data: Any) -> Block | tuple[Block | None, ...] | 
     if data is None or isinstance(data, Block):
         return data
     if isinstance(data, list | tuple):
-        blocks = [block_from_dict(name, one) for one in data]
-        return tuple(one if isinstance(one, Block) else None for one in blocks)
+        blocks = [block_from_dict(name, entry) for entry in data]
+        return tuple(block if isinstance(block, Block) else None for block in blocks)
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         allowed = "a JSON object whose kind is one of " + ", ".join(sorted(_KINDS))
@@ -96,32 +96,33 @@ def settle_blocks(model: Transformer) -> None:
             allowed = f"one block, or one or None per layer ({model.layers})"
             remedy = "model.replace(layers=...) goes on by the pattern of those given"
             raise domain_error(name, f"{len(per_layer)} entries", allowed, remedy)
-        for one in per_layer:
-            if one is not None and not (isinstance(one, Block) and name in one.places):
-                kinds = sorted(kind for kind, of in _KINDS.items() if name in of.places)
+        for block in per_layer:
+            if block is not None and not (isinstance(block, Block) and name in block.places):
+                kinds = sorted(kind for kind, known in _KINDS.items() if name in known.places)
                 allowed = f"a block that takes this place ({', '.join(kinds)}), or None"
-                raise domain_error(name, one, allowed)
-        for one in set(per_layer) - {None}:
-            one.check(model)
-        alike = len(set(per_layer)) == 1
-        set_field(model, name, per_layer[0] if alike else per_layer)
+                raise domain_error(name, block, allowed)
+        for block in set(per_layer) - {None}:
+            block.check(model)
+        equal = len(set(per_layer)) == 1
+        set_field(model, name, per_layer[0] if equal else per_layer)
     _check_names(model)
     pairs = zip(model.mixers, model.ffns, strict=True)
     for layer in {pair: n for n, pair in enumerate(pairs, 1)}.values():
         mixer, ffn = model.shapes_by_place(layer)
-        if both := sorted(mixer.keys() & ffn.keys()):
+        if common := sorted(mixer.keys() & ffn.keys()):
             raise DomainError(
-                f"mixer and ffn of layer {layer} both have a matrix {both[0]!r}: "
+                f"mixer and ffn of layer {layer} both have a matrix {common[0]!r}: "
                 "give one of them another name"
             )
 
 
 def _check_names(model: Transformer) -> None:
-    """Raise where blocks of a user's own that differ have one name, by which they are stored."""
+    """Raise DomainError if different blocks of a user have the same name, by which they are
+    stored."""
     known: dict[str, Block] = {}
-    for one in {*model.mixers, *model.ffns} - {None}:
-        name = getattr(one, "name", None)
-        if one is not None and name is not None and known.setdefault(name, one) != one:
+    for block in {*model.mixers, *model.ffns} - {None}:
+        name = getattr(block, "name", None)
+        if block is not None and name is not None and known.setdefault(name, block) != block:
             raise DomainError(
                 f"two blocks are called {name!r}, by which stored declarations find them: "
                 'pass moments.block(..., name="...") to one of them'

@@ -1,4 +1,4 @@
-"""What a Transformer may say: its defaults resolved, every field checked, and fields that clash."""
+"""Checks of a Transformer: defaults are resolved, and fields checked, alone and together."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ LAYERNORM_SCALINGS = (
     "ffn-only",
 )
 MOST_LAYERS = 10**6
-"""A declaration holds a few numbers for every layer; the deepest network published has 1,000."""
+"""Largest number of layers; the deepest published network has 1,000."""
 MOST_HEADS = 2**20
-"""Where every head, or every pair of features in one, has a number of its own."""
+"""Largest number of heads with ALiBi, and of features of a head with rotary positions."""
 PARTS: dict[str, tuple[type[Stored], ...]] = {
     "weights": (Weights,),
     "biases": (Biases,),
@@ -67,16 +67,16 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "values": (Values,),
     "per_layer_embedding": (PerLayerEmbedding,),
 }
-"""Fields that are declarations of their own; an encoder is a whole one."""
+"""Fields that are declarations of their own, besides the encoder."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
 def check(model: Transformer) -> None:
     """Resolve the defaults of a model under construction and check it."""
     settle(model, ["layers"], check_count, most=MOST_LAYERS)
-    said = model.name
-    if said is not None and not (isinstance(said, str) and said.strip() and said.isprintable()):
-        raise domain_error("name", said, "a text of printable characters, or None")
+    name = model.name
+    if name is not None and not (isinstance(name, str) and name.strip() and name.isprintable()):
+        raise domain_error("name", name, "a text of printable characters, or None")
     settle(model, ("heads", "norm_groups", "parallel_norms", "seq_len"), check_count)
     settle(model, ["d_model"], check_count, least=2)
     settle(model, ["post_layers"], check_count, least=0)
@@ -171,18 +171,18 @@ def _per_block(model: Transformer, name: str, interval: Interval) -> Any:
 
 
 def _of_layers(model: Transformer, name: str, check: Callable[[str, Any], Any], what: str) -> Any:
-    """A value or None for all layers, or a tuple of such."""
+    """A checked value or None for all layers, or a tuple with one per layer."""
 
     def checked(entry: Any) -> Any:
         return None if entry is None else check(name, entry)
 
-    given = getattr(model, name)
-    if not isinstance(given, list | tuple | np.ndarray):
-        return checked(given)
-    if len(given) != model.layers:
+    value = getattr(model, name)
+    if not isinstance(value, list | tuple | np.ndarray):
+        return checked(value)
+    if len(value) != model.layers:
         allowed = f"one {what}, or one per layer ({model.layers})"
-        raise domain_error(name, given, allowed)
-    return tuple(map(checked, given))
+        raise domain_error(name, value, allowed)
+    return tuple(map(checked, value))
 
 
 def _check_sink(name: str, value: Any) -> float:
@@ -190,15 +190,15 @@ def _check_sink(name: str, value: Any) -> float:
 
 
 def _each_layer(model: Transformer, name: str, kind: type) -> Any:
-    """One per layer; alone where all layers have the same."""
-    given = tuple(getattr(model, name))
-    if not all(one is None or isinstance(one, kind) for one in given):
+    """A tuple with one part or None per layer, or the part that all layers share."""
+    parts = tuple(getattr(model, name))
+    if not all(part is None or isinstance(part, kind) for part in parts):
         allowed = f"a moments.{kind.__name__} or None for every layer"
         raise domain_error(name, getattr(model, name), allowed)
-    if len(given) != model.layers:
+    if len(parts) != model.layers:
         allowed = f"one, or one per layer ({model.layers})"
-        raise domain_error(name, f"{len(given)} entries", allowed)
-    return given[0] if len(set(given)) == 1 else given
+        raise domain_error(name, f"{len(parts)} entries", allowed)
+    return parts[0] if len(set(parts)) == 1 else parts
 
 
 def _check_together(model: Transformer) -> None:
@@ -222,8 +222,9 @@ def _check_together(model: Transformer) -> None:
         settle(model, ["heads"], check_count, most=MOST_HEADS)
     if model.rotary is not None:
         settle(model, ["d_head"], check_count, most=MOST_HEADS)
-        for one in {one for one in model.rotaries if one is not None}:
-            one.check_width(model.d_head or 0)
+        for rotary in set(model.rotaries):
+            if rotary is not None:
+                rotary.check_width(model.d_head or 0)
     if model.d_model % model.norm_groups:
         raise domain_error("norm_groups", model.norm_groups, f"a divisor of {model.d_model}")
     if model.norm_groups > 1 and model.d_model // model.norm_groups < 4:
@@ -285,7 +286,7 @@ def _check_together(model: Transformer) -> None:
 
 
 def _check_shared(model: Transformer) -> None:
-    """Raise where layers differ, or are none that `moments.layers.shared` follows."""
+    """Raise DomainError if layers differ, or are not covered by `moments.layers.shared`."""
     if model.norm != "post" or model.normalization not in ("layernorm", "rmsnorm"):
         raise domain_error(
             "shared_layers", True, "False but for norm='post' and a LayerNorm or RMSNorm"
@@ -301,23 +302,23 @@ def _check_shared(model: Transformer) -> None:
         value = getattr(model, name)
         if value != usual[name]:
             raise domain_error(name, value, f"{usual[name]!r} where layers share their weights")
-    alike = {
+    distinct = {
         (model.layer_weights(n), model.temperatures[n - 1]) for n in range(1, model.layers + 1)
     }
-    if len(alike) > 1 or model.kv_heads != model.heads:
+    if len(distinct) > 1 or model.kv_heads != model.heads:
         name = "weights" if model.kv_heads == model.heads else "kv_heads"
         allowed = "the same in all layers, and as many as heads, where layers share their weights"
         raise domain_error(name, getattr(model, name), allowed)
 
 
 def _skips(model: Transformer) -> tuple[tuple[int, float] | None, ...]:
-    """For every layer, an earlier one and a finite factor."""
+    """The checked `skips`: for every layer None, or an earlier layer and a finite factor."""
     allowed = f"None, or a pair (n, w) of a layer before (0 to l - 1), per layer ({model.layers})"
-    given = model.skips
-    if not isinstance(given, list | tuple) or len(given) != model.layers:
-        raise domain_error("skips", given, allowed)
+    skips = model.skips
+    if not isinstance(skips, list | tuple) or len(skips) != model.layers:
+        raise domain_error("skips", skips, allowed)
     result: list[tuple[int, float] | None] = []
-    for number, skip in enumerate(given):
+    for number, skip in enumerate(skips):
         pair = isinstance(skip, list | tuple) and len(skip) == 2
         if skip is not None and not (pair and skip[0] in range(number + 1)):
             raise domain_error(f"skips of layer {number + 1}", skip, allowed)
@@ -326,7 +327,10 @@ def _skips(model: Transformer) -> tuple[tuple[int, float] | None, ...]:
 
 
 def _check_added_again(model: Transformer) -> None:
-    """Raise where what layers hold of earlier ones is no product and sum of declared factors."""
+    """Check `input_mix` and `skips`, and other fields together with them.
+
+    The coefficient of the input of layer 1 in every layer's input must not vanish.
+    """
     allowed = f"a pair (r, s), or one per layer ({model.layers}), of r > 0 and finite s"
     if model.input_mix is not None:
         try:
@@ -341,25 +345,27 @@ def _check_added_again(model: Transformer) -> None:
     field = "skips" if model.input_mix is None else "input_mix"
     if model.norm not in ("pre", "sandwich"):
         raise domain_error("norm", model.norm, f"'pre' or 'sandwich' with {field}")
-    apart = {
+    excluded = {
         "encoder": model.encoder is not None,
         "streams": model.streams is not None,
         "skip_scale": bool(np.any(model.skip_scales != 1.0)),
         "layernorm_scaling": model.layernorm_scaling == "after-residual",
     }
-    for name in (name for name, there in apart.items() if there):
-        usual = type(model).__dataclass_fields__[name].default
-        raise domain_error(name, getattr(model, name), f"{usual!r} with {field}")
-    held = [1.0]
+    for name in (name for name, present in excluded.items() if present):
+        default = type(model).__dataclass_fields__[name].default
+        raise domain_error(name, getattr(model, name), f"{default!r} with {field}")
+    coefficients = [1.0]
     for keep, added in model.additions:
-        held.append(keep * held[-1] + sum(s * held[point] for point, s in added.items()))
-        if abs(held[-1]) < 1e-9:
+        earlier = sum(factor * coefficients[point] for point, factor in added.items())
+        coefficients.append(keep * coefficients[-1] + earlier)
+        if abs(coefficients[-1]) < 1e-9:
             remedy = "what a layer holds of the input would be none"
             raise domain_error(field, getattr(model, field), "other factors", remedy)
 
 
 def _check_biases(model: Transformer) -> None:
-    """Raise where a bias belongs to no matrix of any layer, as blocks have others."""
+    """Raise DomainError if a model with other blocks declares a bias of a matrix that no layer
+    has."""
     if model.biases is None or not any((*model.mixers, *model.ffns)):
         return
     known = {name.removeprefix("cross_") for name in model.matrix_shapes}
@@ -371,11 +377,11 @@ def _check_biases(model: Transformer) -> None:
 
 
 def _check_unread(model: Transformer) -> None:
-    """Raise where attention has what no layer reads, as a block stands everywhere in its place."""
+    """Raise DomainError if fields of attention are set, but blocks replace it in all layers."""
     known = (*RECURRENT, LawBlock, Absent)
     if model.encoder is not None or not all(isinstance(one, known) for one in model.mixers):
         return
-    given = {
+    declared = {
         "alibi": model.alibi is not False,
         "relative_bias": model.relative_bias is not None,
         "qk_norm": model.qk_norm is not None,
@@ -389,13 +395,13 @@ def _check_unread(model: Transformer) -> None:
         "attention_dropout": bool(model.attention_dropout)
         and "attention_dropout" not in model._defaulted,
     }
-    for name in (name for name, there in given.items() if there):
+    for name in (name for name, present in declared.items() if present):
         remedy = "no layer has attention, which alone reads it"
         raise domain_error(name, getattr(model, name), "left out together with this mixer", remedy)
 
 
 def _check_alibi(name: str, value: Any) -> bool | float:
-    """True, False, or a number that multiplies the slopes."""
+    """True, False, or a factor of the slopes."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     return check_number(name, value, NONNEGATIVE, "pass True, or what multiplies its slopes")

@@ -1,4 +1,4 @@
-"""The declaration of what feeds layer 1: embedding tables, their variances, norm and dropout."""
+"""The declaration of embeddings: tables, their variances, norm and dropout."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Embedding(Stored):
     """A sum of look-up tables, then optionally a normalisation, then dropout.
 
     Args:
-        vocab_size: rows of the token table.
+        vocab_size: number of rows of the token table.
         token_variance: variance of its entries.
-        position_variance: variance of a learned position table; 0 where there is none.
-        segment_variance: variance of a segment table; 0 where there is none.
+        position_variance: variance of a learned position table; 0: no table.
+        segment_variance: variance of a segment table; 0: no table.
         norm: whether the sum is normalised (BERT) or not (GPT-2).
         dropout: probability of dropping an entry of the result.
         norm_epsilon: added to the variance under that normalisation's square root.
-        scale: multiplies the token rows; sqrt(d_model) in the original Transformer and in Gemma.
+        scale: factor of the token rows; sqrt(d_model) in the original Transformer and in Gemma.
         positions: "learned" (a table of `position_variance`), "sinusoidal" (the original
             Transformer's fixed sines and cosines, entries of mean square 1/2) or "none".
         position_base: b of their frequencies b^(-2 m/d_model), m = 0 ... d_model/2 - 1.
-        padding_id: the token whose row is zero and receives no gradient from the input; None: all
-            rows are drawn.
-        factor_dim: width of tables that a matrix of factor_dim rows and d_model columns widens;
-            None: tables are d_model wide. With `norm`, all tables are so wide, and the matrix is
-            behind their norm and dropout (ELECTRA, ALBERT); without, the token table alone is, and
-            positions are added to what the matrix makes of it (OPT-350m).
+        padding_id: the token whose row is zero, without a gradient from the input; None: all rows
+            are drawn.
+        factor_dim: width of tables in front of a matrix (factor_dim, d_model); None: tables have
+            the width d_model. With `norm` all tables have width factor_dim, and the matrix follows
+            their norm and dropout (ELECTRA, ALBERT); without `norm` only the token table has, and
+            positions are added behind the matrix (OPT-350m).
         factor_variance: variance of that matrix's entries.
         factor_bias: whether it has a bias, which starts at zero.
 

@@ -1,4 +1,4 @@
-"""Routed mixtures of experts as a block in the feed-forward block's place."""
+"""Routed mixtures of experts, which replace the feed-forward block."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ if TYPE_CHECKING:
 RULES = ("softmax", "sigmoid", "sigmoid_input")
 NORMALISED = ("chosen", "all", "none")
 SHARED = "shared_"
-"""Begins the names of the matrices of a shared expert."""
+"""Prefix of the names of a shared expert's matrices."""
 OUTPUT_NORMS = ("ffn.experts_norm", "ffn.shared_norm")
-"""Sites of the norms at their outputs."""
+"""Sites of the norms at the outputs of routed and shared experts."""
 MOST_EXPERTS = 2**16
 
 
 @dataclass(frozen=True)
 class Experts(Block):
-    """A token's feed-forward block is a weighted sum of a few of many: y = sum_e g_e F_e(x).
+    """A mixture of experts, of which each token uses a few: y = sum_e g_e F_e(x).
 
-    Every expert F_e is a feed-forward block as the model declares it (`activation`, `gated`,
-    `biases`), with matrices of its own; `weights.ffn_in`, `gate` and `ffn_out` are the variances of
-    their entries. Weight gradients are sums over all experts: one expert has its share 1/experts.
+    Every expert F_e is a feed-forward block with the model's `activation`, `gated` and `biases`,
+    and matrices of its own; `weights.ffn_in`, `gate` and `ffn_out` are the variances of their
+    entries. Weight gradients are sums over all experts: one expert has the share 1/experts.
 
     Args:
-        experts: how many there are, E.
-        chosen: to how many of them a token goes, k: those of the largest logits.
+        experts: number of experts, E.
+        chosen: number of experts per token, k: those with the largest logits.
         d_ff: width of an expert's hidden layer; None: the model's.
         rule: gates from logits z. "softmax"; "sigmoid" (DeepSeek-V3); "sigmoid_input" (Llama 4):
             the gate multiplies the expert's input and not its output.
-        normalised: what "softmax" and "sigmoid" are divided by: the sum over the "chosen" (also
-            softmax of the chosen logits alone), over "all", or "none" (sigmoid).
-        scale: multiplies the gates.
-        groups, kept_groups: experts are chosen among those of `kept_groups` of so many groups.
-        group_best: a group scores by the sum of so many of its largest gates.
-        router_variance: of the entries of the router's matrix, (d_model, E); None: 1/d_model.
-        router_bias_variance: of its bias; None: there is none.
-        shared: width of a shared expert's hidden layer, which every token passes; 0: there is none.
+        normalised: the divisor of gates: the sum over the "chosen" (for softmax the softmax of the
+            chosen logits), over "all", or "none" (sigmoid).
+        scale: factor of the gates.
+        groups, kept_groups: number of groups of experts, and of groups from which a token chooses.
+        group_best: number of a group's largest gates whose sum is the group's score.
+        router_variance: variance of the router matrix, (d_model, E); None: 1/d_model.
+        router_bias_variance: variance of its bias; None: no bias.
+        shared: width of the hidden layer of a shared expert, used by all tokens; 0: there is none.
             Its matrices have the experts' variances.
-        shared_gate_variance: of the vector w of a gate sigmoid(w.x) on it; None: there is none.
-        output_norms: whether one of the model's norms stands at what the routed experts give
-            together and one at what the shared expert gives (Gemma 4).
-        shift: added to the factor that a gated unit multiplies its activation by (GPT-OSS: 1).
+        shared_gate_variance: variance of w in the shared expert's gate sigmoid(w.x); None: no gate.
+        output_norms: whether the sum of routed experts and the shared expert's output each have a
+            norm (Gemma 4).
+        shift: added to the linear factor of a gated unit (GPT-OSS: 1).
         clamp: bounds that factor from both sides and the gate from above; None: no bounds.
-        identity: so many of the experts have no matrices and give back what they read, the
-            normalised stream (LongCat Flash's zero experts).
-        delayed: whether what routed experts give is added behind the next layer, and what the
-            shared one gives at once (LongCat Flash's shortcut).
+        identity: number of experts without matrices, which return their input, the normalised
+            stream (LongCat Flash's zero experts).
+        delayed: whether the sum of routed experts is added behind the next layer, and only the
+            shared expert's output at once (LongCat Flash's shortcut).
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -116,7 +116,7 @@ class Experts(Block):
 
     @property
     def apart(self) -> bool:
-        """Whether what routed experts give is no branch of its own beside the stream."""
+        """Whether the output of routed experts is correlated with the stream, or added later."""
         return bool(self.identity or self.delayed)
 
     def check(self, model: Transformer) -> None:
@@ -146,19 +146,19 @@ class Experts(Block):
         if (model.skip_scales != 1.0).any() or (model.branch_scales != 1.0).any():
             raise DomainError("skip_scale and branch_scale are 1 with experts that are delayed")
         late = [bool(getattr(block, "delayed", False)) for block in model.ffns]
-        if late[-1] or any(one and other for one, other in itertools.pairwise(late)):
+        if late[-1] or any(map(all, itertools.pairwise(late))):
             raise DomainError("ffn: delayed experts need a layer behind them without such experts")
 
     def width(self, model: Transformer) -> int:
-        """Of an expert's hidden layer."""
+        """Width of an expert's hidden layer."""
         return self.d_ff or model.d_ff or 0
 
     def router_entries(self, model: Transformer) -> float:
-        """Their variance."""
+        """Variance of the router matrix."""
         return 1 / model.d_model if self.router_variance is None else self.router_variance
 
     def shapes(self, model: Transformer) -> dict[str, tuple[int, int]]:
-        """Of one expert's matrices, the shared expert's and the routers'."""
+        """Shapes of the matrices of one expert, the shared expert and the routers."""
         d_model, names = model.d_model, ("ffn_in", *(("gate",) if model.gated else ()))
         found = {"router": (d_model, self.experts)}
         for prefix, width in (("", self.width(model)), (SHARED, self.shared)):

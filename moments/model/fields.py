@@ -1,4 +1,4 @@
-"""What declarations have in common: fields that are checked, changed copies, JSON objects."""
+"""Base of declarations: checked fields, changed copies, JSON objects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PositiveVariance = Annotated[
 
 
 def one_of(*allowed: Any) -> Check:
-    """The check of a field that has one of so many values."""
+    """The check of a field with a list of allowed values."""
 
     def check(name: str, value: Any) -> Any:
         check_choice(name, value, allowed)
@@ -52,11 +52,10 @@ def one_of(*allowed: Any) -> Check:
 
 @functools.cache
 def _checks(declaration: type[Any]) -> tuple[tuple[str, Check, bool], ...]:
-    """Of the fields whose annotations carry a check: their names, it, and whether they may be left
-    out, None by default."""
+    """Name and check of every field whose annotation has a check, and whether it may be None."""
     try:
         hints = get_type_hints(declaration, include_extras=True)
-    except NameError:  # names that a user's block imports for a type checker alone
+    except NameError:  # a user's block imports names only for a type checker
         return ()
     return tuple(
         (f.name, part.__metadata__[0], f.default is None)
@@ -67,16 +66,16 @@ def _checks(declaration: type[Any]) -> tuple[tuple[str, Check, bool], ...]:
 
 
 def set_field(declaration: Any, name: str, value: Any) -> None:
-    """A field of a frozen declaration, while it is made and nobody has it yet."""
+    """Set a field of a frozen declaration under construction."""
     object.__setattr__(declaration, name, value)
 
 
 def settle(
     declaration: Any, names: Iterable[str], check: Callable[..., Any], *args: Any, **limits: Any
 ) -> None:
-    """Replace fields of a frozen declaration by the plain values that a check makes of them.
+    """Replace fields of a frozen declaration by the plain values that a check returns.
 
-    What may be left out and is, None by default, stays None.
+    Fields with the default None may stay None.
     """
     optional = {f.name for f in fields(declaration) if f.default is None}
     for name in names:
@@ -86,7 +85,7 @@ def settle(
 
 
 def check_fields(name: str, given: Any, declaration: type[Any]) -> None:
-    """The keys of a stored dictionary: none unknown, none without a default missing."""
+    """Raise DomainError if a stored dictionary has unknown fields, or lacks required ones."""
     if not isinstance(given, Mapping):
         raise domain_error(name, given, "a JSON object of its fields")
     known = [f for f in fields(declaration) if f.init]
@@ -101,12 +100,12 @@ def check_fields(name: str, given: Any, declaration: type[Any]) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A part of a declaration, `_part` in errors: changed by copy, stored as a JSON object."""
+    """A part of a declaration, stored as a JSON object; errors call it `_part`."""
 
     _part: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """Fields as the plain values that their annotations' checks make of them."""
+        """Replace fields by the plain values that the checks of their annotations return."""
         for name, check, optional in _checks(type(self)):  # type: ignore[arg-type]
             value = getattr(self, name)
             if value is not None or not optional:
@@ -122,7 +121,7 @@ class Stored:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` wrote.
+        """Read a dictionary of `to_dict`.
 
         Raises:
             DomainError: a missing or unknown field.

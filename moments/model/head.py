@@ -1,4 +1,4 @@
-"""The declaration of what follows the last layer, down to the loss."""
+"""The declaration of the head: final norm, output matrix and loss."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ class Head(Stored):
     Args:
         vocab_size: logits per token; None: rows of the token table, or `classes`.
         tied: whether the matrix is the token table itself.
-        weight_variance: variance of the matrix's entries where it is not tied.
-        norm: whether the stream is normalised before the head (Pre-LN) or was so already (Post-LN).
+        weight_variance: variance of the matrix's entries if it is not tied.
+        norm: whether the head begins with a norm, as for Pre-LN.
         norm_gain: root mean square of that norm's gain.
-        dropout: probability of dropping an entry of what the head reads, of a classifier what was
-            pooled.
+        dropout: probability of dropping an entry of the head's input, for a classifier of the
+            pooled one.
         transform: activation of a hidden layer d_model to d_model before the matrix (BERT: "gelu",
             then a LayerNorm); None: there is none.
         transform_variance: variance of that layer's matrix.
         transform_bias_variance: variance of its bias; 0: starts at zero; None: there is none.
         transform_norm: whether a normalisation follows the hidden layer (BERT's masked language
             model) or not (the pooler before a classifier, transform="tanh").
-        output_scale: multiplies the logits.
+        output_scale: factor of the logits.
         bias: whether the logits have a bias, which starts at zero.
         logit_softcap: c in c tanh(logit/c); None: no cap.
         loss: "causal" (every token predicts the next), "masked" (masked tokens predict
             themselves), "classification" (one label per sequence) or None: no loss.
-        classes: labels of a classification.
-        pool: what classifies a sequence: its "first" token or the "mean" of its tokens; of a
-            picture also the mean of its "patches" alone, or of the tokens "before" them.
-        pool_norm: whether a normalisation follows that.
-        target_share: share of tokens with a target under "masked" where no targets are given.
-        factor_dim: features that the matrix reads where they are fewer than d_model: those of a
-            token table that it is tied to. A `transform` makes them (ELECTRA), else a matrix of its
-            own (OPT-350m).
+        classes: number of classes of a classification.
+        pool: input of a classifier: the "first" token or the "mean" of all tokens; for an image
+            also the mean of its "patches", or of the tokens "before" them.
+        pool_norm: whether a normalisation follows the pooling.
+        target_share: share of tokens with a target for "masked" without explicit targets.
+        factor_dim: number of features that the matrix reads if it is less than d_model: the width
+            of a tied token table. Their source is the `transform` (ELECTRA), else another matrix
+            (OPT-350m).
         factor_variance: variance of that matrix's entries.
         label_smoothing: share of the target's weight that is spread over all logits.
 

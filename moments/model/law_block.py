@@ -20,7 +20,7 @@ _SIZES = ("d_model", "d_ff", "d_head", "heads", "seq_len")
 
 @dataclass(frozen=True)
 class LawBlock(Block):
-    """What `block` makes; its attributes are those arguments."""
+    """A block from `block`, with that function's arguments as attributes."""
 
     kind: ClassVar[str] = "law"
     places: ClassVar[tuple[str, ...]] = PLACES
@@ -74,11 +74,11 @@ def block(
     mixes_tokens: bool = True,
     name: str | None = None,
 ) -> LawBlock:
-    """A block of your own, for `Transformer(mixer=...)` in attention's place, or `ffn=...` in that
+    """A block of your own, for `Transformer(mixer=...)` instead of attention, or `ffn=...` instead
     of the feed-forward block.
 
-    Its law is one function of second moments; gradients, those of its weights, the band, `explain`
-    and pictures are derivatives of it. Here, averages over the tokens before, behind a gate:
+    Its law is one function of second moments; gradients, also of weights, the band, `explain` and
+    plots follow from its derivatives. An example, gated averages over earlier tokens:
 
     >>> import numpy as np
     >>> import moments
@@ -101,21 +101,21 @@ def block(
     (3,)
 
     Args:
-        law: of an array x and the weights w, returns an array of x's shape. x[..., i, j] is
-            E x_i . x'_j per feature of tokens i and j of two replicas of the network, which are one
-            network; `w.gate(x)` that behind the matrix "gate". A sum of tensors with weights of
-            their own is a sum of moments, a product entry by entry their product, a matrix A over
-            tokens A @ x @ A.T. `moments.laws` has activations, norms and what each replica has by
-            itself. The block's last operation is a matrix, or whatever else centres its features.
-        twin: the same in torch, of x (batch, L, d_model) and weights w: `w.gate(x)` again is the
-            tensor behind the matrix. None: the block cannot be simulated.
-        weights: its matrices by name, each (features in, features out, variance of an entry); sizes
-            are numbers or names of the model's ("d_model", "d_ff", "d_head", "heads", "seq_len").
-            Names of `moments.Weights` have no variance here: it is given there, and schemes
-            reach it.
-        mixes_tokens: whether an output token depends on other tokens than its own. False: the law
-            acts entry by entry, and is also given x of shape (..., P + 1, P).
-        name: what tables and stored declarations call it; None: that of the law.
+        law: a function of an array x and the weights w that returns an array of x's shape.
+            x[..., i, j] is E x_i . x'_j per feature, of tokens i and j of two replicas of the
+            network, which may be the same; `w.gate(x)` is that behind the matrix "gate". The moment
+            of a sum of tensors with independent weights is the sum of moments, that of an
+            elementwise product the product, that of a matrix A over tokens A @ x @ A.T.
+            `moments.laws` has activations, norms and quantities of single replicas. The block must
+            end with a matrix, or another operation that centres its features.
+        twin: the same in torch, a function of x (batch, L, d_model) and weights w: `w.gate(x)` is
+            the tensor behind the matrix. None: the block cannot be simulated.
+        weights: matrices by name, each (fan_in, fan_out, variance of an entry); sizes are numbers
+            or fields of the model ("d_model", "d_ff", "d_head", "heads", "seq_len"). Names of
+            `moments.Weights` have no variance here: it is declared there, and schemes set it.
+        mixes_tokens: whether an output token depends on other tokens. False: the law acts on
+            entries, and is also called with x of shape (..., P + 1, P).
+        name: its name in tables and stored declarations; None: that of the law.
 
     Raises:
         DomainError: an argument out of range.

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, int]]
 QK_NORMS = (None, "rmsnorm", "layernorm", "rmsnorm-all", "layernorm-all")
 MIXER = "mixer_"
-"""Begins the names of a mixer's matrices that attention has too, where both are in a layer."""
+"""Prefix of a mixer's matrices that have names of attention's, in layers with both."""
 
 
 @dataclass(frozen=True)
 class _Mixer(Block):
-    """A causal mixer in attention's place, followed token by token."""
+    """A causal mixer that replaces attention, with laws by token."""
 
     places: ClassVar[tuple[str, ...]] = ("mixer",)
     by_token: ClassVar[bool] = True
@@ -133,9 +133,9 @@ class ShortConvolution(_Mixer):
     """A gated short convolution (LFM2): W_o [q * conv(k * v)], q, k and v linear in the input.
 
     Attributes:
-        kernel: tokens that the convolution sees, the last of them its own; every feature by itself.
-        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
-        bias: whether it has one, of variance 0.
+        kernel: width of the depthwise convolution in tokens, the last of them the output's own.
+        tap_variance: variance of its entries; None: torch's default, 1/(3 kernel).
+        bias: whether it has a bias, of variance 0.
 
     >>> ShortConvolution(kernel=3).tap_variance
     0.1111111111111111
@@ -162,16 +162,16 @@ class LinearAttention(_Mixer):
     Attributes:
         heads: number of heads.
         d_key, d_value: features of each head's queries and keys, and of its values.
-        decays: what a token later is left of each head's state; None: all of it.
-        feature_map: on queries, keys and values: "identity" or "silu".
-        scale: of the logits; None: 1/sqrt(d_key).
-        norm: RMSNorm over each head's values ("head"), over all heads' ("all"), or None.
+        decays: factor of each head's state per token; None: 1.
+        feature_map: map of queries, keys and values: "identity" or "silu".
+        scale: factor of the logits; None: 1/sqrt(d_key).
+        norm: RMSNorm over each head's values ("head"), over those of all heads ("all"), or None.
         norm_epsilon: added to the mean square under its root.
-        gate: "silu" or "sigmoid" of another linear map multiplies what the norm gives; None: none.
-        gate_variance: of that map's weights.
-        decay_gate: decays that are sigmoid(bias + w.x)^(1/decay_power), one for every key feature
-            ("channel") or for every head ("head"); None: `decays` alone.
-        decay_variance, decay_bias, decay_power: of those, the weights' variance, and the bias.
+        gate: "silu" or "sigmoid" of a linear map multiplies the norm's output; None: no gate.
+        gate_variance: variance of that map's weights.
+        decay_gate: decays sigmoid(bias + w.x)^(1/decay_power), one for every key feature
+            ("channel") or for every head ("head"); None: only `decays`.
+        decay_variance, decay_bias, decay_power: variance of w, the bias, and the power.
     """
 
     kind: ClassVar[str] = "linear_attention"
@@ -228,7 +228,7 @@ def retnet_decays(heads: int) -> tuple[float, ...]:
 
 def lightning_decays(heads: int, layer: int, layers: int) -> tuple[float, ...]:
     """exp(-2^(-8 h/heads) (1 - layer/(layers - 1 + 1e-5) + 1e-5)) of head h from 1, layer from 0
-    (Qin et al. 2024, section 3, as MiniMax-01 has it).
+    (Qin et al. 2024, section 3, as in MiniMax-01).
 
     >>> [round(one, 4) for one in lightning_decays(2, 0, 4)]
     [0.9394, 0.9961]
@@ -248,20 +248,20 @@ class Mamba2(_Mixer):
     Attributes:
         heads, d_head: number of heads, and features of x in each.
         state: features of B and C.
-        groups: of heads that share B and C, and their norm.
-        kernel: of the short convolution.
-        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
+        groups: number of groups of heads with a common B, C and norm.
+        kernel: width of the short convolution.
+        tap_variance: variance of its entries; None: torch's default, 1/(3 kernel).
         tap_distribution: "uniform" or "normal".
         tap_bias: whether it has a bias, of variance 0.
         rates: A of every head; or a pair, between which it is drawn uniformly; None: 1, 2, ...
-        steps: softplus(bias) is drawn between these two, uniformly in its logarithm.
-        gate_variance, step_variance: of the weights to z and to the steps.
+        steps: range in which softplus(bias) is drawn, uniformly in its logarithm.
+        gate_variance, step_variance: variances of the weights of z and of the steps.
         skip: D.
         norm: whether there is a norm.
-        norm_before_gate: whether it comes before the product with SiLU(z).
+        norm_before_gate: whether it precedes the product with SiLU(z).
         norm_epsilon: added to the mean square under its root.
-        least_step, most_step: bounds of the steps; None: none above.
-        multipliers: of what the matrices to z, x, B, C and the steps make (Falcon-H1).
+        least_step, most_step: bounds of the steps; None: no upper bound.
+        multipliers: factors of the projections to z, x, B, C and the steps (Falcon-H1).
     """
 
     kind: ClassVar[str] = "mamba2"
@@ -318,7 +318,7 @@ class Mamba2(_Mixer):
 
 @dataclass(frozen=True)
 class Mamba(_Mixer):
-    """Mamba's mixer (Gu and Dao 2023): a state for every feature, B, C and steps from all of them.
+    """Mamba's mixer (Gu and Dao 2023): a state for every feature, B, C and steps from all features.
 
     x = SiLU(conv(W_value u)), B and C = W_key x and W_query x, steps
     d_t = softplus(bias + W_step W_step_down x_t), and for feature c
@@ -329,17 +329,17 @@ class Mamba(_Mixer):
         width: features of x.
         state: features of B and C.
         step_rank: features of W_step_down x.
-        gate_variance, step_variance, step_down_variance: of the weights to z, of W_step's entries
-            and of W_step_down's.
-        kernel: of the short convolution.
-        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
+        gate_variance, step_variance, step_down_variance: variances of the entries of the matrix to
+            z, of W_step and of W_step_down.
+        kernel: width of the short convolution.
+        tap_variance: variance of its entries; None: torch's default, 1/(3 kernel).
         tap_distribution: "uniform" or "normal".
         tap_bias: whether it has a bias, of variance 0.
         rates: A of every entry of a state; None: 1, 2, ...
-        steps: softplus(bias) is drawn between these two, uniformly in its logarithm.
+        steps: range in which softplus(bias) is drawn, uniformly in its logarithm.
         skip: D.
         inner_norm: RMSNorm of W_step_down x, B and C, "affine" with gains (Jamba) or "plain"
-            (Falcon Mamba); None: none.
+            (Falcon Mamba); None: no norm.
         norm_epsilon: added to the mean square under their root.
     """
 
@@ -380,8 +380,8 @@ class Mamba(_Mixer):
 
 @dataclass(frozen=True)
 class RGLRU(_Mixer):
-    """The real-gated linear recurrent unit (De et al. 2024, Griffin): a state of one number for
-    every feature.
+    """The real-gated linear recurrent unit (De et al. 2024, Griffin): a state of one number per
+    feature.
 
     x = conv(W_value u), i = sigmoid(W_input x) and r = sigmoid(W_step x), both block-diagonal,
     a_t = exp(-8 r_t softplus(p)), h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t, h_1 = i_1 x_1; then
@@ -389,11 +389,12 @@ class RGLRU(_Mixer):
 
     Attributes:
         width: features of x.
-        blocks: on the diagonals of W_input and W_step.
-        gate_variance, input_variance, step_variance: of the entries of W_gate, W_input, W_step.
-        kernel: of the short convolution.
-        tap_variance: of its entries; None: torch's default, 1/(3 kernel).
-        decays: exp(-softplus(p)) squared is drawn uniformly between the squares of these two.
+        blocks: number of diagonal blocks of W_input and W_step.
+        gate_variance, input_variance, step_variance: variances of the entries of W_gate, W_input
+            and W_step.
+        kernel: width of the short convolution.
+        tap_variance: variance of its entries; None: torch's default, 1/(3 kernel).
+        decays: range of exp(-softplus(p)), whose square is drawn uniformly.
         gate: the activation behind W_gate.
     """
 
@@ -427,14 +428,14 @@ class RGLRU(_Mixer):
 
 @dataclass(frozen=True)
 class LayerAttention(Block):
-    """Attention that differs from the model's in this layer; what is None is as there.
+    """Attention of a layer that differs from the model's; None for a field: that of the model.
 
     Attributes:
-        d_head, kv_heads, qk_norm: as of a Transformer.
-        qk_gains: whether norms of queries and keys have gains, where the model's norms have.
-        value_norm: whether every head's values are over their root mean square, too (Gemma 4).
-        keys_of: earlier layer whose keys and values these heads read, having none of their own
-            (Gemma 4 E2B); None: their own.
+        d_head, kv_heads, qk_norm: as in a Transformer.
+        qk_gains: whether norms of queries and keys have gains if the model's norms have.
+        value_norm: whether every head's values are divided by their root mean square (Gemma 4).
+        keys_of: earlier layer whose keys and values this layer reads instead of its own (Gemma 4
+            E2B); None: its own.
     """
 
     kind: ClassVar[str] = "attention"
@@ -458,43 +459,43 @@ class LayerAttention(Block):
             raise domain_error("attention_gate", model.attention_gate, allowed)
 
     def _check_source(self, model: Transformer) -> None:
-        """Raise where the layer that these heads read has other heads, or is none before."""
+        """Raise DomainError unless `keys_of` is an earlier layer with the same heads."""
         first, source = model.mixers.index(self) + 1, self.keys_of or 0
-        like = model.mixers[source - 1] if 0 < source < first else None
-        if like != dataclasses.replace(self, keys_of=None):
+        mixer = model.mixers[source - 1] if 0 < source < first else None
+        if mixer != dataclasses.replace(self, keys_of=None):
             allowed = "a layer before, whose block is the same but for keys_of=None"
             raise domain_error("keys_of", self.keys_of, allowed)
-        apart = {
+        excluded = {
             "encoder": model.encoder is not None,
             "streams": model.streams is not None,
-            "values": any(one is not None for one in model.value_sources),
+            "values": any(values is not None for values in model.value_sources),
         }
-        for name in (name for name, there in apart.items() if there):
+        for name in (name for name, present in excluded.items() if present):
             allowed = "None where layers read the keys and values of others"
             raise domain_error(name, getattr(model, name), allowed)
 
     def shapes(self, model: Transformer) -> Shapes:
         shapes = model.attention_shapes(self.d_head, self.kv_heads)
-        made = () if self.keys_of is None else ("key", "value")
-        return {name: shape for name, shape in shapes.items() if name not in made}
+        absent = () if self.keys_of is None else ("key", "value")
+        return {name: shape for name, shape in shapes.items() if name not in absent}
 
     def applied(self, model: Transformer) -> Transformer:
-        """A model whose attention is this one in all layers."""
-        fields = {k: getattr(self, k) for k in ("d_head", "kv_heads", "qk_norm")}
-        given: dict[str, Any] = {name: one for name, one in fields.items() if one is not None}
-        return model.replace(mixer=None, norm_affine=model.norm_affine and self.qk_gains, **given)
+        """The model with this attention in all layers."""
+        fields = {name: getattr(self, name) for name in ("d_head", "kv_heads", "qk_norm")}
+        changes: dict[str, Any] = {k: value for k, value in fields.items() if value is not None}
+        return model.replace(mixer=None, norm_affine=model.norm_affine and self.qk_gains, **changes)
 
 
 @dataclass(frozen=True)
 class ParallelMixer(Block):
-    """Attention, as the model declares it, and a mixer that read the same tokens (Falcon-H1).
+    """The model's attention and a mixer in parallel (Falcon-H1), whose outputs are added.
 
-    Their outputs are added, each times a scale. The mixer's query, key, value and output matrices
-    are called "mixer_query" and so on, and have the variances of attention's.
+    The mixer's query, key, value and output matrices are called "mixer_query" and so on, and have
+    the variances of attention's.
 
     Attributes:
-        mixer: the other mixer.
-        attention_scale, mixer_scale: multiply the two outputs.
+        mixer: the mixer.
+        attention_scale, mixer_scale: factors of the two outputs.
     """
 
     kind: ClassVar[str] = "parallel mixer"

@@ -1,4 +1,4 @@
-"""What feeds layer 1 of an encoder of pictures or sound: projected patches, or convolutions.
+"""Embeddings of images and sound: projected patches, or convolutions.
 
 A spectrogram is an image of one channel."""
 
@@ -28,7 +28,7 @@ POSITIONS = ("learned", "sinusoidal", "none")
 
 
 def _check_sides(name: str, value: Any) -> int | tuple[int, int]:
-    """One number, or a pair that is not twice the same."""
+    """One number, or a pair of different numbers."""
     if not isinstance(value, list | tuple):
         return check_count(name, value)
     if len(value) != 2:
@@ -44,31 +44,30 @@ Sides = Annotated[int | tuple[int, int], _check_sides]
 class PatchEmbedding(Stored):
     """Square patches, each mapped to d_model features by one matrix, plus a position table.
 
-    Tokens are the class token, registers, then patches row by row; each of them is optional but the
-    patches.
+    Tokens are an optional class token, optional registers, and patches row by row.
 
     Args:
-        image_size: height and width of an image in pixels, one number where they are the same.
+        image_size: height and width of an image in pixels, or one number for both.
         patch_size: height and width of a patch; without a `stride` it divides image_size.
         patch_variance: variance of the entries of the projection, (channels * patch_size**2,
             d_model).
         position_variance: variance of a learned position table, one row per token.
-        channels: of an image.
-        class_token: whether a learned vector stands before the patches.
+        channels: number of channels of an image.
+        class_token: whether the first token is a learned vector.
         class_variance: variance of that vector's entries.
         bias_variance: variance of the projection's bias; 0: it starts at zero; None: there is none.
         norm: whether the sum is normalised.
         dropout: probability of dropping an entry of the result.
         norm_epsilon: added to the variance under that normalisation's square root.
-        stride: pixels from one patch to the next, down and across, one number where they are the
-            same; below patch_size patches overlap, and what is left over at an edge is not read.
-            None: patch_size.
-        registers: learned vectors behind the class token that are no patches (registers, the
+        stride: pixels from one patch to the next, vertically and horizontally, or one number for
+            both; below patch_size patches overlap, and a rest at an edge is not read. None:
+            patch_size.
+        registers: number of further learned vectors behind the class token (registers, the
             distillation token of DeiT).
         register_variance: variance of those vectors' entries.
         positions: "learned" (a table of `position_variance`, 0: it starts at zero), "sinusoidal"
-            (fixed sines and cosines of either coordinate in a half of the features, entries of mean
-            square 1/2; zero where a token is no patch) or "none". None: "learned" where
+            (fixed sines and cosines of each coordinate in one half of the features, entries of mean
+            square 1/2; zero for tokens that are no patches) or "none". None: "learned" if
             position_variance is above 0.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Embeddings that every layer has a table and a projection of its own for."""
+"""Per-layer embeddings, with a table and a projection in every layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class PerLayerEmbedding(Stored):
 
         p = (N(projection_scale W_p x_0) + scale e) / sqrt(2),
 
-    x_0 what enters layer 1, e rows that tokens look up in a table of the layer's own, N RMSNorm.
+    x_0 the input of layer 1, e the tokens' rows of the layer's table, N RMSNorm.
 
     Args:
-        width: features of p.
-        table_variance, projection_variance, gate_variance, output_variance: of the entries of the
-            table, W_p, W_g and W_o.
-        scale, projection_scale: of rows and of what is projected.
+        width: number of features of p.
+        table_variance, projection_variance, gate_variance, output_variance: variances of the
+            entries of the table, W_p, W_g and W_o.
+        scale, projection_scale: factors of the rows and of the projection.
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -42,7 +42,7 @@ class PerLayerEmbedding(Stored):
     projection_scale: Positive = 1.0
 
     def check(self, model: Transformer) -> None:
-        """Raise a DomainError where a model's layers cannot have it."""
+        """Raise a DomainError if a model's layers cannot have this block."""
         if not isinstance(model.embedding, Embedding):
             allowed = "a moments.Embedding, of whose tokens a table has a row each"
             raise domain_error("embedding", model.embedding, allowed)
@@ -54,13 +54,13 @@ class PerLayerEmbedding(Stored):
                 raise domain_error(name, getattr(model, name), allowed)
 
     def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
-        """Of its matrices in every layer."""
-        inward = d_model, self.width
+        """Shape (fan_in, fan_out) of every matrix of a layer."""
         names = "per_layer_gate", "per_layer_projection"
-        return dict.fromkeys(names, inward) | {"per_layer_output": (self.width, d_model)}
+        shapes = dict.fromkeys(names, (d_model, self.width))
+        return shapes | {"per_layer_output": (self.width, d_model)}
 
     @property
     def variances(self) -> dict[str, float]:
-        """Of the same."""
+        """Variances of the same matrices."""
         names = "gate", "projection", "output"
         return {f"per_layer_{name}": getattr(self, f"{name}_variance") for name in names}

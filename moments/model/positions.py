@@ -1,4 +1,4 @@
-"""How positions enter attention: rotated queries and keys, and biases on the logits."""
+"""Positions in attention: rotary queries and keys, and biases on the logits."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Offsets = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Rotary(Stored):
-    """Rotary position embedding: pairs of features of queries and keys are turned by w_m position.
+    """Rotary position embedding: pairs of features of queries and keys, rotated by w_m position.
 
     Args:
-        fraction: of each head's features that are turned (1: all; GPT-NeoX .25).
-        base: frequencies are w_m = base^(-2 m / turned), m = 0 ... turned/2 - 1.
-        speeds: the frequencies themselves, one per pair of turned features, where they are no
-            powers of one base (scaled for longer texts); None: they are.
-        grid: rows and columns of a picture's patches, whose places turn: a quarter of the features'
-            pairs each by 2 pi base^(-4 m / d_head) times a place down and across, which run from -1
-            to 1 between the picture's edges. Tokens before the patches are not turned. None: a
-            token's number turns.
+        fraction: fraction of each head's features that are rotated (1: all; GPT-NeoX .25).
+        base: frequencies are w_m = base^(-2 m / R), m = 0 ... R/2 - 1, of R rotated features.
+        speeds: the frequencies, one per pair of rotated features, if they are no powers of one base
+            (scaled for longer texts); None: they are.
+        grid: rows and columns of an image's patches, whose coordinates replace positions: half of
+            the pairs of features are rotated by 2 pi base^(-4 m / d_head) times the vertical, the
+            others by the same times the horizontal coordinate, from -1 to 1 between the image's
+            edges. Tokens before the patches are not rotated. None: positions in the sequence.
 
     Raises:
         DomainError: a value outside what is allowed.
@@ -66,7 +66,7 @@ class Rotary(Stored):
                 raise domain_error("grid", self.grid, "None with a fraction or speeds")
 
     def check_width(self, d_head: int) -> None:
-        """Raise unless `speeds` are as many as a head has pairs of turned features."""
+        """Raise DomainError unless each pair of a head's rotated features has one speed."""
         pairs = int(self.fraction * d_head) // 2
         if self.grid is not None and d_head % 4:
             raise domain_error("d_head", d_head, "a multiple of 4 where places of patches turn")
@@ -74,28 +74,28 @@ class Rotary(Stored):
             raise domain_error("speeds", f"{len(self.speeds)} numbers", f"{pairs}, one per pair")
 
     def frequencies(self, d_head: int) -> tuple[Array, Array]:
-        """Frequencies w_m and the share of the logit's covariance that each carries.
+        """Frequencies w_m and their shares of the logit's covariance, which sum to 1.
 
-        The features that are not turned are the frequency 0. Shares sum to 1.
+        Features that are not rotated have the frequency 0.
         """
         pairs = int(self.fraction * d_head) // 2
         if pairs == 0:
             return np.zeros(1), np.ones(1)
-        turned = self.base ** (-np.arange(pairs) / pairs)
+        rotated = self.base ** (-np.arange(pairs) / pairs)
         if self.speeds is not None:
-            turned = np.array(self.speeds)
+            rotated = np.array(self.speeds)
         if self.grid is not None:
             quarter = 2 * np.pi * self.base ** (-np.arange(pairs // 2) / (pairs // 2))
-            turned = np.concatenate([quarter, quarter])
+            rotated = np.concatenate([quarter, quarter])
         share = np.full(pairs, 2.0 / d_head)
         rest = 1.0 - float(share.sum())
         if rest <= 1e-12:
-            return turned, share
-        return np.append(0.0, turned), np.append(rest, share)
+            return rotated, share
+        return np.append(0.0, rotated), np.append(rest, share)
 
     def angles(self, positions: Any, d_head: int) -> Array:
-        """(tokens, m) by how much each frequency turns tokens of a picture at these positions in
-        their sequence, of which the patches are the last.
+        """Angles (tokens, m) of an image's tokens at these positions of a sequence that ends with
+        the patches.
 
         Raises:
             DomainError: fewer tokens than there are patches.
@@ -115,8 +115,8 @@ class Rotary(Stored):
         return np.stack(places, 1)[:, half] * speeds * (patch >= 0)[:, None]
 
     def kernel(self, offset: Any, d_head: int) -> Array:
-        """rho(offset) = sum_m share_m cos(w_m offset): the covariance of two logits over its value
-        without rotation, where their relative positions differ by `offset`.
+        """rho(offset) = sum_m share_m cos(w_m offset): the covariance of two logits whose relative
+        positions differ by `offset`, over its value without rotation.
 
         With q_i and k_j of independent Gaussian projections, E over them of
         (R_i q)^T (R_j k) (R_i' q')^T (R_j' k') = d_head C_ii' C_jj' rho((j' - j) - (i' - i)).
@@ -164,7 +164,7 @@ class RelativeBias(Stored):
     def bucket(self, offset: Any, causal: bool) -> Offsets:
         """Bucket of key position minus query position.
 
-        Near offsets have a bucket each; farther ones share buckets that grow in proportion to the
+        Near offsets have one bucket each; buckets of farther offsets grow in proportion to the
         distance, up to `max_distance`.
         """
         offset = np.asarray(offset, dtype=np.intp)
@@ -187,7 +187,7 @@ class RelativeBias(Stored):
 def alibi_slopes(heads: int) -> Array:
     """Slope of the distance penalty of every head: geometric, from 2^(-8/heads) to 2^-8.
 
-    Where `heads` is no power of two, the slopes of the next smaller power and then every second one
+    If `heads` is no power of two, the slopes of the next smaller power and then every second slope
     of the next larger.
 
     Source:

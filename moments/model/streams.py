@@ -1,4 +1,4 @@
-"""Several residual streams, from which every block reads and to which it writes."""
+"""Several residual streams that every block reads from and writes to."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ MOST_STREAMS = 64
 
 @dataclass(frozen=True)
 class HyperConnections(Stored):
-    """`streams` residual streams x_1 ... x_N, copies of the embedding at first (hyper-connections).
+    """Residual streams x_1 ... x_N, which start as copies of the embedding (hyper-connections).
 
-    A block reads u = sum_i r_i x_i, and of its output y the streams become
-    x_k <- sum_j m_jk x_j + w_k y. Behind the last layer stands their mean: of their sum, a norm
-    that follows leaves the same. With n a token's streams, normalised together by their root mean
-    square, and z = scale W n, of N (N + 2) logits, or 2 N where nothing mixes,
+    A block reads u = sum_i r_i x_i, and its output y changes the streams to
+    x_k <- sum_j m_jk x_j + w_k y. The output of the last layer is their mean; a norm behind it
+    makes their sum equivalent. With n a token's streams, divided by their common root mean square,
+    and z = scale W n, N (N + 2) logits, or 2 N without mixing,
 
         r_i = sigmoid(read_bias + z_i),  w_k = write_factor sigmoid(write_bias + z_{N+k}),
 
-    and m the exponentials of the others, rows and columns normalised in turn (Xie et al. 2026).
+    and m the exponentials of the other logits, rows and columns alternately normalised (Xie et al.
+    2026).
 
     Args:
         streams: N.
         variance: of the entries of W, (N d_model, logits); 0: coefficients start as constants.
         scale: of the logits.
-        reads: "sigmoid" as above; "one": each block in turn one stream alone, r = 1 there, 0
-            elsewhere and w_k = 1 (static hyper-connections, Zhu et al. 2024).
+        reads: "sigmoid" as above; "one": blocks read the streams in turn, with r = 1 for one stream
+            and w_k = 1 for all (static hyper-connections, Zhu et al. 2024).
         mixing: "sinkhorn" as above, or "identity", m = 1 (Hunyuan V4).
-        read_bias, write_bias: at the start.
-        write_factor: of w.
-        rounds: how often rows and columns are normalised.
-        epsilon: added to every r, to the rows' softmax, and to sums that are divided by.
+        read_bias, write_bias: initial biases.
+        write_factor: factor of w.
+        rounds: number of normalisations of rows and columns.
+        epsilon: added to every r, to the rows' softmax, and to divisors.
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -75,30 +76,29 @@ class HyperConnections(Stored):
             )
 
     def check(self, model: Transformer) -> None:
-        """Raise a DomainError where blocks of a model cannot stand between its streams."""
+        """Raise a DomainError if a model cannot have several streams."""
         if model.norm not in ("pre", "sandwich") or model.normalization == "dyt":
             allowed = "norm='pre' or 'sandwich' of LayerNorm or RMSNorm with several streams"
             name = "normalization" if model.normalization == "dyt" else "norm"
             raise domain_error(name, getattr(model, name), allowed)
-        apart = {
+        excluded = {
             "parallel": model.parallel,
             "encoder": model.encoder is not None,
             "skip_scale": bool((model.skip_scales != 1.0).any()),
             "layernorm_scaling": model.layernorm_scaling in ("after-residual", "before-norm"),
             "norm_groups": model.norm_groups > 1,
         }
-        for name in (name for name, there in apart.items() if there):
-            value = type(model).__dataclass_fields__[name].default
-            raise domain_error(
-                name, getattr(model, name), f"{value!r} where there are several streams"
-            )
+        for name in (name for name, present in excluded.items() if present):
+            default = type(model).__dataclass_fields__[name].default
+            allowed = f"{default!r} where there are several streams"
+            raise domain_error(name, getattr(model, name), allowed)
 
     def logit_variance(self, d_model: int) -> float:
-        """Of a coefficient's logit."""
+        """Variance of a coefficient's logit."""
         return self.scale**2 * self.streams * d_model * self.variance
 
     @property
     def logits(self) -> int:
-        """How many a token has at each block."""
-        mixed = self.streams**2 if self.mixing == "sinkhorn" else 0
-        return 2 * self.streams + mixed
+        """Number of logits of a token at each block."""
+        mixing = self.streams**2 if self.mixing == "sinkhorn" else 0
+        return 2 * self.streams + mixing

@@ -39,11 +39,11 @@ class Transformer:
         layers: number of layers N, each an attention block and a feed-forward block.
         d_model: width of the residual stream.
         heads: attention heads.
-        seq_len: tokens per sequence. Of 1 there are no pairs and correlations are 0; the target
-            of a causal head, beyond the sequence, is any token by Zipf's law unless it is given.
+        seq_len: tokens per sequence. With 1 token there are no pairs, and correlations are 0; the
+            default target of a causal head is then a random token by Zipf's law.
         d_ff: width of the feed-forward hidden layer; None: 4 * d_model.
-        norm: where normalisation sits. "pre", "post" or "none"; "sandwich" before and after every
-            block (Peri-LN's layers too); "output" at every block's output alone (OLMo 2); "mix":
+        norm: placement of normalisation. "pre", "post" or "none"; "sandwich" before and after every
+            block (also Peri-LN's layers); "output" only at every block's output (OLMo 2); "mix":
             the first `post_layers` layers Post-LN, the others Pre-LN; "hybrid": query, key and
             value normalised, and Post-LN around the feed-forward block (HybridNorm); "b2t": Post-LN
             with a connection from each layer's input to its last normalisation.
@@ -54,70 +54,69 @@ class Transformer:
             "geglu_tanh" and "reglu" are the gated forms.
         dropout: probability of dropping an entry of each block's output.
         attention_dropout: the same for attention weights; None: as `dropout`.
-        causal: whether a token sees only itself and earlier ones.
-        skip_scale: multiplies the stream at every residual addition; one number, one per layer, or
-            a pair (attention, feed-forward) per layer.
-        branch_scale: multiplies a block's output there; likewise.
-        layer_scale: whether `branch_scale` is a gain per feature that is learned (LayerScale) and
-            receives a gradient.
+        causal: whether a token attends only to itself and earlier tokens.
+        skip_scale: factor of the stream in every residual sum; one number, one per layer, or a pair
+            (attention, feed-forward) per layer.
+        branch_scale: factor of a block's output in the residual sum; likewise.
+        layer_scale: whether `branch_scale` is a learned gain per feature (LayerScale), with a
+            gradient.
         layernorm_scaling: LayerNorm Scaling, 1/sqrt(l) in layer l. True or "after-norm": on the
             normalised output; "before-norm": on the normalisation's input; "after-block": on the
             block's output; "after-residual": on the sum; "attention-only" and "ffn-only": after the
             norm of that block alone.
         weights: variances of the weight matrices; None: Weights.xavier of these widths.
-        embedding: what feeds layer 1; None: the moments are given to `predict`.
-        head: what follows the last layer, down to the loss; None: its gradient is given.
+        embedding: the embedding of layer 1's input; None: `predict` takes the input's moments.
+        head: the head and loss; None: `predict` takes the moments of the output's gradient.
         d_head: width of a head; None: d_model / heads.
         kv_heads: heads of keys and values, each shared by heads / kv_heads queries; None: heads.
-        temperature: divides the attention logits, besides sqrt(d_head); one, or one per layer.
+        temperature: divisor of the attention logits, besides sqrt(d_head); one, or one per layer.
         norm_epsilon: added to the variance under the normalisation's square root.
-        norm_affine: whether norms have learnable gains (and biases); they start at `norm_gain` and
-            0, and their gradients are predicted.
-        norm_bias: whether those of LayerNorm include biases.
+        norm_affine: whether norms have learnable gains (and biases), which start at `norm_gain` and
+            0, and whose gradients are predicted.
+        norm_bias: whether affine LayerNorms have biases.
         norm_gain: root mean square of the block norms' gain; one number, one per layer, or a pair
             (attention, feed-forward) per layer.
-        norm_groups: features are normalised in so many groups (Group-LN).
-        dyt_alpha: of "dyt".
-        post_layers: layers of norm="mix" that are Post-LN.
+        norm_groups: number of groups of features that are normalised separately (Group-LN).
+        dyt_alpha: alpha of "dyt".
+        post_layers: number of Post-LN layers for norm="mix".
         gated: whether the feed-forward block multiplies two maps, activation(x W_gate) * (x W_in).
         activation_dropout: dropout on the feed-forward hidden layer.
-        ffn_dropout: `dropout` of the feed-forward block where it is another; None: the same.
-        identity_attention: whether every token attends to itself alone and no logits are formed
-            (where Value-SkipInit starts).
+        ffn_dropout: `dropout` of the feed-forward block; None: as `dropout`.
+        identity_attention: whether every token attends only to itself, without logits
+            (Value-SkipInit at initialisation).
         biases: variances of the bias vectors; None: there are none.
         parallel: whether attention and feed-forward block read the same stream and share one sum.
-        parallel_norms: 1 where they then share a norm, 2 where each has its own.
-        rotary: rotary positions of queries and keys; one for all layers, or per layer one or None.
-        alibi: whether logits have ALiBi's linear penalties; a number multiplies their slopes
-            (Falcon: 1/sqrt(d_head)).
+        parallel_norms: 1 if parallel blocks share a norm, 2 if each has its own.
+        rotary: rotary positions of queries and keys; one for all layers, or one or None per layer.
+        alibi: whether logits have ALiBi's linear penalties, or a factor on their slopes (Falcon:
+            1/sqrt(d_head)).
         relative_bias: T5's learned biases by relative position.
         qk_norm: "rmsnorm" or "layernorm" of every head's queries and keys; "rmsnorm-all" or
-            "layernorm-all": of all heads' together (OLMo 2); None: neither.
+            "layernorm-all": of all heads together (OLMo 2); None: neither.
         logit_softcap: c in c tanh(logit/c); None: no cap.
-        attention_sink: variance over heads of a logit that every head has for a key of value 0, a
-            parameter (GPT-OSS; 0: it starts at logit 0); one value or one per layer; None: none.
-        attention_gate: "elementwise": attention's concatenated heads times sigmoid(x W), a number
-            for every feature (Qwen3-Next); "headwise": one for every head; None: no gate.
-        window: how many tokens back attention reaches (and ahead, unless causal), itself included;
-            None: all; one value or one per layer.
-        mixer: a block in attention's place (`moments.model.block`): one for all layers, or one per
-            layer, None where the fields above say how attention is.
-        ffn: a block in the feed-forward block's place; likewise.
-        encoder: the model whose output a decoder's cross-attention reads; None: there is none.
-        streams: several residual streams (hyper-connections), whose mean is what every point of the
-            stream is of; None: one. Of norm="pre" or "sandwich".
-        input_mix: (r, s), or such a pair per layer: r x + s x_0 enters a layer, x_0 being what
-            enters layer 1 (nanochat); None: x. Of norm="pre" or "sandwich" and skip_scale 1.
-        skips: per layer None, or (n, w): w times what left layer n (0: what enters layer 1) is
-            added to what enters this one, before `input_mix` (U-net: (layers + 1 - l, 1) in the
-            upper half); None: nothing. Of models as with `input_mix`.
-        values: what attention's values are a sum of: of the layer's own, the first layer's and rows
-            of a table (`moments.Values`); one for all layers, or one or None per layer.
-        per_layer_embedding: a block in every layer that reads its tokens anew (Gemma 4 E2B).
-        shared_layers: whether all layers are one layer's weights used again (ALBERT): of Post-LN
-            without a mask, and of the plain blocks.
-        name: what pictures and reports call it; no part of what it is, so that equal models may
-            differ in it.
+        attention_sink: variance over heads of the learned logit of a key with value 0 (GPT-OSS; 0:
+            logits start at 0); one value or one per layer; None: no sink.
+        attention_gate: "elementwise": attention's concatenated heads times sigmoid(x W), one factor
+            per feature (Qwen3-Next); "headwise": one factor per head; None: no gate.
+        window: number of tokens to which a token attends backward (and forward, unless causal),
+            itself included; None: all; one value or one per layer.
+        mixer: a block that replaces attention (`moments.model.block`): one for all layers, or one
+            or None per layer, None for the attention of the fields above.
+        ffn: a block that replaces the feed-forward block; likewise.
+        encoder: the encoder whose output cross-attention reads; None: a single stack.
+        streams: several residual streams (hyper-connections), whose mean is predicted at every
+            point of the stream; None: one. Requires norm="pre" or "sandwich".
+        input_mix: (r, s), or such a pair per layer: the layer's input is r x + s x_0, x_0 the input
+            of layer 1 (nanochat); None: x. Requires norm="pre" or "sandwich" and skip_scale 1.
+        skips: per layer None, or (n, w): w times the output of layer n (0: the input of layer 1) is
+            added to the layer's input, before `input_mix` (U-net: (layers + 1 - l, 1) in the upper
+            half); None: none. Requirements as for `input_mix`.
+        values: sums of the layer's own values, the first layer's and rows of a table
+            (`moments.Values`); one for all layers, or one or None per layer.
+        per_layer_embedding: a block in every layer that reads the tokens again (Gemma 4 E2B).
+        shared_layers: whether all layers share their weights (ALBERT); requires Post-LN, no mask
+            and no optional parts.
+        name: a name for plots and reports, which equality of models ignores.
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -185,16 +184,16 @@ class Transformer:
     def __post_init__(self) -> None:
         check(self)
 
-    # --- what each layer has -------------------------------------------------------------------
+    # --- values per layer ----------------------------------------------------------------------
 
     @property
     def skip_scales(self) -> np.ndarray:
-        """lambda of every layer, shape (N,); (N, 2) where attention and feed-forward differ."""
+        """lambda of every layer, shape (N,); (N, 2) if attention and feed-forward differ."""
         return self._each("skip_scale")
 
     @property
     def branch_scales(self) -> np.ndarray:
-        """beta of every layer, shape (N,); (N, 2) where attention and feed-forward differ."""
+        """beta of every layer, shape (N,); (N, 2) if attention and feed-forward differ."""
         return self._each("branch_scale")
 
     @property
@@ -216,14 +215,14 @@ class Transformer:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Reach of attention in every layer."""
+        """Window of attention in every layer."""
         if isinstance(self.window, Sequence):
             return tuple(self.window)
         return (self.window,) * self.layers
 
     @property
     def attention_sinks(self) -> tuple[float | None, ...]:
-        """Variance of the sinks' logits in every layer; None where there are none."""
+        """Variance of the sinks' logits in every layer; None for a layer without sinks."""
         if isinstance(self.attention_sink, Sequence):
             return tuple(self.attention_sink)
         return (self.attention_sink,) * self.layers
@@ -237,33 +236,31 @@ class Transformer:
 
     @property
     def value_sources(self) -> tuple[Values | None, ...]:
-        """Of every layer, what its values are a sum of; None: of its own alone."""
+        """Sources of values in every layer; None: only the layer's own."""
         if isinstance(self.values, Sequence):
             return tuple(self.values)
         return (self.values,) * self.layers
 
     @property
     def read_again(self) -> frozenset[int]:
-        """Layers whose keys and values later ones read."""
-        sources = (getattr(one, "keys_of", None) for one in self.mixers)
-        return frozenset(one for one in sources if one is not None)
+        """Layers whose keys and values are also read by later layers."""
+        sources = (getattr(mixer, "keys_of", None) for mixer in self.mixers)
+        return frozenset(layer for layer in sources if layer is not None)
 
     @property
     def reads_first(self) -> bool:
-        """Whether later layers read the first one's values."""
-        return any(one is not None and one.first for one in self.value_sources[1:])
+        """Whether later layers read the first layer's values."""
+        return any(values is not None and values.first for values in self.value_sources[1:])
 
     @property
     def additions(self) -> tuple[tuple[float, dict[int, float]], ...]:
-        """Of every layer, the factor of what enters it, and those of what left earlier layers (0:
-        of what enters layer 1) and is added."""
-        given = (1.0, 0.0) if self.input_mix is None else self.input_mix
+        """For every layer, the factor of its input, and the factors of added earlier outputs, by
+        layer (0: the input of layer 1)."""
+        mix = (1.0, 0.0) if self.input_mix is None else self.input_mix
+        pairs = np.broadcast_to(mix, (self.layers, 2)).tolist()
+        skips = (None,) * self.layers if self.skips is None else self.skips
         result = []
-        for pair, skip in zip(
-            np.broadcast_to(given, (self.layers, 2)).tolist(),
-            (None,) * self.layers if self.skips is None else self.skips,
-            strict=True,
-        ):
+        for pair, skip in zip(pairs, skips, strict=True):
             keep, added = pair[0], {0: pair[1]} if pair[1] else {}
             if skip is not None:
                 added[skip[0]] = added.get(skip[0], 0.0) + keep * skip[1]
@@ -272,17 +269,17 @@ class Transformer:
 
     @property
     def adds_again(self) -> bool:
-        """Whether layers add what earlier ones left, or what enters layer 1."""
+        """Whether layers add outputs of earlier layers or the input of layer 1."""
         return self.input_mix is not None or self.skips is not None
 
     @property
     def mixers(self) -> tuple[Block | None, ...]:
-        """What stands in attention's place in every layer; None: attention."""
+        """The block that replaces attention in every layer; None: attention."""
         return self._blocks("mixer")
 
     @property
     def ffns(self) -> tuple[Block | None, ...]:
-        """What stands in the feed-forward block's place in every layer; None: that block."""
+        """The block that replaces the feed-forward block in every layer; None: that block."""
         return self._blocks("ffn")
 
     def _blocks(self, name: str) -> tuple[Block | None, ...]:
@@ -291,13 +288,13 @@ class Transformer:
 
     @property
     def placements(self) -> tuple[str, ...]:
-        """Where normalisation sits in every layer: "mix" resolved into "post" and "pre"."""
+        """Placement of norms in every layer, "mix" resolved into "post" and "pre"."""
         if self.norm != "mix":
             return (self.norm,) * self.layers
         return ("post",) * self.post_layers + ("pre",) * (self.layers - self.post_layers)
 
     def by_block(self, name: str) -> np.ndarray:
-        """A scale of every layer, (N, 2): attention (and cross-attention), feed-forward."""
+        """A scale by layer and block, (N, 2): attention (and cross-attention), feed-forward."""
         values = np.asarray(getattr(self, name), dtype=float)
         return np.broadcast_to(
             values.reshape(-1, 1) if values.ndim < 2 else values, (self.layers, 2)
@@ -309,12 +306,12 @@ class Transformer:
 
     @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of every matrix of any layer, the features that it sums over and those that it makes."""
+        """Shape (fan_in, fan_out) of every matrix of any layer."""
         layers = {pair: n for n, pair in enumerate(zip(self.mixers, self.ffns, strict=True), 1)}
         return {k: v for n in sorted(layers.values()) for k, v in self.shapes_of(n).items()}
 
     def shapes_of(self, layer: int) -> dict[str, tuple[int, int]]:
-        """The same of layer `layer`, counted from 1."""
+        """Shape (fan_in, fan_out) of every matrix of layer `layer`, counted from 1."""
         mixer, ffn = self.shapes_by_place(layer)
         values = self.value_sources[layer - 1]
         if values is not None and values.gate is not None:
@@ -324,8 +321,8 @@ class Transformer:
         return mixer | ffn | self._cross_shapes()
 
     def shapes_by_place(self, layer: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Shapes of attention's matrices, or of what stands in its place, and of the
-        feed-forward block's."""
+        """Shapes of the matrices of attention and of the feed-forward block, or of the blocks that
+        replace them."""
         mixer, ffn = self.mixers[layer - 1], self.ffns[layer - 1]
         return (
             self.attention_shapes() if mixer is None else mixer.shapes(self),
@@ -333,14 +330,14 @@ class Transformer:
         )
 
     def dense_shapes(self, d_ff: int) -> dict[str, tuple[int, int]]:
-        """Of the matrices of a feed-forward block of that width."""
+        """Shapes of the matrices of a feed-forward block of width `d_ff`."""
         shapes = {"ffn_in": (self.d_model, d_ff), "ffn_out": (d_ff, self.d_model)}
         return shapes | ({"gate": (self.d_model, d_ff)} if self.gated else {})
 
     def attention_shapes(
         self, d_head: int | None = None, kv_heads: int | None = None
     ) -> dict[str, tuple[int, int]]:
-        """Of attention's matrices, as the fields or these arguments say."""
+        """Shapes of attention's matrices; None for an argument: the field."""
         d_model, d_head = self.d_model, d_head or self.d_head or 0
         heads, shared = self.heads * d_head, (kv_heads or self.kv_heads or self.heads) * d_head
         attention = {
@@ -367,7 +364,7 @@ class Transformer:
         }
 
     def variances_of(self, layer: int) -> dict[str, float]:
-        """Weight variances of layer `layer`, counted from 1, those of its blocks' own included."""
+        """Weight variances of layer `layer`, counted from 1, with those of all its blocks."""
         blocks = self.mixers[layer - 1], self.ffns[layer - 1]
         variances: dict[str, float] = dataclasses.asdict(self.layer_weights(layer))
         if (values := self.value_sources[layer - 1]) is not None:
@@ -388,10 +385,10 @@ class Transformer:
     # --- copies and files ----------------------------------------------------------------------
 
     def replace(self, **changes: Any) -> Transformer:
-        """A changed copy, validated again; what was left to a default follows the change.
+        """A changed copy, validated again; defaults are resolved anew.
 
-        Of another number of `layers`, what was given layer by layer goes on by its pattern: some
-        layers at first, and then one group again and again (at least twice).
+        With another number of `layers`, lists per layer are continued by their pattern: some first
+        layers, and then a group of layers that is repeated (at least twice).
 
         Raises:
             DomainError: an unknown field, or a value outside what is allowed.
@@ -408,14 +405,14 @@ class Transformer:
         return Transformer(**{**current, **changes})
 
     def with_scheme(self, name: str, **options: Any) -> Transformer:
-        """The model with weights, scales and placement as a published scheme sets them.
+        """The model with weights, scales and placement of a published scheme.
 
         Args:
             name: one of the names in `moments.schemes()`.
-            options: the scheme's own, with its authors' defaults.
+            options: options of the scheme, by default its authors' values.
 
         Raises:
-            DomainError: no such scheme or option, or an option outside what is allowed.
+            DomainError: no such scheme or option, or a value outside its domain.
         """
         from ..scheme import apply
 
@@ -429,14 +426,14 @@ class Transformer:
                 continue
             value: Any = None if f.name in self._defaulted else getattr(self, f.name)
             if f.name in ("rotary", "values", *PLACES) and isinstance(value, tuple):
-                data[f.name] = [None if one is None else one.to_dict() for one in value]
+                data[f.name] = [None if part is None else part.to_dict() for part in value]
                 continue
             data[f.name] = value.to_dict() if hasattr(value, "to_dict") else plain(value)
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Transformer:
-        """Read what `to_dict` wrote.
+        """Read a dictionary of `to_dict`.
 
         Raises:
             DomainError: another format version, or an unknown field.
@@ -466,34 +463,33 @@ class Transformer:
         return html(self)
 
 
-def _continued(name: str, given: tuple[Any, ...], layers: Any) -> tuple[Any, ...]:
-    """What layers have, one after the other, for so many: by the shortest beginning and group that
-    make the pattern.
+def _continued(name: str, entries: tuple[Any, ...], layers: Any) -> tuple[Any, ...]:
+    """A list per layer continued to `layers` entries by its shortest pattern: `first` entries, and
+    then a repeated group.
 
     Raises:
         DomainError: there is no pattern.
     """
     check_count("layers", layers)
-    count = len(given)
+    count = len(entries)
     patterns = (
-        (first, group)
+        (first, length - first)
         for length in range(1, count + 1)
         for first in range(length)
-        for group in (length - first,)
-        if count - first >= 2 * group
-        and all(given[n] == given[n - group] for n in range(first + group, count))
+        if count - first >= 2 * (length - first)
+        and all(entries[n] == entries[n - (length - first)] for n in range(length, count))
     )
-    found = next(patterns, None)
-    if found is None:
+    pattern = next(patterns, None)
+    if pattern is None:
         remedy = f"no pattern in it says what {layers} layers have: pass {name}=[...] along"
         raise domain_error(name, f"{count} entries", f"one per layer ({layers})", remedy)
-    first, group = found
+    first, group = pattern
     return tuple(
-        given[n] if n < count else given[first + (n - first) % group] for n in range(layers)
+        entries[n] if n < count else entries[first + (n - first) % group] for n in range(layers)
     )
 
 
 def _kind_of(part: Any, kinds: Sequence[Any]) -> Any:
-    """The declaration that has most of the fields that are given."""
-    given = set(part) if isinstance(part, Mapping) else set()
-    return max(kinds, key=lambda kind: len(given & {f.name for f in dataclasses.fields(kind)}))
+    """The declaration that has most fields of a stored part."""
+    names = set(part) if isinstance(part, Mapping) else set()
+    return max(kinds, key=lambda kind: len(names & {f.name for f in dataclasses.fields(kind)}))

@@ -1,4 +1,4 @@
-"""What attention's values are a sum of, besides what they make of its own input."""
+"""Attention's values as sums of the layer's own, the first layer's and rows of a table."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 FIRST, ROWS = "first values", "rows of tokens"
-"""What a pass keeps: kernels of the first layer's values, and of rows that tokens look up."""
+"""Names of kernels that a pass stores: the first layer's values, and tokens' rows of tables."""
 
 
 @dataclass(frozen=True)
 class Values(Stored):
     """Values of attention: own W_v x + first v_1 + table g e.
 
-    v_1 are the first layer's W_v x (value residual, Zhou et al. 2024; modded-nanoGPT), e the rows
-    that tokens look up in a table of the layer's own (value embeddings, modded-nanoGPT and
-    nanochat), and g is 1 or, of every head, a sigmoid of a linear map of some features of x.
+    v_1 are the first layer's W_v x (value residual, Zhou et al. 2024; modded-nanoGPT), e the
+    tokens' rows of a table in each layer (value embeddings, modded-nanoGPT and nanochat), and g is
+    1, or for every head a sigmoid of a linear map of some features of x.
 
     Args:
         own, first, table: factors.
-        table_variance: of the table's entries.
-        gate: how many of x's first features the gates read (nanochat: 12); None: g = 1.
-        gate_variance: mean square of their weights.
+        table_variance: variance of the table's entries.
+        gate: number of x's first features that the gates read (nanochat: 12); None: g = 1.
+        gate_variance: mean square of the gates' weights.
 
     Raises:
         DomainError: a value outside what is allowed, named with the remedy.
@@ -52,17 +52,17 @@ class Values(Stored):
             raise domain_error("gate", self.gate, "None without a table, whose rows it multiplies")
 
     def check(self, model: Transformer, number: int) -> None:
-        """Raise a DomainError where layer `number` of a model cannot have such values."""
+        """Raise a DomainError if layer `number` of a model cannot have such values."""
         mixer = model.mixers[number - 1]
-        apart = {
+        excluded = {
             "norm": model.norm == "hybrid",
             "identity_attention": model.identity_attention,
             "streams": model.streams is not None,
             "encoder": model.encoder is not None,
         }
-        for name in (name for name, there in apart.items() if there):
-            usual = type(model).__dataclass_fields__[name].default
-            raise domain_error(name, getattr(model, name), f"{usual!r} with values")
+        for name in (name for name, present in excluded.items() if present):
+            default = type(model).__dataclass_fields__[name].default
+            raise domain_error(name, getattr(model, name), f"{default!r} with values")
         plain = mixer is None or (isinstance(mixer, LayerAttention) and not mixer.value_norm)
         if not plain or (self.first and any(model.mixers[n - 1] for n in (1, number))):
             allowed = "None where attention has values of other sources"

@@ -39,7 +39,7 @@ class LayerWeights:
     cross_output: float
 
 
-# What stands in for a matrix that is left out.
+# The matrix from which an omitted one takes its variance.
 DEFAULTS = {
     "gate": "ffn_in",
     "attention_gate": "query",
@@ -191,13 +191,12 @@ class Biases(Stored):
     @classmethod
     def torch_default(cls, d_model: int, d_ff: int | None = None) -> Biases:
         """torch.nn.Linear's: uniform with variance 1 / (3 fan_in)."""
-        like = Weights.torch_default(d_model, d_ff)
-        of = {f.name: like.of(f.name) for f in dataclasses.fields(cls)}
-        return cls(**of)
+        weights = Weights.torch_default(d_model, d_ff)
+        return cls(**{f.name: weights.of(f.name) for f in dataclasses.fields(cls)})
 
     @classmethod
     def of(cls, *matrices: str) -> Biases:
-        """Biases that start at zero, on these matrices alone.
+        """Biases that start at zero, only of these matrices.
 
         Raises:
             DomainError: a matrix that can have none.
@@ -208,20 +207,23 @@ class Biases(Stored):
         return cls(**{name: 0.0 if name in matrices else None for name in names})
 
     def layer(self, number: int) -> dict[str, float]:
-        """Variances of layer `number`, counted from 1, by matrix; those without a bias left out."""
+        """Variances of layer `number`, counted from 1, by matrix that has a bias."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        there = {k: v for k, v in values.items() if v is not None}
-        return {k: v if isinstance(v, float) else v[number - 1] for k, v in there.items()}
+        return {
+            name: value if isinstance(value, float) else value[number - 1]
+            for name, value in values.items()
+            if value is not None
+        }
 
 
 def check_lengths(name: str, variances: Weights | Biases | None, layers: int) -> None:
-    """Raise a DomainError where a per-layer list does not have `layers` entries."""
+    """Raise a DomainError if a per-layer list does not have `layers` entries."""
     for f in () if variances is None else dataclasses.fields(variances):
         check_length(f"{name}.{f.name}", getattr(variances, f.name), layers)
 
 
 def check_length(name: str, value: Any, layers: int) -> None:
-    """The same of one list."""
+    """Raise a DomainError if one per-layer list does not have `layers` entries."""
     if isinstance(value, tuple) and len(value) != layers:
         allowed = f"one number, or one per layer ({layers})"
         raise domain_error(name, f"{len(value)} numbers", allowed)

@@ -60,15 +60,9 @@ def _dslm(
         encoder_arguments = dict(arguments.get("encoder_inputs") or {})
         arguments["encoder_inputs"] = encoder_arguments
         # The encoder's prediction has one row per token if the decoder's has.
-        resolved = {"tokens": True} if by_token(model, arguments) else {}
+        inner = encoder_arguments | ({"tokens": True} if by_token(model, arguments) else {})
         encoder = _dslm(
-            model.encoder,
-            k,
-            alpha,
-            input_correlation,
-            variant,
-            simplified,
-            inputs=encoder_arguments | resolved,
+            model.encoder, k, alpha, input_correlation, variant, simplified, inputs=inner
         )
         model = model.replace(encoder=encoder)
         if input_correlation is not None:

@@ -43,16 +43,10 @@ def self_attention(
 ) -> Tensor:
     """Concatenated heads (batch, L, heads * d_head) of layer `number`, counted from 1.
 
-    Args:
-        model, number, x: the declaration, the layer and the block's input (batch, L, d_model).
-        project: multiplies by "query", "key" or "value".
-        table: (buckets, heads) relative biases.
-        generator: random numbers of dropout.
-        documents: (batch, L) document numbers of packed rows.
-        gains: learned gains of the norms of queries and keys, and "attention_sink".
-        value_norm: whether every head's values are divided by their root mean square.
-        mixed: replaces the projected values of x.
-        shared: see `Shared`.
+    `project` multiplies by "query", "key" or "value"; `table` is (buckets, heads) relative biases;
+    `documents` (batch, L) are document numbers of packed rows; `value_norm` divides every head's
+    values by their root mean square; `mixed` replaces the projected values of x; for `shared` see
+    `Shared`.
     """
     if model.identity_attention:
         value = _split(project(x, "value"), model.d_head or 0)
@@ -198,12 +192,10 @@ def _attend(
         biases = (None if x is None else x[some] for x in (bias, sink))
         arguments = query[:, some], key[:, some], value[:, some], *biases
         if recompute:
-            heads_of_group = checkpoint(
-                mix, *arguments, use_reentrant=False, preserve_rng_state=False
-            )
+            mixed = checkpoint(mix, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            heads_of_group = mix(*arguments)
-        groups.append(heads_of_group)
+            mixed = mix(*arguments)
+        groups.append(mixed)
     return torch.cat(groups, 1).transpose(1, 2).flatten(-2)
 
 

@@ -40,9 +40,7 @@ def factor_for(
     One step suffices if the output is proportional to the factor to the power `count`; otherwise
     secant steps in logarithms, or a bracketed root if their slope is implausible. Without a root,
     the result is the nearer end of the range `ends`, which is in logarithms of the factor.
-
-    Raises:
-        DomainError: the output does not depend on the factor.
+    DomainError if the output does not depend on the factor.
     """
 
     def distance(log: float) -> float:
@@ -119,14 +117,8 @@ def _no_backward(_: Any) -> Any:
 
 
 class FreeBlock:
-    """One block whose free matrices share one factor on their variances.
-
-    Args:
-        name: "attention", "cross" or "ffn".
-        parts: its components, with the norms before and the scales behind it.
-        free: names of free matrices, of this block or of others.
-        signal, layout, memory: the block's input, and the encoder output for cross-attention.
-    """
+    """One block ("attention", "cross" or "ffn") whose free matrices share a factor; `parts` include
+    norms before and scales behind it, `memory` is the encoder output for cross-attention."""
 
     def __init__(
         self,
@@ -173,11 +165,8 @@ class FreeBlock:
         return forward(Chain(scaled + self.scales), signal, self.memory)[0]
 
     def corrected(self, factor: float, added: float) -> bool:
-        """Correct later variances if the whole signal's, `added`, differs from that of its entries.
-
-        It does for experts whose gates and outputs depend on one overlap. Returns whether the
-        correction changed.
-        """
+        """Correct later variances by the whole signal's, `added`, and return whether it differs, as
+        it does for experts whose gates and outputs depend on one overlap."""
         ratio = added / self.added(factor) if added else 1.0
         if not abs(ratio - 1.0) > 10 * CLOSE:
             return False

@@ -87,15 +87,8 @@ def largest(
 def _bisect(
     allowed: Callable[[float], bool], trials: list[float], close: float
 ) -> tuple[float | None, float]:
-    """The largest allowed number and the width, at most `close`, of the interval left above it.
-
-    Args:
-        allowed: whether a number keeps the bound.
-        trials: increasing numbers, tried in this order before the bisection.
-        close: the final width; 1 for whole numbers.
-
-    Returns:
-        None for the number if not even the first trial is allowed.
+    """The largest allowed number, and the width of the interval left above it: at most `close`,
+    which is 1 for whole numbers. None if not even the first of the increasing `trials` is allowed.
     """
     if not allowed(trials[0]):
         return None, 0.0

@@ -40,17 +40,10 @@ def or_nan(value: Callable[[], float]) -> float:
 
 
 def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Search:
-    """Find a root of the signed `distance`, or the point of least distance if there is no root.
+    """Find a root of the signed `distance` (NaN if the model overflows), or its least absolute
+    value if there is no root; DomainError if it is NaN in the whole range.
 
     Probes move away from 0, first to the side on which the distance falls.
-
-    Args:
-        distance: of the target at a factor's logarithm; NaN where the model overflows.
-        ends: the range of the logarithm.
-        tolerance: largest distance at which the target counts as reached.
-
-    Raises:
-        DomainError: the distance is NaN in the whole range.
     """
     from scipy.optimize import brentq, minimize_scalar
 
@@ -106,7 +99,6 @@ def root(distance: Callable[[float], float], ends: Ends, tolerance: float) -> Se
 
 
 def _probes(ends: Ends) -> list[float]:
-    """Points at growing distances from 0 on both sides, and the ends of the range."""
     start = min(max(0.0, ends[0]), ends[1])
     probes, step = [start], FIRST_STEP
     while start - step > ends[0] or start + step < ends[1]:
@@ -129,14 +121,8 @@ Distances = Callable[[np.ndarray], np.ndarray]
 def least_squares(
     distances: Distances, ends: list[Ends], tolerance: float, start: Any = 0.0, most: int = 100
 ) -> Search:
-    """Find where several signed distances vanish, or where the sum of their squares is least.
-
-    Args:
-        distances, tolerance: as in `root`, of several unknowns.
-        ends: the range of every unknown.
-        start: first point.
-        most: largest number of evaluations.
-    """
+    """Find where several signed distances vanish, or where the sum of their squares is least, with
+    at most `most` Jacobians from `start`; `ends` has the range of every unknown."""
     from scipy import optimize
 
     low, high = np.array(ends).T
@@ -192,8 +178,7 @@ def per_layer(distances: Distances, layers: int, ends: Ends, tolerance: float) -
         usable = (secant / steep > 0.25) & (secant / steep < 4)
         slope = np.where(usable, secant, slope)
         x, errors, rounds = next_x, next_errors, rounds + 1
-        largest = float(np.max(np.abs(errors)))
-        if largest < 0.5 * least:
+        if (largest := float(np.max(np.abs(errors)))) < 0.5 * least:
             rounds = 0
         if largest < least:
             best, least = x, largest

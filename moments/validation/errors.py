@@ -1,4 +1,4 @@
-"""Errors of the theories over the stored grid, per configuration and per class of them."""
+"""Errors of the theories over the stored grid, by configuration and by class of configurations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 FIRST_POSITION = 4
-"""Profiles are compared from this token on, counted from 0: the first few hold most of the gradient
-and are in `grad_variance` already."""
+"""First token of compared profiles, counted from 0: earlier tokens have most of the gradient, and
+dominate `grad_variance`, which is compared too."""
 
 DEEP_POST = 36
-"""Beyond so many layers of Post-LN the mean over draws is ruled by rare draws: see `typical`."""
+"""Number of Post-LN layers above which rare draws dominate the mean over draws: see `typical`."""
 
 MEASURES: dict[str, str] = {
     "grad": "mean over layers of |log(predicted / simulated)| of the gradient variance",
@@ -42,8 +42,8 @@ MEASURES: dict[str, str] = {
     "profile": "as `grad`, over tokens from the fifth on, at layers 0 and N // 2; causal only",
     "profile_beyond": "the part of `profile` beyond two standard errors",
 }
-"""What the columns of `errors` hold. An imposed end (forward index 0, gradient index N) counts in
-no mean; a measure that a theory does not offer is NaN."""
+"""Columns of `errors`. Means exclude prescribed ends (forward index 0, gradient index N); a measure
+that a theory does not predict is NaN."""
 
 CLASS = ("norm", "mask", "layers")
 
@@ -57,7 +57,7 @@ def _beyond(error: Array, stderr: Array) -> Array:
 
 
 def _typical(configuration: Configuration, prediction: Prediction) -> Array | None:
-    """The predicted geometric mean, None where it is not judged or the theory has none."""
+    """The predicted geometric mean; None if it is not compared or not predicted."""
     if configuration.norm != "post" or configuration.layers <= DEEP_POST:
         return None
     try:
@@ -73,10 +73,11 @@ def _profile(prediction: Prediction, stored: StoredSimulation) -> tuple[float, f
         return float("nan"), float("nan")
     errors, beyond = [], []
     for layer, simulated in stored.profile.items():
-        kept = slice(FIRST_POSITION, None)
-        error = np.abs(_log_ratio(tokens[layer][kept], simulated[kept]))
+        compared = slice(FIRST_POSITION, None)
+        error = np.abs(_log_ratio(tokens[layer][compared], simulated[compared]))
         errors.append(error)
-        beyond.append(_beyond(error, stored.profile_stderr[layer][kept] / simulated[kept]))
+        stderr = stored.profile_stderr[layer][compared] / simulated[compared]
+        beyond.append(_beyond(error, stderr))
     return float(np.mean(errors)), float(np.mean(beyond))
 
 
@@ -85,8 +86,11 @@ def measure(
 ) -> dict[str, float]:
     """All MEASURES of one prediction, and `noise`, the mean relative stderr of `grad`."""
     values, stderr = stored.values, stored.stderr
-    seen, variance = values["grad_variance"], values["variance"]
-    gradient = _log_ratio(prediction.grad_variance, seen), stderr["grad_variance"] / seen
+    simulated, variance = values["grad_variance"], values["variance"]
+    gradient = (
+        _log_ratio(prediction.grad_variance, simulated),
+        stderr["grad_variance"] / simulated,
+    )
     compared = {
         "grad": gradient,
         "variance": (prediction.variance / variance - 1, stderr["variance"] / variance),
@@ -113,26 +117,26 @@ def errors(
     stored: Mapping[str, StoredSimulation] | None = None,
     progress: Callable[[Configuration], None] | None = None,
 ) -> pd.DataFrame:
-    """Hold theories against the stored simulations: one row per configuration and theory.
+    """Compare theories with the stored simulations: one row per configuration and theory.
 
     Args:
-        theories: which formulas.
-        configurations: which part of the grid.
-        stored: simulations by name; None: those that come with the package.
-        progress: called as each configuration is done.
+        theories: the theories.
+        configurations: a part of the grid.
+        stored: simulations by name; None: those of the package.
+        progress: called after each configuration.
 
     Returns:
-        Columns: name, mask, the factors of the grid, theory, failure (the error where the theory
-        gave no numbers, else empty), warned (whether it said that it left its validity), seconds of
-        the prediction, seeds and simulated_seconds of the simulation, noise and MEASURES.
+        Columns: name, mask, the factors of the grid, theory, failure (the error if the theory
+        predicts nothing, else empty), warned (whether it warned about its validity), seconds of the
+        prediction, seeds and simulated_seconds of the simulation, noise and MEASURES.
 
     Raises:
-        DomainError: a configuration was not simulated as the grid now has it.
+        DomainError: there is no simulation of a configuration as it is in the grid.
     """
     stored = load() if stored is None else stored
     rows: list[dict[str, Any]] = []
     configurations = tuple(configurations)
-    for c in configurations:  # before any work that one that is missing would waste
+    for c in configurations:  # before any prediction
         entry = stored.get(c.name)
         if entry is None or entry.digest != c.digest or not entry.covers(c):
             raise domain_error("configuration", c.name, "one of those simulated")
@@ -160,10 +164,9 @@ def errors(
 
 
 def by_class(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> pd.DataFrame:
-    """Means of the measures over configurations of a class that gave numbers.
+    """Means of the measures over the configurations of a class that did not fail.
 
-    Columns: `keys`, theory, runs, failed, noise and MEASURES. Measures are means over the runs that
-    did not fail: read them together with `failed`.
+    Columns: `keys`, theory, runs, failed, noise and MEASURES.
     """
     grouped = frame.groupby([*keys, "theory"], sort=False)
     result = grouped[["noise", *MEASURES]].mean()
@@ -171,6 +174,6 @@ def by_class(frame: pd.DataFrame, keys: Sequence[str] = CLASS) -> pd.DataFrame:
     result.insert(0, "runs", grouped.size())
     return result.reset_index().sort_values(
         [*keys, "theory"],
-        key=lambda of: of.map(THEORIES.index) if of.name == "theory" else of,
+        key=lambda column: column.map(THEORIES.index) if column.name == "theory" else column,
         ignore_index=True,
     )

@@ -1,4 +1,4 @@
-"""The grid of whole models to compare predictions with: an orthogonal array and baselines."""
+"""The grid of whole models for comparison with predictions: an orthogonal array and baselines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FACTORIAL: dict[str, tuple[Any, ...]] = {
     "layers": (12, 24, 36, 96),
     "weights": ("xavier", "doubled-qk", "dslm", "lns"),
 }
-"""Crossed in full: each combination once."""
+"""Factors whose combinations all occur once."""
 
 FRACTIONAL: dict[str, tuple[Any, ...]] = {
     "activation": ("relu", "gelu"),
@@ -28,8 +28,8 @@ FRACTIONAL: dict[str, tuple[Any, ...]] = {
     "seq_len": (32, 64, 128, 256),
     "correlation": (0.25, 0.1, 0.25, 0.5),
 }
-"""Every level meets all pairs of levels of two factors above, and every level of one other factor
-here, equally often. A level listed twice occurs twice as often."""
+"""Further factors. Each level occurs equally often with every pair of levels of two factors above,
+and with every level of another factor here. A level listed twice occurs twice as often."""
 
 FACTORS = FACTORIAL | FRACTIONAL
 
@@ -46,15 +46,15 @@ PARITIES = {
     "seq_len": (25, 35),
     "correlation": (22, 47),
 }
-"""The binary digits of a factor's level in a run: parities of the run's six bits under these masks.
+"""Binary digits of a factor's level in a run: parities of the run's six bits under these masks.
 
-Factors whose masks span subspaces of GF(2)^6 that meet in 0 take every combination of their levels
-equally often. Those of the crossed factors are the bits themselves; the others were drawn among all
-that balance what is said above.
+Combinations of levels are equally frequent for factors whose masks span subspaces of GF(2)^6 with
+intersection 0. Masks of the crossed factors are the bits themselves; the others were drawn among
+all that have the balance described above.
 """
 
 
-# Entries of Weights that say nothing: a matrix that is not there, Gaussian entries.
+# Entries of Weights that the digest omits: an absent matrix, and the default distribution.
 _USUAL = (None, "normal")
 
 
@@ -67,8 +67,8 @@ class Configuration:
             `dropout` acts on attention weights too, and d_ff is 4 * d_model.
         weights: "xavier"; "doubled-qk", Xavier with query and key variances doubled; "dslm", with
             its scales; "lns", Xavier with layernorm scaling.
-        correlation: between tokens entering layer 1.
-        grad_correlation: between tokens of the gradient at the last layer's output.
+        correlation: token correlation of layer 1's input.
+        grad_correlation: token correlation of the gradient at the last layer's output.
     """
 
     norm: str
@@ -85,7 +85,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """All factors in one word, `post-full-N24-xavier-relu-p0.1-g0-d256-h4-L128-r0.25`."""
+        """All factors as a name, `post-full-N24-xavier-relu-p0.1-g0-d256-h4-L128-r0.25`."""
         mask = "causal" if self.causal else "full"
         return (
             f"{self.norm}-{mask}-N{self.layers}-{self.weights}-{self.activation}-p{self.dropout:g}"
@@ -113,15 +113,15 @@ class Configuration:
             first = weights.layer(1)
             return plain.replace(weights=weights.replace(query=2 * first.query, key=2 * first.key))
         if self.weights == "dslm":
-            # The papers' recursion for ReLU without a mask, as it stands for GeLU and causal models
-            # too. It starts behind an embedding's dropout, which this grid has not.
+            # The paper's recursion for ReLU without a mask, also for GeLU and causal models. It
+            # starts behind an embedding's dropout, which this grid does not have.
             start = self.correlation / (1 - self.dropout)
             return plain.with_scheme("dslm", variant="released", input_correlation=start)
         return plain
 
     @property
     def ends(self) -> dict[str, Any]:
-        """The moments at both ends, as `predict` and `simulate` take them."""
+        """The moments at both ends, as arguments of `predict` and `simulate`."""
         return {
             "variance": 1.0,
             "correlation": self.correlation,
@@ -131,7 +131,7 @@ class Configuration:
 
     @property
     def digest(self) -> str:
-        """Hash of everything that decides the simulated law, weight variances included."""
+        """Hash of everything on which the simulation depends, weight variances included."""
         model = self.model
         assert model.weights is not None
         numbers = {
@@ -145,15 +145,15 @@ class Configuration:
 
     @property
     def cost(self) -> float:
-        """Time of one draw, roughly, in units of one narrow layer.
+        """Rough time of one draw, in units of one narrow layer.
 
-        Drawing matrices grows as d_model^2; beyond 128 tokens the products do as seq_len.
+        Drawing matrices takes d_model^2; beyond 128 tokens products take seq_len.
         """
         return self.layers * (1 + (self.d_model / 256) ** 2) * max(1.0, self.seq_len / 128)
 
     @property
     def seeds(self) -> int:
-        """Draws of the weights: 16, and up to 64 where they are cheap.
+        """Number of draws of the weights: 16, and up to 64 for cheap models.
 
         Post-LN gets twice the time, since its gradient spreads more from draw to draw.
         """
@@ -162,7 +162,7 @@ class Configuration:
 
 
 def _rounded(value: Any) -> Any:
-    """Ten digits: equal on every platform whose libm differs in the last one."""
+    """Numbers with ten digits, which are equal for all implementations of libm."""
     if isinstance(value, float):
         return f"{value:.10g}"
     if isinstance(value, dict):
@@ -188,7 +188,7 @@ def _baseline(norm: str, layers: int = 24, **changes: Any) -> Configuration:
 
 
 def _run(number: int) -> Configuration:
-    """One of the array, by its number, whose bits decide every level."""
+    """The run of the array with this number, whose bits determine all levels."""
     levels = {
         name: sum(((number & mask).bit_count() & 1) << place for place, mask in enumerate(masks))
         for name, masks in PARITIES.items()
@@ -209,7 +209,7 @@ BASELINES = (
     _baseline("post", causal=True),
     _baseline("post", weights="doubled-qk"),
 )
-"""Eight ordinary models at one width, which differ from each other in one or two factors."""
+"""Eight common models of one width that differ in one or two factors."""
 
 GRID = (*BASELINES, *ARRAY)
 
@@ -232,7 +232,7 @@ SUBSETS: dict[str, tuple[Configuration, ...]] = {
 
 
 def subset(name: str) -> tuple[Configuration, ...]:
-    """The configurations of a named subset, or those whose name a shell pattern matches.
+    """The configurations of a named subset, or those with a name that matches a shell pattern.
 
     Raises:
         DomainError: neither a subset nor a pattern that matches anything.

@@ -1,4 +1,4 @@
-"""The validation as tables and a picture."""
+"""Tables and a plot of the validation."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def class_tables(frame: pd.DataFrame) -> str:
     shown = [name for name in COLUMNS if classes[name].notna().any()]
     signal = [name for name in shown if name.startswith(("variance", "correlation"))]
     gradient = [name for name in shown if name not in signal]
-    of_gradient = _class_table(classes, "gradient variance", gradient)
-    return f"{of_gradient}\n{_class_table(classes, 'signal', signal)}\n\n{CAPTION}"
+    tables = _class_table(classes, "gradient variance", gradient)
+    return f"{tables}\n{_class_table(classes, 'signal', signal)}\n\n{CAPTION}"
 
 
 def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str]) -> str:
-    """A row per class and theory; what it shares with the row above is left blank."""
+    """A row per class and theory; the class is blank if it is that of the row above."""
     lines: list[tuple[str, ...]] = []
     for _, rows in classes.groupby(list(CLASS), sort=False):
         for place, (_, row) in enumerate(rows.iterrows()):
@@ -82,7 +82,7 @@ def _class_table(classes: pd.DataFrame, title: str, names: Sequence[str]) -> str
 def plot_errors(frame: pd.DataFrame) -> Figure:
     """Gradient error of every run by depth, a panel per norm placement and mask.
 
-    Errors below the floor are drawn on it; crosses along the top are runs that gave no numbers.
+    Errors below the lower limit are drawn on it; crosses along the top are failed runs.
     """
     floor, roof = 3e-3, 300.0
     figure = Picture(10, 6.4)

@@ -1,5 +1,5 @@
-"""Stored simulations of the grid, which `benchmarks/whole_models.py run` makes: six digits of every
-mean and standard error, as JSON."""
+"""Stored simulations of the grid from `benchmarks/whole_models.py run`: every mean and standard
+error with six digits, as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEPT = (*QUANTITIES, "log_grad_variance")
 
 @dataclass(frozen=True, eq=False)
 class StoredSimulation:
-    """What was kept of one configuration's simulation.
+    """The stored simulation of one configuration.
 
     Attributes:
         digest: of the configuration that was simulated.
@@ -46,7 +46,7 @@ class StoredSimulation:
     profile_stderr: Mapping[int, Array]
 
     def covers(self, configuration: Configuration) -> bool:
-        """Whether every number that is compared is there, of the shape that it must have."""
+        """Whether all compared numbers are stored, with the expected shapes."""
         points = (configuration.layers + 1,)
         streams = [part.get(name) for part in (self.values, self.stderr) for name in KEPT]
         profiles = [*self.profile.values(), *self.profile_stderr.values()]
@@ -67,15 +67,15 @@ class StoredSimulation:
 
 
 def packaged() -> Path:
-    """The file that comes with the package."""
+    """The file in the package."""
     return Path(str(files("moments") / "data" / "validation.json"))
 
 
 def load(path: Path | None = None) -> dict[str, StoredSimulation]:
-    """Stored simulations by configuration name; None: those that come with the package.
+    """Stored simulations by configuration name; None: those of the package.
 
     Raises:
-        DomainError: no such file, or another one.
+        DomainError: no such file, or not of simulations.
     """
     path = packaged() if path is None else path
     data = read_object(path, "data", "a file of simulations")
@@ -84,5 +84,5 @@ def load(path: Path | None = None) -> dict[str, StoredSimulation]:
             name: StoredSimulation.from_dict(entry) for name, entry in data["measurements"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise DomainError(f"{path} holds no simulations ({brief(said)})") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise DomainError(f"{path} holds no simulations ({brief(reason)})") from None
