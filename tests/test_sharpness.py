@@ -356,7 +356,7 @@ def test_what_kernels_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = moments.from_huggingface(GPT2 | {"n_positions": 64, "n_layer": 2}, seq_len=64)
     prediction = moments.predict(model, token_ids=zipf_text(97, 64, sequences=4))
     few = prediction.sharpness("adam", draws=1)
-    monkeypatch.setattr("moments.step.sharpness.LEFT", 1e-6)
+    monkeypatch.setattr("moments.step.sharpness.CUTOFF", 1e-6)
     every = prediction.sharpness("adam", draws=1)
     assert few.largest == pytest.approx(every.largest, rel=0.02)
     assert few.least == pytest.approx(every.least, rel=0.02)

@@ -1,23 +1,24 @@
 """Sharpness at initialisation: extreme eigenvalues of the (preconditioned) Hessian of the loss.
 
 Two matrices, a lower one k and an upper one l, have a second derivative of the loss because W_k
-moves the input of l, which the gradient of W_l reads. With steps dW = V/sqrt(P), |V| = 1, it is
+changes the input of W_l, on which the gradient of W_l depends. With steps dW = V/sqrt(P), |V| = 1,
+it is
 
     <V_l, M_lk V_k>,   M_lk = (B_l/P_l)^(1/2) T_lk (K_k/P_k)^(1/2),
 
-K the Gram matrix over tokens of what W_k reads, B that of the gradient behind W_l, P the root mean
-square of an entry of a matrix's gradient (Adam's preconditioner once it has seen some batches; 1
-for SGD), and T the linearised network between the two. A matrix is taken for a lower and an upper
-one in directions of their own, so that the Hessian acts on (lower steps, upper steps) as
+K the Gram matrix over tokens of the input of W_k, B that of the gradient at the output of W_l, P
+the root mean square of an entry of a matrix's gradient (Adam's preconditioner once it has settled;
+1 for SGD), and T the linearised network between the two. The directions in which a matrix acts as a lower
+and as an upper one are treated as independent: the Hessian acts on (lower steps, upper steps) as
 
     [ Q + G   M^T ]
     [   M      0  ],
 
-G the Gauss-Newton part of the logits, and Q what norms, activations and products of a gated unit
-add by their second derivatives. Rows of a table that is also the matrix to the logits are one step
-in both. K, B and P are the prediction's; T and Q are those of one network that is drawn, signal and
-gradient, with fewer features than the real one has and matrices of the same gain: K, B, P and the
-norms of random matrices hold all that depends on the width.
+with G the Gauss-Newton part of the logits and Q the second derivatives of norms, activations and
+products in gated units. Rows of a table that is also the matrix to the logits have one step in both
+roles. K, B and P are predicted; T and Q are those of one drawn network, signal and gradient, with
+fewer features than the real one and matrices of the same gain: all that depends on the width is in
+K, B, P and the norms of random matrices.
 
 See docs/theory/sharpness.md.
 """
@@ -69,27 +70,26 @@ Key = tuple[int, str]
 """A parameter: its layer and its name."""
 
 Space = tuple[str, Key]
-"""The steps of a parameter as a "lower" or as an "upper" one."""
+"""Steps of a parameter in its role as a "lower" or as an "upper" matrix."""
 
 Step = tuple[Callable[[Array], Array], Callable[[Array], Array]]
-"""What a component makes of a change of its input, (T, features), and the way back."""
+"""Forward pass of a change of the input, (T, features), and backward pass of its cotangent."""
 
-Made = tuple[Step, Array]
-"""A component's step, and what it makes of the drawn features that enter."""
+StepAndOutput = tuple[Step, Array]
+"""A component's step, and its output at the drawn input."""
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
-"""Those whose step is a fixed multiple of the gradient by parameter, once it has seen batches."""
+"""Optimizers whose step is, after some batches, a fixed multiple of each parameter's gradient."""
 
-FEATURES, NUMBERS = 64, 2**14
-"""Of the drawn network: at least so many features, in whole heads, and as many as make up these
-numbers of all tokens. Fewer lose what its random matrices have beyond: of width 128 half the
-features 4 to 8 % of an eigenvalue, a quarter 20 %."""
+LEAST_FEATURES, LEAST_NUMBERS = 64, 2**14
+"""Least features of the drawn network (in whole heads), and least features times tokens. At width
+128 half the features lose 4 to 8 % of an eigenvalue, a quarter of them 20 %."""
 
 DRAWS = 3
 
-STEPS, SETTLED = 32, 0.03
-"""Of Lanczos' method, at most, and what is left of both ends' residuals, over the eigenvalue, where
-no more are made: what is missed is of the order of its square."""
+LANCZOS_STEPS, LANCZOS_TOLERANCE = 32, 0.03
+"""Largest number of steps of Lanczos' method, and residual over eigenvalue of both ends at which it
+stops: the error of an eigenvalue is of the order of its square."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,8 +100,8 @@ class Sharpness(Serialised):
         optimizer: "sgd" (P = 1), or "adam" and "adamw" (P the root mean square of an entry of each
             parameter's gradient).
         largest, least: means over draws of the network, in 1/(learning rate).
-        largest_stderr, least_stderr: of those means; 0 for one draw.
-        shares: (layer, parameter, share of the square of the largest one's eigenvector).
+        largest_stderr, least_stderr: their standard errors; 0 for one draw.
+        shares: (layer, parameter, share of the squared eigenvector of the largest).
     """
 
     optimizer: str
@@ -115,7 +115,7 @@ class Sharpness(Serialised):
     def of(
         cls, optimizer: str, ends: list[Any], shares: tuple[tuple[int, str, float], ...]
     ) -> Self:
-        """Of draws, each its largest and its least."""
+        """From the (largest, least) eigenvalues of each draw."""
         (largest, least), count = np.mean(ends, axis=0), len(ends)
         spreads = np.std(ends, axis=0, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(2)
         errors = float(spreads[0]), float(spreads[1])
@@ -123,21 +123,21 @@ class Sharpness(Serialised):
 
     @property
     def by_matrix(self) -> pd.DataFrame:
-        """Columns layer, weight and share, the largest first: what carries the largest one."""
+        """Shares in the largest eigenvector: columns layer, weight and share, the largest first."""
         return as_frame(
             sorted(self.shares, key=lambda row: -row[2]), columns=["layer", "weight", "share"]
         )
 
     def table(self) -> str:
-        """Both, and the matrices that carry the largest one, as text."""
+        """Both eigenvalues, and the largest shares in the eigenvector of the largest, as text."""
         rows = [
             f"{layer:5d}  {name:16} {100 * share:5.1f} %"
             for layer, name, share in self.by_matrix.head(8).itertuples(index=False)
         ]
-        of = "the Hessian" if self.optimizer == "sgd" else "the Hessian over root gradients"
+        operator = "the Hessian" if self.optimizer == "sgd" else "the Hessian over root gradients"
         return "\n".join(
             [
-                f"{self.optimizer}: eigenvalues of {of}",
+                f"{self.optimizer}: eigenvalues of {operator}",
                 f"largest {self.largest:.4g} (± {self.largest_stderr:.2g}), least {self.least:.4g} "
                 f"(± {self.least_stderr:.2g}), ± over draws of the network",
                 "layer  parameter        share of the largest",
@@ -171,12 +171,12 @@ def sharpness(
     check_choice("optimizer", optimizer, OPTIMIZERS)
     check_count("draws", draws)
     check_count("seed", seed, least=0)
-    named = named_optimizer(optimizer, eps=eps, clip=clip, multipliers=multipliers)
+    unclipped = named_optimizer(optimizer, eps=eps, clip=clip, multipliers=multipliers)
     stepping: Stepping = prediction._sharpening
     if features is None:
-        features = max(FEATURES, NUMBERS // len(stepping.reading.main.before))
+        features = max(LEAST_FEATURES, LEAST_NUMBERS // len(stepping.reading.main.before))
     check_count("features", features)
-    reading, squares, chosen = stepping.reading, stepping.squares, stepping.clipped(named)
+    reading, squares, rule = stepping.reading, stepping.squares, stepping.clipped(unclipped)
     if float(np.max(reading.logit_variance)) > WIDE_LOGITS:
         warnings.warn(
             f"the logits have a variance of {reading.logit_variance:.2g}: sharpness takes their "
@@ -188,13 +188,13 @@ def sharpness(
     roots: dict[int, tuple[Array, Array]] = {}
     for draw in range(draws):
         rng = np.random.default_rng((seed, draw))
-        hessian = Hessian(reading, squares, chosen, features, rng, roots)
-        *both, vector = hessian.extremes()
-        ends.append(both)
+        hessian = Hessian(reading, squares, rule, features, rng, roots)
+        largest, least, vector = hessian.extremes()
+        ends.append((largest, least))
         for (_, key), part in hessian.split(vector):
             shares[key] = shares.get(key, 0.0) + float(np.vdot(part, part)) / draws
-    carried = tuple((layer, name, share) for (layer, name), share in shares.items())
-    return Sharpness.of(optimizer, ends, carried)
+    rows = tuple((layer, name, share) for (layer, name), share in shares.items())
+    return Sharpness.of(optimizer, ends, rows)
 
 
 WIDE_LOGITS = 0.5
@@ -202,15 +202,18 @@ WIDE_LOGITS = 0.5
 
 
 class Hessian:
-    """The operator, of one draw of the network.
+    """The preconditioned Hessian of one draw of the network, as a linear operator.
+
+    A product with a vector is one forward and one backward pass of the drawn network: components
+    read their part of the vector from `_vector` and write theirs of the product to `_product`.
 
     Args:
         reading: kernels of signal and gradient at every site.
         squares: E |dLoss/dW|^2 of every parameter.
-        optimizer: whose steps.
-        features: of the drawn network, at least.
-        rng: of the draw.
-        roots: of kernels, which draws share: by the kernel's identity, it and its root.
+        optimizer: defines the preconditioner and the factors of the learning rate.
+        features: least number of features of the drawn network.
+        rng: generator of the draw.
+        roots: cache shared by draws, from id(kernel) to the kernel and its root.
     """
 
     def __init__(
@@ -223,23 +226,24 @@ class Hessian:
         roots: dict[int, tuple[Array, Array]] | None = None,
     ) -> None:
         model = reading.model
-        for name, there in {
+        for name, present in {
             "models with an encoder": reading.encoder is not None,
             "images": reading.main.patch is not None,
             "several steps": reading.batches is not None,
         }.items():
-            if there:
+            if present:
                 raise DomainError(f"sharpness does not cover {name}")
         self.reading, self.squares, self.optimizer, self.rng = reading, squares, optimizer, rng
-        shared = int(model.kv_heads or model.heads)
-        values = [_value_heads(block) for block in model.mixers]
-        fewest = math.lcm(*(shared // math.gcd(shared, count) for count in values))
-        heads = math.ceil(features * shared / model.d_model / fewest) * fewest
-        self.share: float = min(1.0, heads / shared)
+        # the share of features is one of whole heads, of attention's keys and of mixers
+        kv_heads = int(model.kv_heads or model.heads)
+        value_heads = [_value_heads(block) for block in model.mixers]
+        multiple = math.lcm(*(kv_heads // math.gcd(kv_heads, count) for count in value_heads))
+        heads = math.ceil(features * kv_heads / model.d_model / multiple) * multiple
+        self.share: float = min(1.0, heads / kv_heads)
         self.shapes: dict[Space, tuple[int, ...]] = {}
         self._roots = {} if roots is None else roots
-        self._given: dict[Space, Array] = {}
-        self._made: dict[Space, Array] = {}
+        self._vector: dict[Space, Array] = {}
+        self._product: dict[Space, Array] = {}
         self._points = iter(reading.points)
         self._build()
 
@@ -250,37 +254,39 @@ class Hessian:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def split(self, vector: Array) -> Iterator[tuple[Space, Array]]:
-        """A vector's parts, by the steps that they are."""
+        """Split a vector into the steps of every parameter, with their spaces."""
         ends = list(itertools.accumulate(math.prod(shape) for shape in self.shapes.values()))
         pieces = np.split(np.asarray(vector, np.float32).ravel(), ends[:-1])
         for (space, shape), piece in zip(self.shapes.items(), pieces, strict=True):
             yield space, piece.reshape(shape)
 
     def __call__(self, vector: Array) -> Array:
-        self._given = dict(self.split(vector))
+        self._vector = dict(self.split(vector))
         forward, back = self._network
         back(forward(np.zeros((), np.float32)))
-        return np.concatenate([self._made[space].ravel() for space in self.shapes])
+        return np.concatenate([self._product[space].ravel() for space in self.shapes])
 
     def extremes(self) -> tuple[float, float, Array]:
-        """The largest and the least eigenvalue by Lanczos' method, and the largest one's vector."""
-        steps = min(STEPS, self.size)
+        """Largest and least eigenvalue by Lanczos' method, and the eigenvector of the largest."""
+        steps = min(LANCZOS_STEPS, self.size)
         basis, matrix = np.empty((steps, self.size), np.float32), np.zeros((steps, steps))
         new = self._normal((self.size,))
-        left = np.linalg.norm(new)
+        residual = np.linalg.norm(new)
         for k in range(steps):
-            np.divide(new, left, out=basis[k])
+            np.divide(new, residual, out=basis[k])
             new = self(basis[k])
             if k:
-                matrix[k, k - 1] = matrix[k - 1, k] = left
-                new -= left * basis[k - 1]
+                matrix[k, k - 1] = matrix[k - 1, k] = residual
+                new -= residual * basis[k - 1]
             matrix[k, k] = new @ basis[k]
             new -= np.float32(matrix[k, k]) * basis[k]
-            left = np.linalg.norm(new)
+            residual = np.linalg.norm(new)
             values, vectors = np.linalg.eigh(matrix[: k + 1, : k + 1])
             ends = [-1, 0]
-            # there is an eigenvalue within what is left of each
-            if np.all(left * np.abs(vectors[-1, ends]) <= SETTLED * np.abs(values[ends])):
+            # an eigenvalue lies within residual * |last entry| of each
+            if np.all(
+                residual * np.abs(vectors[-1, ends]) <= LANCZOS_TOLERANCE * np.abs(values[ends])
+            ):
                 break
         vector = vectors[:, -1].astype(np.float32) @ basis[: k + 1]
         return float(values[-1]), float(values[0]), vector
@@ -294,24 +300,24 @@ class Hessian:
         return np.asarray(self.rng.standard_normal(shape, np.float32))
 
     def _root(self, kernel: Array) -> Array:
-        """`_root`, once for every array."""
+        """`_kernel_root`, cached by array."""
         if id(kernel) not in self._roots:
-            self._roots[id(kernel)] = kernel, _root(kernel)
+            self._roots[id(kernel)] = kernel, _kernel_root(kernel)
         return self._roots[id(kernel)][1]
 
     def _weights(self, shape: tuple[float, float], variance: float, rows: int = 0) -> Array:
-        """An (n, m) matrix, of which so many `rows` are drawn, or the share of all."""
+        """Draw the share of an (n, m) matrix, with `rows` outputs unless that is 0."""
         drawn = self._normal((self._features(shape[0]), rows or self._features(shape[1])))
         return np.asarray(drawn * np.float32((variance / self.share) ** 0.5))
 
-    def _shifted(self, y: Array, variance: float) -> Array:
-        """With a bias of that variance."""
+    def _with_bias(self, y: Array, variance: float) -> Array:
+        """y plus a drawn bias."""
         return y + np.float32(variance**0.5) * self._normal(y.shape[1:]) if variance else y
 
     # --- parameters ----------------------------------------------------------------------------
 
-    def _inverse(self, key: Key, entries: float) -> float:
-        """1/P, times the parameter's factor of the rate; 0 of one without a gradient."""
+    def _inverse_p(self, key: Key, entries: float) -> float:
+        """1/P times the parameter's factor of the learning rate; 0 without a gradient."""
         factor = self.optimizer.factor(key[1])
         if self.optimizer.rule == "sgd":
             return factor
@@ -319,39 +325,38 @@ class Hessian:
         return factor / ((square / entries) ** 0.5 + self.optimizer.epsilon) if square > 0 else 0.0
 
     def _lower(self, key: Key, gram: Array, size: float, features: int) -> Step:
-        """A step of a parameter, of `size` times that Gram matrix over P, where its output is."""
+        """Lower steps, which change a parameter's output through a root of size * gram, (T, T)."""
         space, root, factor = ("lower", key), self._root(gram), np.float32(size**0.5)
         self.shapes[space] = root.shape[1], features
 
         def back(delta: Array) -> Array:
-            self._made[space] = factor * (root.T @ delta)
+            self._product[space] = factor * (root.T @ delta)
             return delta
 
-        return lambda y: y + root @ (factor * self._given[space]), back
+        return lambda y: y + root @ (factor * self._vector[space]), back
 
     def _bias(self, key: Key, width: float, features: int) -> Step:
-        """A step of a bias, which all tokens share."""
-        spread = features / (width * self.share)
-        space, size = ("lower", key), np.float32((spread * self._inverse(key, width)) ** 0.5)
+        """Lower steps of a bias, which are the same at all tokens."""
+        drawn = features / (width * self.share)
+        space, size = ("lower", key), np.float32((drawn * self._inverse_p(key, width)) ** 0.5)
         self.shapes[space] = (features,)
 
         def back(delta: Array) -> Array:
-            self._made[space] = size * delta.sum(0)
+            self._product[space] = size * delta.sum(0)
             return delta
 
-        return lambda y: y + size * self._given[space], back
+        return lambda y: y + size * self._vector[space], back
 
     def _upper(self, key: Key, gram: Array, size: float, width: float) -> Step:
-        """A change of what a parameter reads, seen by its gradient, of `size` times that Gram
-        matrix over P."""
+        """Upper steps, on which a change of input acts through a root of size * gram, (T, T)."""
         space, root, factor = ("upper", key), self._root(gram), np.float32(size**0.5)
         self.shapes[space] = root.shape[1], self._features(width)
 
         def forward(x: Array) -> Array:
-            self._made[space] = factor * (root.T @ x)
+            self._product[space] = factor * (root.T @ x)
             return x
 
-        return forward, lambda delta: delta + root @ (factor * self._given[space])
+        return forward, lambda delta: delta + root @ (factor * self._vector[space])
 
     def _matrix(
         self,
@@ -363,15 +368,16 @@ class Hessian:
         bias: bool,
         inverse: float | None = None,
     ) -> Step:
-        """An (n, m) matrix, drawn as `weights`, that reads tokens of that kernel and receives that
-        gradient."""
+        """Both roles of an (n, m) matrix, drawn as `weights`, and that of its bias if it has one.
+        `kernel` and `gradient`, (T, T), are per feature of its input and output; `inverse` is 1/P.
+        """
         (n, m), rows = shape, weights.shape[1]
         if inverse is None:
-            inverse = self._inverse(key, n * m)
-        spread = rows / (m * self.share)
-        random = (lambda x: x @ weights), (lambda delta: delta @ weights.T)
-        sees = self._upper(key, gradient, m * inverse, n)
-        steps = [sees, random, self._lower(key, kernel, spread * n * inverse, rows)]
+            inverse = self._inverse_p(key, n * m)
+        drawn = rows / (m * self.share)
+        product = (lambda x: x @ weights), (lambda delta: delta @ weights.T)
+        upper = self._upper(key, gradient, m * inverse, n)
+        steps = [upper, product, self._lower(key, kernel, drawn * n * inverse, rows)]
         if bias:
             steps.append(self._bias((key[0], f"{key[1]}.bias"), m, rows))
         return _chained(steps)
@@ -383,48 +389,48 @@ class Hessian:
         width = float(reading.model.d_model)
         words, table = Words.of(reading), stream.token_table
         lookups = {
-            one.name: self._lower(
-                (0, one.name),
-                one.same,
-                one.amplitude**2 * self._inverse((0, one.name), one.count * width),
+            other.name: self._lower(
+                (0, other.name),
+                other.same,
+                other.amplitude**2 * self._inverse_p((0, other.name), other.count * width),
                 self._features(width),
             )
-            for one in stream.tables
-            if not (one is table and reading.tied)
+            for other in stream.tables
+            if not (other is table and reading.tied)
         }
         head = self._head(words)
         if reading.tied and table is not None:
-            lookups[table.name], reads = self._tied(words, table)
-            head.insert(0, reads)
+            lookups[table.name], tied_head = self._tied(words, table)
+            head.insert(0, tied_head)
         rows = self._normal((len(words.rows), self._features(width)))
         rows *= np.sqrt(words.rows * reading.readout.weight_variance)[:, None].astype(np.float32)
         x = np.zeros((), np.float32)
-        for one in stream.tables:
-            if one is table and reading.tied:
-                looked = rows[words.read]
+        for other in stream.tables:
+            if other is table and reading.tied:
+                vectors = rows[words.read]
             else:
-                first, of, _ = one.places
-                looked = self._normal((len(first), self._features(width)))[of]
-                looked *= np.float32(one.variance**0.5) * (one.rows >= 0)[:, None]
-            x = x + np.float32(one.amplitude) * looked
+                first, row_of_token, _ = other.places
+                vectors = self._normal((len(first), self._features(width)))[row_of_token]
+                vectors *= np.float32(other.variance**0.5) * (other.rows >= 0)[:, None]
+            x = x + np.float32(other.amplitude) * vectors
         tables = Site(-1, 0, "tables", None, stream.before, stream.received, width)
-        step, _, x = self._through(stream.embedding, tables, x)
+        step, _, x = self._component(stream.embedding, tables, x)
         steps = [*lookups.values(), step]
         site = next(self._points)
         for part in (stream.layers, stream.ending):
-            step, site, x = self._through(part, site, x)
+            step, site, x = self._component(part, site, x)
             steps.append(step)
         forward, back = _chained(steps)
-        # the gradient at the end, which every part keeps of what comes back first
-        self._given = dict(self.split(np.zeros(self.size)))
-        self._made = dict(self._given)
+        # one backward pass of the loss's gradient sets every `_FixedCotangent`
+        self._vector = dict(self.split(np.zeros(self.size)))
+        self._product = dict(self._vector)
         forward(np.zeros((), np.float32))
-        back(self._sent(words, rows, x))
+        back(self._loss_gradient(words, rows, x))
         self._network = _chained([(forward, back), *head])
 
-    def _sent(self, words: Words, rows: Array, x: Array) -> Array:
-        """The gradient of the loss at what the logits read, x: of their rows, and along x, as the
-        softmax follows logits of variance s^2: E_p z - E z = s^2."""
+    def _loss_gradient(self, words: Words, rows: Array, x: Array) -> Array:
+        """Gradient of the loss at the head's input x: the rows' part, and the part along x, from
+        the softmax of logits of variance s^2, E_p z - E z = s^2."""
         readout = self.reading.readout
         along = np.asarray(self.reading.targets >= 0, np.float32)
         along *= np.float32(self.reading.logit_variance / along.sum() / readout.width)
@@ -433,128 +439,125 @@ class Hessian:
         return np.asarray(readout.scale * words.sent @ rows + along[:, None] * x, np.float32)
 
     def _head(self, words: Words) -> list[Step]:
-        """The matrix to the logits as an upper one, and G of logits whose softmax is uniform."""
+        """The head: upper steps of its matrix, unless it is tied, and G of a uniform softmax."""
         reading, readout = self.reading, self.reading.readout
         rows, n = float(readout.vocab_size), float(readout.width)
         matrix = self._normal((self._features(n), self._features(rows)))
         matrix *= np.float32(readout.scale * (readout.weight_variance / self.share / rows) ** 0.5)
         matrix -= matrix.mean(1, keepdims=True)
-        judged = np.asarray(reading.targets >= 0, np.float32)[:, None]
-        judged /= judged.sum()
-        logits = (lambda x: judged * (x @ matrix)), (lambda delta: delta @ matrix.T)
+        weights = np.asarray(reading.targets >= 0, np.float32)[:, None]
+        weights /= weights.sum()
+        logits = (lambda x: weights * (x @ matrix)), (lambda delta: delta @ matrix.T)
         if reading.tied:
             return [logits]
         key = reading.model.layers + 1, "head"
         gram = readout.scale**2 * (words.sent * words.rows) @ words.sent.T
-        return [self._upper(key, gram, self._inverse(key, rows * n), n), logits]
+        return [self._upper(key, gram, self._inverse_p(key, rows * n), n), logits]
 
     def _tied(self, words: Words, table: Table) -> tuple[Step, Step]:
-        """Steps of a table that is also the matrix to the logits: what tokens look up, and what
-        reads the stream at the end. As a row is a word's in both, they have much in common."""
+        """Steps of a table that is also the matrix to the logits, at the lookup and at the head.
+        Both act on the same rows, so they are not independent."""
         key, width = (0, table.name), float(self.reading.readout.width)
-        space, root = ("lower", key), np.float32(self._inverse(key, table.count * width) ** 0.5)
+        space, root = ("lower", key), np.float32(self._inverse_p(key, table.count * width) ** 0.5)
         self.shapes[space] = len(words.rows), self._features(width)
-        looked = np.asarray(root * table.amplitude * words.reads, np.float32)
-        sent = words.sent * np.sqrt(words.rows)
-        sent = np.asarray(root * self.reading.readout.scale * sent, np.float32)
+        reads = np.asarray(root * table.amplitude * words.reads, np.float32)
+        logit_gradient = words.sent * np.sqrt(words.rows)
+        logit_gradient = np.asarray(root * self.reading.readout.scale * logit_gradient, np.float32)
 
-        def looked_up(delta: Array) -> Array:
-            self._made[space] = self._made[space] + looked.T @ delta
+        def lookup_back(delta: Array) -> Array:
+            self._product[space] = self._product[space] + reads.T @ delta
             return delta
 
-        def read(x: Array) -> Array:
-            self._made[space] = sent.T @ x
+        def head(x: Array) -> Array:
+            self._product[space] = logit_gradient.T @ x
             return x
 
-        lookup = (lambda x: x + looked @ self._given[space]), looked_up
-        return lookup, (read, lambda delta: delta + sent @ self._given[space])
+        lookup = (lambda x: x + reads @ self._vector[space]), lookup_back
+        return lookup, (head, lambda delta: delta + logit_gradient @ self._vector[space])
 
-    def _through(self, part: Component, at: Site, x: Array) -> tuple[Step, Site, Array]:
-        """A component's step, the site behind it, and what it makes of x."""
+    def _component(self, part: Component, at: Site, x: Array) -> tuple[Step, Site, Array]:
+        """A component's step, the site after it, and its output at x."""
         if isinstance(part, Chain):
             steps = []
-            for one in part.children:
-                step, at, x = self._through(one, at, x)
+            for child in part.children:
+                step, at, x = self._component(child, at, x)
                 steps.append(step)
             return _chained(steps), at, x
         if isinstance(part, Layer):
-            step, _, x = self._through(part.body, at, x)
+            step, _, x = self._component(part.body, at, x)
             return step, next(self._points), x
         if isinstance(part, Residual):
-            kept, added = np.float32(part.skip_scale), np.float32(part.branch_scale)
-            (forward, back), _, y = self._through(part.branch, at, x)
+            skip, scale = np.float32(part.skip_scale), np.float32(part.branch_scale)
+            (forward, back), _, y = self._component(part.branch, at, x)
             step = (
-                lambda x: kept * x + added * forward(x),
-                lambda delta: kept * delta + back(added * delta),
+                lambda x: skip * x + scale * forward(x),
+                lambda delta: skip * delta + back(scale * delta),
             )
             site = next(self._points)
-            return step, site, _sized(kept * x + added * y, site.kernel)
+            return step, site, _rescaled(skip * x + scale * y, site.kernel)
         if isinstance(part, Parallel):
-            both = [self._through(branch, at, x) for branch in part.branches]
+            branches = [self._component(branch, at, x) for branch in part.branches]
             step = (
-                lambda x: sum_of([forward(x) for (forward, _), *_ in both]),
-                lambda delta: sum_of([back(delta) for (_, back), *_ in both]),
+                lambda x: sum_of([forward(x) for (forward, _), *_ in branches]),
+                lambda delta: sum_of([back(delta) for (_, back), *_ in branches]),
             )
-            return step, both[-1][1], sum_of([y for *_, y in both])
-        inside = isinstance(part, Product)  # whose own sites are passed by
-        leaving = next(p for p in self._points if not inside or p.name.endswith(part.label))
+            return step, branches[-1][1], sum_of([y for *_, y in branches])
+        skips = isinstance(part, Product)  # skip the sites inside a product
+        leaving = next(p for p in self._points if not skips or p.name.endswith(part.label))
         step, y = self.leaf(part, at, leaving, x)
-        return step, leaving, _sized(y, leaving.kernel)
+        return step, leaving, _rescaled(y, leaving.kernel)
 
     @functools.singledispatchmethod
-    def leaf(self, leaf: Any, at: Site, leaving: Site, x: Array) -> Made:
-        """A leaf's step and what it makes of x, by its class; to be added to as `Walk.leaf`.
+    def leaf(self, leaf: Any, at: Site, leaving: Site, x: Array) -> StepAndOutput:
+        """A leaf's step and its output at x, by its class; extended as `Walk.leaf` is.
 
         Raises:
-            DomainError: no step is known of it.
+            DomainError: the class is not registered.
         """
         raise DomainError(f"sharpness does not cover {type(leaf).__name__} ({leaf.label})")
 
     @leaf.register(Linear)
-    def linear(self, leaf: Linear, at: Site, leaving: Site, x: Array) -> Made:
-        given, key = leaf.parameters, (leaving.layer, leaf.weight)
-        shape = float(given["fan_in"]), float(given["fan_out"])
-        weights = self._weights(shape, float(given["weight_variance"]))
+    def linear(self, leaf: Linear, at: Site, leaving: Site, x: Array) -> StepAndOutput:
+        law, key = leaf.parameters, (leaving.layer, leaf.weight)
+        shape = float(law["fan_in"]), float(law["fan_out"])
+        weights = self._weights(shape, float(law["weight_variance"]))
         step = self._matrix(key, weights, at.kernel, leaving.gradient, shape, leaf.has_bias)
-        return step, self._shifted(x @ weights, float(given.get("bias_variance", 0.0)))
+        return step, self._with_bias(x @ weights, float(law.get("bias_variance", 0.0)))
 
     @leaf.register(Activation)
-    def activation(self, leaf: Activation, at: Site, leaving: Site, x: Array) -> Made:
-        (forward, back), value = _curved(entrywise(leaf.laws), [x], leaving.gradient)
+    def activation(self, leaf: Activation, at: Site, leaving: Site, x: Array) -> StepAndOutput:
+        (forward, back), value = _second_order(entrywise(leaf.laws), [x], leaving.gradient)
         return (forward, lambda delta: back(delta)[0]), value
 
     @leaf.register(GatedLinear)
-    def gated(self, leaf: GatedLinear, at: Site, leaving: Site, x: Array) -> Made:
+    def gated(self, leaf: GatedLinear, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         shape = float(leaf.fan_in), float(leaf.fan_out)
-        matrices = {
-            "gate": (float(leaf.gate), float(leaf.gate_bias)),
-            "ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
-        }
-        every = {name: self._weights(shape, variance) for name, (variance, _) in matrices.items()}
-        gate, factor = (
-            self._shifted(x @ every[name], bias) for name, (_, bias) in matrices.items()
-        )
+        gate_weights = self._weights(shape, float(leaf.gate))
+        factor_weights = self._weights(shape, float(leaf.ffn_in))
+        gate = self._with_bias(x @ gate_weights, float(leaf.gate_bias))
+        factor = self._with_bias(x @ factor_weights, float(leaf.bias))
         act = entrywise(leaf.activation)
-        (through, returned), y = _curved(
+        (product, product_back), y = _second_order(
             lambda gate, factor: act(gate) * factor, [gate, factor], leaving.gradient
         )
         _, slopes = pullback(lambda gate: act(gate) * factor, gate.astype(float))
-        maps = []
-        for (name, weights), one in zip(
-            every.items(), (slopes(np.ones(gate.shape))[0], act(gate.astype(float))), strict=True
+        matrices = []
+        for name, weights, derivative in (
+            ("gate", gate_weights, slopes(np.ones(gate.shape))[0]),
+            ("ffn_in", factor_weights, act(gate.astype(float))),
         ):
-            gradient = leaving.gradient * (one @ one.T / one.shape[1])
+            gradient = leaving.gradient * (derivative @ derivative.T / derivative.shape[1])
             key = (leaving.layer, f"{leaf.prefix}{name}")
-            maps.append(self._matrix(key, weights, at.kernel, gradient, shape, leaf.has_bias))
+            matrices.append(self._matrix(key, weights, at.kernel, gradient, shape, leaf.has_bias))
 
         def back(delta: Array) -> Array:
-            sent = zip(maps, returned(delta), strict=True)
-            return np.asarray(sum_of([back_from(one) for (_, back_from), one in sent]))
+            cotangents = zip(matrices, product_back(delta), strict=True)
+            return np.asarray(sum_of([matrix_back(one) for (_, matrix_back), one in cotangents]))
 
-        return ((lambda x: through(*(to(x) for to, _ in maps))), back), y
+        return ((lambda x: product(*(forward(x) for forward, _ in matrices))), back), y
 
     @leaf.register(FiniteNormalization)
-    def norm(self, leaf: FiniteNormalization, at: Site, leaving: Site, x: Array) -> Made:
+    def norm(self, leaf: FiniteNormalization, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         if leaf.groups != 1:
             raise DomainError(f"sharpness does not cover norms of groups ({leaf.label})")
         gain = float(leaf.gain)
@@ -563,8 +566,8 @@ class Hessian:
             x = x - np.mean(x, 1, keepdims=True) if leaf.centres else x
             return gain * x / np.sqrt(np.mean(x * x, 1, keepdims=True) + float(leaf.epsilon))
 
-        (forward, returned), y = _curved(run, [x], leaving.gradient)
-        steps: list[Step] = [(forward, lambda delta: returned(delta)[0])]
+        (forward, back), y = _second_order(run, [x], leaving.gradient)
+        steps: list[Step] = [(forward, lambda delta: back(delta)[0])]
         if leaf.affine:
             key, entries = (leaving.layer, f"{leaf.label}.gain"), y.shape[1] / self.share
             steps.append(self._gains(key, y / np.float32(gain), leaving.gradient))
@@ -574,111 +577,112 @@ class Hessian:
         return _chained(steps), y
 
     def _gains(self, key: Key, y: Array, gradient: Array) -> Step:
-        """Gains behind y, whose gradient is sum_t b_t y_t of what they receive."""
-        received = _Received(gradient)
-        factor = np.float32(self._inverse(key, y.shape[1] / self.share) ** 0.5)
+        """Steps of gains on y, whose gradient is sum_t b_t y_t, b the cotangent of the output."""
+        fixed = _FixedCotangent(gradient)
+        factor = np.float32(self._inverse_p(key, y.shape[1] / self.share) ** 0.5)
         lower, upper = ("lower", key), ("upper", key)
         self.shapes[lower] = self.shapes[upper] = (y.shape[1],)
 
         def forward(x: Array) -> Array:
-            self._made[upper] = factor * (received.value * x).sum(0)
-            return np.asarray(x + factor * y * self._given[lower])
+            self._product[upper] = factor * (fixed.value * x).sum(0)
+            return np.asarray(x + factor * y * self._vector[lower])
 
         def back(delta: Array) -> Array:
-            b = received(delta)
-            self._made[lower] = factor * (y * delta).sum(0)
-            return np.asarray(delta + factor * b * self._given[upper])
+            b = fixed(delta)
+            self._product[lower] = factor * (y * delta).sum(0)
+            return np.asarray(delta + factor * b * self._vector[upper])
 
         return forward, back
 
     @leaf.register(Dropout)
-    def dropout(self, leaf: Dropout, at: Site, leaving: Site, x: Array) -> Made:
-        kept, shape = 1.0 - float(leaf.parameters["drop_prob"]), self._features(at.width)
-        mask = (self.rng.random((len(at.kernel), shape), np.float32) < kept) / np.float32(kept)
+    def dropout(self, leaf: Dropout, at: Site, leaving: Site, x: Array) -> StepAndOutput:
+        keep, features = 1.0 - float(leaf.parameters["drop_prob"]), self._features(at.width)
+        mask = (self.rng.random((len(at.kernel), features), np.float32) < keep) / np.float32(keep)
         return ((lambda x: mask * x), (lambda delta: mask * delta)), mask * x
 
     @leaf.register(Scale)
-    def scale(self, leaf: Scale, at: Site, leaving: Site, x: Array) -> Made:
+    def scale(self, leaf: Scale, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         factor = np.float32(float(leaf.parameters["weight_variance"]) ** 0.5)
         return ((lambda x: factor * x), (lambda delta: factor * delta)), factor * x
 
     @leaf.register(Pool)
-    def pool(self, leaf: Pool, at: Site, leaving: Site, x: Array) -> Made:
+    def pool(self, leaf: Pool, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         weights = np.asarray(leaf.weights(len(at.kernel)), np.float32)
         return ((lambda x: weights @ x), (lambda delta: weights.T @ delta)), weights @ x
 
     @leaf.register(LayerScale)
-    def layer_scale(self, leaf: LayerScale, at: Site, leaving: Site, x: Array) -> Made:
-        """Gains that multiply the branch behind this, and are 1 here."""
+    def layer_scale(self, leaf: LayerScale, at: Site, leaving: Site, x: Array) -> StepAndOutput:
+        """Steps of gains whose value `Residual.branch_scale` applies, so that they are 1 here."""
         key, gain = (leaving.layer, leaf.label), np.float32(leaf.gain)
         return self._gains(key, x / gain, leaving.gradient / gain**2), x
 
     @leaf.register(SelfAttention)
     @leaf.register(Product)
     @leaf.register(Mixer)
-    def drawn(self, leaf: Any, at: Site, leaving: Site, x: Array) -> Made:
-        return self._block(block_of(leaf, self.reading, at, leaving), leaving.layer, x)
+    def drawn(self, leaf: Any, at: Site, leaving: Site, x: Array) -> StepAndOutput:
+        return self._drawn_block(block_of(leaf, self.reading, at, leaving), leaving.layer, x)
 
     @leaf.register(LatentHeads)
-    def latent(self, leaf: LatentHeads, at: Site, leaving: Site, x: Array) -> Made:
+    def latent(self, leaf: LatentHeads, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         block, latents = latent_block(leaf, self.reading, at, leaving)
         before, d = [], float(leaf.attention.d_model)
-        layer, shared = leaving.layer, int(leaf.block.rope_dim)
-        for one in latents:
-            shape = d, one.at.width
-            key, rows = (layer, one.name), one.at.width + (shared if one.name == "kv_down" else 0)
-            inverse, weights = self._inverse(key, d * rows), self._weights(shape, one.variance)
-            down = self._matrix(key, weights, at.kernel, one.at.gradient, shape, False, inverse)
-            behind = dataclasses.replace(one.behind, layer=layer)
-            norm, y = self.norm(one.norm, one.at, behind, x @ weights)
-            before.append((one.readers, _chained([down, norm]), y))
-        return self._block(block, layer, x, before)
+        layer, rope_dim = leaving.layer, int(leaf.block.rope_dim)
+        for latent in latents:
+            shape, key = (d, latent.at.width), (layer, latent.name)
+            rows = latent.at.width + (rope_dim if latent.name == "kv_down" else 0)
+            inverse, weights = self._inverse_p(key, d * rows), self._weights(shape, latent.variance)
+            down = self._matrix(key, weights, at.kernel, latent.at.gradient, shape, False, inverse)
+            after = dataclasses.replace(latent.behind, layer=layer)
+            norm, y = self.norm(latent.norm, latent.at, after, x @ weights)
+            before.append((latent.readers, _chained([down, norm]), y))
+        return self._drawn_block(block, layer, x, before)
 
     @leaf.register(Mixture)
-    def mixture(self, leaf: Mixture, at: Site, leaving: Site, x: Array) -> Made:
+    def mixture(self, leaf: Mixture, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         block, hidden, out, gates = mixture_block(leaf, self.reading, at, leaving)
         mean = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
-        drawn = self._entering(block, dict.fromkeys(block.matrices, x))
+        drawn = self._preactivations(block, dict.fromkeys(block.matrices, x))
         own = block.head.gates(drawn[2][leaf.name][:1])[0]
-        # tokens meet in the weights of the experts that this draw's router gives to both
-        there = mean > 1e-9 * mean.max()
-        met = np.where(there, own @ own.T / np.where(there, mean, 1.0), 0.0)
-        hidden = dataclasses.replace(hidden, kernel=met * hidden.kernel)
-        sent = {
-            name: one if name == leaf.name else met * one for name, one in block.gradients.items()
+        # two tokens share the weights of those experts only that this draw's router gives to both
+        nonzero = mean > 1e-9 * mean.max()
+        shared = np.where(nonzero, own @ own.T / np.where(nonzero, mean, 1.0), 0.0)
+        hidden = dataclasses.replace(hidden, kernel=shared * hidden.kernel)
+        gradients = {
+            name: kernel if name == leaf.name else shared * kernel
+            for name, kernel in block.gradients.items()
         }
-        step, y = self._block(block, leaving.layer, x, gradients=sent, drawn=drawn)
+        step, y = self._drawn_block(block, leaving.layer, x, gradients=gradients, drawn=drawn)
         key, shape = (leaving.layer, out.name), (float(out.fan_in), float(out.fan_out))
         weights, gradient = self._weights(shape, out.variance), leaving.gradient
         steps = [step, self._matrix(key, weights, hidden.kernel, gradient, shape, False)]
         y = y @ weights
         if out.bias is not None:
             key = leaving.layer, f"{out.name}.bias"
-            inverse = self._inverse(key, own.shape[1] * shape[1])
+            inverse = self._inverse_p(key, own.shape[1] * shape[1])
             steps.append(self._lower(key, own @ own.T, inverse, self._features(shape[1])))
         return _chained(steps), y
 
-    def _entering(
-        self, block: Block, reads: Mapping[str, Array]
+    def _preactivations(
+        self, block: Block, inputs: Mapping[str, Array]
     ) -> tuple[int, dict[str, Array], dict[str, Array]]:
-        """How many draws of a block its drawn features are, the matrices behind which it stands,
-        and the preactivations (parts, T, rows) that they make of what they read."""
+        """Draw a block's matrices: the number of parts (draws of its function) that make up the
+        drawn features, the matrices, and their outputs (parts, T, rows) at `inputs`."""
         features = block.head.features
         parts = math.ceil(block.features / features * self.share - 1e-9)
-        every, result = {}, {}
+        weights, result = {}, {}
         for name, matrix in block.matrices.items():
-            shape, rows = (float(matrix.fan_in), float(matrix.fan_out)), self._rows(block, name)
-            every[name] = self._weights(shape, matrix.variance, rows)
-            y = self._shifted(reads[name] @ every[name], matrix.bias or 0.0)
+            shape = float(matrix.fan_in), float(matrix.fan_out)
+            weights[name] = self._weights(shape, matrix.variance, self._drawn_rows(block, name))
+            y = self._with_bias(inputs[name] @ weights[name], matrix.bias or 0.0)
             result[name] = block.parted(name, y[None], parts)
-        return parts, every, result
+        return parts, weights, result
 
-    def _rows(self, block: Block, name: str) -> int:
-        """Rows of a section's matrix that are drawn, in whole draws."""
+    def _drawn_rows(self, block: Block, name: str) -> int:
+        """Number of rows of a section's matrix that are drawn: whole parts."""
         drawn: int = block.head.sections[name].drawn
         return drawn * math.ceil(block.matrices[name].fan_out / drawn * self.share - 1e-9)
 
-    def _block(
+    def _drawn_block(
         self,
         block: Block,
         layer: int,
@@ -686,162 +690,158 @@ class Hessian:
         before: Sequence[tuple[tuple[str, ...], Step, Array]] = (),
         gradients: Mapping[str, Array] | None = None,
         drawn: tuple[int, dict[str, Array], dict[str, Array]] | None = None,
-    ) -> Made:
-        """A drawn function of preactivations, with its second derivatives: of <b, f(p)>, b what it
-        receives. `before` are steps from what enters, x, to what some of the matrices read, and
-        that."""
+    ) -> StepAndOutput:
+        """A drawn function of preactivations, whose matrices read x or the outputs of `before`:
+        (sections, step, output) of components between x and those. `gradients`, (T, T)
+        behind the matrices, and `drawn`, the result of `_preactivations`, have defaults."""
         block = block.narrowed(self._features(block.features))
-        head, sent = block.head, block.gradients if gradients is None else gradients
+        gradients = block.gradients if gradients is None else gradients
         if drawn is None:
-            given_by = dict.fromkeys(block.matrices, x)
+            inputs = dict.fromkeys(block.matrices, x)
             for names, _, y in before:
-                given_by |= dict.fromkeys(names, y)
-            drawn = self._entering(block, given_by)
-        parts, every, entering = drawn
-        maps, rows = [], {name: self._rows(block, name) for name in entering}
+                inputs |= dict.fromkeys(names, y)
+            drawn = self._preactivations(block, inputs)
+        parts, weights, preactivations = drawn
+        matrices, rows = [], {name: self._drawn_rows(block, name) for name in preactivations}
         for name, matrix in block.matrices.items():
             shape, key = (float(matrix.fan_in), float(matrix.fan_out)), (layer, matrix.name)
-            inverse, shared = None, name == SHARED_KEY
-            if shared:  # rows of the matrix to the latent
-                inverse = self._inverse(key, shape[0] * (shape[1] + block.head.latent.kv_rank))
+            inverse = None
+            if name == SHARED_KEY:  # rows of the matrix to the latent
+                inverse = self._inverse_p(key, shape[0] * (shape[1] + block.head.latent.kv_rank))
                 key = layer, f"{matrix.name}.{name}"
-            step = self._matrix(
-                key,
-                every[name],
-                block.reads[name],
-                sent[name],
-                shape,
-                matrix.bias is not None,
-                inverse,
-            )
-            maps.append(step)
+            kernel, bias = block.reads[name], matrix.bias is not None
+            step = self._matrix(key, weights[name], kernel, gradients[name], shape, bias, inverse)
+            matrices.append(step)
         own, fixed = block.parameters(self.rng, parts)
-        spaces = {name: self._own(block, layer, name, one) for name, one in own.items()}
-        run, kept = block.function(own, fixed), self._features(block.features)
+        own_steps = [self._own_parameter(block, layer, name, one) for name, one in own.items()]
+        run, features = block.function(own, fixed), self._features(block.features)
 
-        def joined(*given: Array) -> Any:
-            y = np.swapaxes(run(*given), 0, 1)
-            return np.reshape(y, (y.shape[0], parts * head.features))[:, :kept]
+        def joined(*arguments: Array) -> Any:
+            y = np.swapaxes(run(*arguments), 0, 1)
+            return np.reshape(y, (y.shape[0], parts * block.head.features))[:, :features]
 
-        (through, returned), y = _curved(
-            joined, [*entering.values(), *own.values()], block.received
+        (function, function_back), y = _second_order(
+            joined, [*preactivations.values(), *own.values()], block.received
         )
 
         def forward(x: Array) -> Array:
-            reads = dict.fromkeys(entering, x)
-            for names, (to, _), _ in before:
-                reads |= dict.fromkeys(names, to(x))
-            ways = [
-                block.parted(name, to(reads[name])[None], parts)
-                for name, (to, _) in zip(entering, maps, strict=True)
+            inputs = dict.fromkeys(preactivations, x)
+            for names, (step, _), _ in before:
+                inputs |= dict.fromkeys(names, step(x))
+            changes = [
+                block.parted(name, matrix(inputs[name])[None], parts)
+                for name, (matrix, _) in zip(preactivations, matrices, strict=True)
             ]
-            for space, read, size in spaces.values():
-                ways.append(size * self._given[space][read])
-            return through(*ways)
+            for space, index, size in own_steps:
+                changes.append(size * self._vector[space][index])
+            return function(*changes)
 
         def back(delta: Array) -> Array:
-            every = returned(delta)
-            for one, (space, read, size) in zip(every[len(maps) :], spaces.values(), strict=True):
+            every = function_back(delta)
+            for b, (space, index, size) in zip(every[len(matrices) :], own_steps, strict=True):
                 total = np.zeros(self.shapes[space], np.float32)
-                np.add.at(total, read, one)
-                self._made[space] = size * total
-            sent = {
-                name: back_from(block.gathered(one, parts, rows[name])[0])
-                for name, one, (_, back_from) in zip(entering, every, maps, strict=False)
+                np.add.at(total, index, b)
+                self._product[space] = size * total
+            cotangents = {
+                name: matrix_back(block.gathered(b, parts, rows[name])[0])
+                for name, b, (_, matrix_back) in zip(preactivations, every, matrices, strict=False)
             }
-            for names, (_, back_from), _ in before:
-                sent[names[0]] = back_from(sum_of([sent.pop(name) for name in names]))
-            return np.asarray(sum_of(list(sent.values())))
+            for names, (_, step_back), _ in before:
+                cotangents[names[0]] = step_back(sum_of([cotangents.pop(name) for name in names]))
+            return np.asarray(sum_of(list(cotangents.values())))
 
         return (forward, back), y
 
-    def _own(
+    def _own_parameter(
         self, block: Block, layer: int, name: str, values: Array
     ) -> tuple[Space, Array, np.float32]:
-        """Steps of a function's own parameter, which draws read, and their size."""
+        """Steps of a function's own parameter: space, index of each part's copy, and scale."""
         key, parts = (layer, block.named(name)), len(values)
         space, times = ("lower", key), copies(block.head, name).times
-        count = max(1, min(parts, math.ceil(times * self.share - 1e-9)))
-        self.shapes[space] = count, *values.shape[1:]
-        inverse = self._inverse(key, times * values[0].size)
-        size = np.float32((inverse * count / (times * self.share)) ** 0.5)
-        return space, np.arange(parts) * count // parts, size
+        drawn = max(1, min(parts, math.ceil(times * self.share - 1e-9)))
+        self.shapes[space] = drawn, *values.shape[1:]
+        inverse = self._inverse_p(key, times * values[0].size)
+        size = np.float32((inverse * drawn / (times * self.share)) ** 0.5)
+        return space, np.arange(parts) * drawn // parts, size
 
 
 def _value_heads(block: Any) -> int:
-    """Of a mixer whose heads are drawn as wholes; 0 of others."""
+    """Number of value heads of a mixer whose heads can only be drawn whole; 0 for others."""
     if isinstance(block, GatedDeltaNet):
         return block.value_heads
     return block.heads if isinstance(block, LinearAttention) and block.norm != "all" else 0
 
 
-LEFT = 0.03
-"""Of a kernel's largest eigenvalue: smaller ones are left out. They are those of single tokens, of
-which no direction in which all layers move has much."""
+CUTOFF = 0.03
+"""Share of a kernel's largest eigenvalue below which others are left out: they belong to single
+tokens, and hardly contribute to directions in which all layers move."""
 
 
-def _root(kernel: Array) -> Array:
-    """R of R R^T, the kernel without its eigenvalues below so much of the largest, as (T, rank):
-    of few tokens, or where they are many, by its decomposition, else on the span of its products
-    with a few random vectors (Halko, Martinsson and Tropp 2011, Finding structure with randomness,
-    algorithm 4.4)."""
+def _kernel_root(kernel: Array) -> Array:
+    """R, (T, rank), with R R^T the kernel without its eigenvalues below `CUTOFF`.
+
+    Found on the span of products with random vectors, of which there are twice as many until they
+    suffice (Halko, Martinsson and Tropp 2011, Finding structure with randomness, algorithm 4.4), or
+    by a full decomposition at few tokens or high rank."""
     size, tokens = float(np.diag(kernel).max()) or 1.0, len(kernel)
     scaled, rng = (kernel / size).astype(np.float32), np.random.default_rng(0)
     count = 32
     while 4 * count <= tokens:
         span = np.linalg.qr(scaled @ (scaled @ rng.standard_normal((tokens, count), np.float32)))[0]
         values, vectors = np.linalg.eigh(span.T @ (scaled @ span))
-        if values[0] < LEFT * values[-1]:
+        if values[0] < CUTOFF * values[-1]:
             vectors = span @ vectors
             break
         count *= 2
     else:
         values, vectors = np.linalg.eigh(scaled)
-    kept = values > LEFT * max(values[-1], 0)
+    kept = values > CUTOFF * max(values[-1], 0)
     return np.asarray(vectors[:, kept] * np.sqrt(size * values[kept]), np.float32)
 
 
 def _chained(steps: list[Step]) -> Step:
     def forward(x: Array) -> Array:
-        for one, _ in steps:
-            x = one(x)
+        for step, _ in steps:
+            x = step(x)
         return x
 
     def back(delta: Array) -> Array:
-        for _, one in reversed(steps):
-            delta = one(delta)
+        for _, step_back in reversed(steps):
+            delta = step_back(delta)
         return delta
 
     return forward, back
 
 
-def _curved(
+def _second_order(
     run: Callable[..., Any], values: Sequence[Array], gradient: Array
 ) -> tuple[tuple[Callable[..., Array], Callable[[Array], list[Array]]], Array]:
-    """A function of drawn values as a step with the second derivatives of <b, f>, b what it
-    receives, of that kernel: on changes of all of them, and back to these; and its output."""
+    """Steps through f = run(*values), and its output.
+
+    Forward, changes of all values are mapped by the Jacobian of f. Backward, the Hessian of <b, f>
+    times these changes is added to the cotangents, b the output's one, of kernel `gradient`."""
     output, pull = pullback(run, *values)
     _, push = pullback(pull, np.zeros_like(output))
-    received, moved = _Received(gradient), list[Array]()
+    fixed, changes = _FixedCotangent(gradient), list[Array]()
 
     @functools.cache
-    def bend() -> Any:
-        return pullback(lambda *x: pullback(run, *x)[1](received.value), *values)[1]
+    def hessian() -> Any:
+        return pullback(lambda *x: pullback(run, *x)[1](fixed.value), *values)[1]
 
-    def forward(*ways: Array) -> Array:
-        moved[:] = [np.broadcast_to(way, x.shape) for way, x in zip(ways, values, strict=True)]
-        return np.asarray(push(tuple(moved))[0], np.float32)
+    def forward(*arguments: Array) -> Array:
+        changes[:] = [np.broadcast_to(u, x.shape) for u, x in zip(arguments, values, strict=True)]
+        return np.asarray(push(tuple(changes))[0], np.float32)
 
     def back(delta: Array) -> list[Array]:
-        received(delta)
-        both = zip(pull(delta), bend()(tuple(moved)), strict=True)
-        return [np.asarray(one + two, np.float32) for one, two in both]
+        fixed(delta)
+        terms = zip(pull(delta), hessian()(tuple(changes)), strict=True)
+        return [np.asarray(first + second, np.float32) for first, second in terms]
 
     return (forward, back), np.asarray(output, np.float32)
 
 
-class _Received:
-    """The gradient at a point: what is sent back there first, of its kernel's size by token."""
+class _FixedCotangent:
+    """The cotangent of the first backward pass at a point, scaled per token to its kernel."""
 
     def __init__(self, gradient: Array) -> None:
         self._gradient = gradient
@@ -849,12 +849,12 @@ class _Received:
 
     def __call__(self, delta: Array) -> Array:
         if not self.value.shape:
-            self.value = _sized(delta, self._gradient)
+            self.value = _rescaled(delta, self._gradient)
         return self.value
 
 
-def _sized(x: Array, kernel: Array) -> Array:
-    """Tokens of the mean squares that are the kernel's."""
+def _rescaled(x: Array, kernel: Array) -> Array:
+    """Scale every token to the mean square in the kernel's diagonal."""
     square = (x * x).mean(1)
     size = np.sqrt(np.where(square > 0, np.diag(kernel) / np.where(square > 0, square, 1.0), 0.0))
     return np.asarray(x * size[:, None], np.float32)
