@@ -42,7 +42,7 @@ from .measure import Loss, measure
 from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, OperationRow, lowered, summary
 from .operations.sampling import again
-from .operations.variables import Entries, Field, Fixed, Mix, Product, Sampled, Variable
+from .operations.variables import Field, Mix, Product, Sampled, Variable
 from .roles import HookPoint, WeightPart, gathered_names
 
 DRAWS = 24
@@ -276,20 +276,24 @@ def _growth(prediction: ModulePrediction) -> Iterator[Finding]:
 
 
 def _lost_streams(followed: Lowered, prediction: ModulePrediction) -> Iterator[Finding]:
-    """A finding if the layers attend, keep their input's shape and none adds its input to its
-    output."""
+    """A finding if the layers attend, keep the shape of their input, and what enters none of them
+    is part of what enters the next."""
     layers, states = _layers(prediction), followed.lowering.states
     inputs = {one.path: one.value for one in followed.graph.boundaries if one.side == "input"}
-    for row in layers:
-        x, y = states.get(inputs.get(row.module, -1)), states.get(row.value)
-        if not isinstance(x, Field) or not isinstance(y, Field) or x.site.shape != y.site.shape:
+    stream = [states.get(inputs.get(row.module, -1)) for row in layers]
+    stream += [states.get(row.value) for row in layers[-1:]]
+    fields = [x for x in stream if isinstance(x, Field)]
+    if len(fields) < max(3, len(stream)) or len({x.site.shape for x in fields}) > 1:
+        return
+    judged = 0
+    for before, after in itertools.pairwise(x.variable for x in fields):
+        kept, behind = _sources(before), _sources(after)
+        if kept is None or behind is None or (kept and kept <= behind):
             return
-        behind, kept, first = _sources(y.variable), _sources(x.variable), x.variable.number
-        if behind is None or kept is None or kept <= behind:
+        if not any(isinstance(v, Mix) and v.number > before.number for v in _ancestors(after)):
             return
-        if not any(isinstance(v, Mix) and v.number > first for v in _ancestors(y.variable)):
-            return
-    if len(layers) > 1:
+        judged += bool(kept)
+    if judged:
         names = gathered_names([row.module for row in layers])
         why = "no layer adds its input to its output: a block replaces the stream, so that all "
         why += "that a layer passes on has gone through its weights"
@@ -298,13 +302,13 @@ def _lost_streams(followed: Lowered, prediction: ModulePrediction) -> Iterator[F
 
 
 def _sources(variable: Variable) -> set[int] | None:
-    """Numbers of the parameters, products with weights and averages over tokens of which a variable
-    is a function entry by entry; None if it rests on what was drawn."""
+    """Numbers of the products with weights and averages over tokens of which a variable is a
+    function entry by entry; None if it rests on what was drawn."""
     result = set()
-    for one in _ancestors(variable, (Product, Mix, Entries, Fixed)):
+    for one in _ancestors(variable, (Product, Mix)):
         if isinstance(one, Sampled):
             return None
-        if isinstance(one, Product | Mix | Entries | Fixed):
+        if isinstance(one, Product | Mix):
             result.add(one.number)
     return result
 
