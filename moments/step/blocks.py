@@ -16,9 +16,9 @@ from ..layers.experts.mixture import Mixture
 from ..layers.product import Product
 from ..layers.recurrent.leaf import Mixer
 from .change import Array, Change, Overlaps
-from .drawn import Block, copies, routed_apart
+from .drawn import Block, copies, with_router_variance
 from .leaves import SHARED_KEY, block_of, latent_block, mixture_block
-from .rules import Told, gain_effect, sign_of_rows
+from .rules import StepSize, gain_effect, sign_of_rows
 from .sites import Site
 from .walk import Walk, columns_of
 
@@ -35,7 +35,7 @@ class Read(NamedTuple):
 
 def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) -> Change:
     """The change behind a block whose matrices read that, all steps in it included."""
-    changes, carried, by_sign, responses = {}, {}, {}, {}
+    changes, incoming, by_sign, responses = {}, {}, {}, {}
     layer, overlaps = leaving.layer, walk.overlaps
     for name, matrix in block.matrices.items():
         change, at, walk.response, walk.overlaps = reads[name]
@@ -46,22 +46,22 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         if matrix.bias is not None:
             result = walk.bias(f"{matrix.name}.bias", result, gradient, shape[1], layer)
         changes[name] = result
-        carried[name] = matrix.fan_in * matrix.variance * change.coherent
+        incoming[name] = matrix.fan_in * matrix.variance * change.coherent
         if walk.optimizer.rule_of(walk.prefix + matrix.name) == "sign":
             by_sign[name] = at.kernel
         responses[name] = matrix.fan_in * matrix.variance * walk.response
     steps, follow = {}, {}
     for name in block.draws.own:
-        full, sent = walk.prefix + block.named(name), block.sent[name]
+        full, sent = walk.prefix + block.named(name), block.drawn_gradients[name]
         move, mean, square = _entrywise(walk, full, sent, leaving)
         count = copies(block.head, name).times * sent[0].size
-        note = Told(count * mean, square)
+        note = StepSize(count * mean, square)
         rate = walk.entry(layer, full, walk.optimizer.factor(full), note, np.nan, 1.0)
         steps[name] = -rate * move
         size = float((sent * sent).mean())
         follow[name] = rate * mean / size if size > 0 else 0.0
-    walk.response, walk.overlaps = block.followed(responses), overlaps
-    change, met = block.carried(changes, carried, by_sign, steps, follow, leaving.gradient)
+    walk.response, walk.overlaps = block.response(responses), overlaps
+    change, met = block.propagated(changes, incoming, by_sign, steps, follow, leaving.gradient)
     for name, share in met.items():
         _at_chosen(walk, block.matrices[name].name, share)
     return change
@@ -161,7 +161,7 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
         name = f"{out.name}.bias"
         moved = walk.matrix(name, nothing, at, gradient, layer, shape, max(out.bias, 1e-60))
         result = result.plus(moved, gradient)
-    return routed_apart(result, gates, gradient)
+    return with_router_variance(result, gates, gradient)
 
 
 def layer_scale(

@@ -137,7 +137,7 @@ class Draws:
         if not self.reading.tied or token is None:
             return self._of_kernel(kernel, d)
         rest = kernel - token.amplitude**2 * token.variance * token.same
-        read = words.read if main else words.beside
+        read = words.read if main else words.encoder_read
         own: Features = np.float32(token.amplitude) * table[:, read]
         return np.asarray(own + self._of_kernel(rest, d))
 

@@ -260,7 +260,7 @@ def mixture_block(
     kernels, received = dict.fromkeys(matrices, entering.kernel), d * variance * leaving.gradient
     block = drawn_block(reading, leaving, head, matrices, kernels, float(many), received=received)
     gates = reading.once(
-        Units, leaving.index, make=lambda: head.gates(block.draws.entering[leaf.name])
+        Units, leaving.index, make=lambda: head.gates(block.draws.preactivations[leaf.name])
     )
     added = float(given.get("bias_variance", 0.0)) if out.has_bias else None
     shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)

@@ -50,7 +50,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic (Jordan 2024), applied five times."""
 
 
-class Told(NamedTuple):
+class StepSize(NamedTuple):
     """What is told of a parameter's step of learning rate 1, as in `Effect`."""
 
     slope: float

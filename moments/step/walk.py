@@ -46,7 +46,7 @@ from .rules import (
     Sides,
     Signs,
     Spectrum,
-    Told,
+    StepSize,
     effect,
     gain_effect,
     sign_of_columns,
@@ -226,7 +226,13 @@ class Walk:
     # --- parameters ----------------------------------------------------------------------------
 
     def entry(
-        self, layer: int, name: str, factor: float, found: Effect | Told, variance: float, n: float
+        self,
+        layer: int,
+        name: str,
+        factor: float,
+        found: Effect | StepSize,
+        variance: float,
+        n: float,
     ) -> float:
         """Note a parameter's step; its learning rate."""
         rate = self.rate * factor
