@@ -87,7 +87,7 @@ class Draws(NamedTuple):
     """Draws of a block.
 
     Attributes:
-        count: number of draws, N.
+        samples: number of draws, N.
         preactivations, own: (N, ...) by section, and by parameter of the function itself.
         run: the function of both; `run_fixed`: with the experts chosen at these preactivations.
         output: (N, T, features).
@@ -97,7 +97,7 @@ class Draws(NamedTuple):
         sizes: (T,) root mean square gradients of the tokens, 0 where negligible.
     """
 
-    count: int
+    samples: int
     preactivations: Arrays
     own: Arrays
     run: Callable[..., Array]
@@ -181,7 +181,7 @@ class Block:
         def drawn(features: int, root: Array, name: str) -> Array:
             return np.swapaxes(rows_of(count, features, len(root), name) @ root, 1, 2)
 
-        roots, preactivations = dict[int, Array](), {}
+        roots, inputs = dict[int, Array](), {}
         for name, section in sections.items():
             read, matrix = self.reads[name], self.matrices[name]
             gain = matrix.fan_in * matrix.variance
@@ -191,30 +191,31 @@ class Block:
                 if id(read) not in roots:
                     roots[id(read)] = root_of(read)
                 root = gain**0.5 * roots[id(read)]
-            preactivations[name] = drawn(section.drawn, root, name)
+            inputs[name] = drawn(section.drawn, root, name)
         own, fixed = self.parameters(np.random.default_rng(0), count)
-        run = run_fixed = self.function(own, fixed)
+        run = frozen = self.function(own, fixed)
         if isinstance(head, Units):
-            run_fixed = self.function(own, fixed, head.with_choice(preactivations))
-        output, pull = pullback(run, *preactivations.values(), *own.values())
+            frozen = self.function(own, fixed, head.with_choice(inputs))
+        output, pull = pullback(run, *inputs.values(), *own.values())
         _, push = pullback(pull, np.zeros(output.shape))
 
         def pulled(delta: Array) -> dict[str, Array]:
-            return dict(zip((*preactivations, *own), pull(delta), strict=True))
+            return dict(zip((*inputs, *own), pull(delta), strict=True))
 
         delta = drawn(head.features, root_of(self.received), "gradient")
         probe = np.swapaxes(rows_of(count, head.features, tokens, "probe"), 1, 2)
         # the P of a token diverges as its gradient goes to 0
         sizes = np.sqrt(np.maximum(np.diag(self.received), 0.0))
         sizes = sizes * (sizes > NOTHING * sizes.max(initial=0.0))
-        probes = [_Probe(rows, pulled(rows)) for rows in (probe, sizes[:, None] * probe)]
-        functions = run, run_fixed, output, push
-        return Draws(count, preactivations, own, *functions, delta, pulled(delta), *probes, sizes)
+        unit, sized = (_Probe(rows, pulled(rows)) for rows in (probe, sizes[:, None] * probe))
+        return Draws(
+            count, inputs, own, run, frozen, output, push, delta, pulled(delta), unit, sized, sizes
+        )
 
     def _gram(self, name: str) -> Array:
         """(T, T) gradient of a section, from draws."""
         section, draws = self.head.sections[name], self.draws
-        scale = section.shared / (draws.count * section.drawn)
+        scale = section.shared / (draws.samples * section.drawn)
         return np.asarray(gram(draws.pulled[name]) * scale)
 
     @functools.cached_property
@@ -372,7 +373,7 @@ class Block:
             factor
             * copies(self.head, name).times
             * float((self.drawn_gradients[name] ** 2).sum())
-            / draws.count
+            / draws.samples
             for name, factor in follow.items()
         )
         if along_delta > 0 and slope > 0:  # removes the scatter of the probes
@@ -418,7 +419,7 @@ class Block:
         positive = linear > 0
         divisor = np.where(positive, linear, 1.0)
         ratio = np.where(positive, each.mean(0) / divisor, 1.0)
-        error = np.where(positive, each.std(0) / divisor, 1.0) / self.draws.count**0.5
+        error = np.where(positive, each.std(0) / divisor, 1.0) / self.draws.samples**0.5
         off = np.clip(ratio, 0.0, 1.0) - 1.0
         significance = off**4 / (off**4 + (3 * error) ** 4 + 1e-12)
         return np.asarray(1.0 + off * significance)

@@ -222,10 +222,10 @@ def entered(
         readout = reading.readout
         sent = readout.scale * words.sent
         gathered = sent.T @ np.asarray(readout.kernel.off_diagonal) @ sent
-        for other in reading.streams:
-            if other is not stream:
-                reads = words.of_stream(other is reading.main)
-                gathered = gathered + tables[0].amplitude ** 2 * (reads.T @ other.received @ reads)
+        for source in reading.streams:
+            if source is not stream:
+                reads = words.of_stream(source is reading.main)
+                gathered = gathered + tables[0].amplitude ** 2 * (reads.T @ source.received @ reads)
         reads = words.of_stream(main)
         grams[0, 0] = grams[0, 0] + reads @ gathered @ reads.T
         np.fill_diagonal(grams[0, 0], reads @ rows)
