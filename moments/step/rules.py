@@ -128,8 +128,8 @@ class Root:
 
 
 def spread(kernel: Array) -> Array:
-    """(..., T, T) symmetric root of K, by which tokens are drawn: draws by it are continuous in K at
-    any rank, while rounding can change the pivots of `Root` and so all draws by L."""
+    """(..., T, T) symmetric root of K, by which tokens are drawn: these are continuous in K at any
+    rank, while rounding can change the pivots of `Root` and so all draws by L."""
     values, vectors = np.linalg.eigh(kernel)
     roots = np.sqrt(np.maximum(values, 0.0))[..., None, :]
     return np.asarray((vectors * roots) @ np.swapaxes(vectors, -1, -2))
@@ -336,7 +336,7 @@ class Drawn(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """The sign rule's step at a matrix's output, in coordinates z = L^(-1) x of the old input.
+    """The sign rule's step at a matrix's output, in the coordinates z = L^(-1) x of its input.
 
     Attributes:
         mean: E rho.
@@ -419,10 +419,10 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
 
 
 _NOTHING = 1e-12
-"""Share of the mean square below which a gradient is rounding."""
+"""Share of the mean square below which a squared gradient is rounding."""
 
 _RANGE = 1e-9
-"""What is left of a token below this share of the largest is nothing: it reads what others do."""
+"""Share of the largest pivot below which a token is a combination of others."""
 
 
 @dataclass(frozen=True)
@@ -476,19 +476,19 @@ class Optimizer:
         return damping(max(float(product.sum()), 0.0) ** 0.5, self.epsilon)
 
     def left(self, name: str, rate: float) -> float:
-        """What weight decay leaves of a parameter."""
+        """Factor of a parameter by weight decay."""
         steps = 1 if self.updates is None else self.updates.steps
         return (1.0 - rate * self.multiplier(name) * self.weight_decay) ** steps
 
     def factor(self, name: str, n: float = 1.0, m: float = 1.0) -> float:
-        """What multiplies the learning rate of a parameter, an (m, n) matrix where it is hidden."""
+        """Factor of the learning rate of a parameter; n and m are features of a hidden matrix."""
         rate = self.gain * self.multiplier(name)
         if self.rule == "muon" and group_of(name) == "matrices":
             rate *= MUON_SCALES[self.adjust](n, m)
         return rate
 
     def multiplier(self, name: str) -> float:
-        """The user's, of the parameter itself or else of its group."""
+        """The user's multiplier of the parameter or else of its group."""
         return float(self.multipliers.get(name, self.multipliers.get(group_of(name), 1.0)))
 
     def rule_of(self, name: str) -> str:
@@ -596,7 +596,7 @@ def group_of(name: str) -> str:
 
 
 def newton_schulz(values: Array) -> Array:
-    """What five steps of Muon's quintic make of singular values."""
+    """Five steps of Muon's quintic on singular values."""
     a, b, c = NEWTON_SCHULZ
     for _ in range(5):
         square = values * values
@@ -613,7 +613,7 @@ def _signs_alone(product: Array) -> tuple[float, float]:
 
 
 def damping(deviation: float, epsilon: float) -> tuple[float, float]:
-    """By how much Adam's epsilon lowers E y u and E u^2, u = y/(|y| + eps) for y of a row of G.
+    """Factors of E y u and E u^2 by Adam's epsilon, u = y/(|y| + eps) for y of a row of G.
 
     `deviation`: root mean square of y. 1 and 1 without epsilon.
     """
