@@ -16,16 +16,15 @@ from ..layers.experts.mixture import Mixture
 from ..layers.product import Product
 from ..layers.recurrent.leaf import Mixer
 from .change import Array, Change, Overlaps
-from .drawn import Block, copies, routed_apart
+from .drawn import Block, copies, with_router_variance
 from .leaves import SHARED_KEY, block_of, latent_block, mixture_block
-from .rules import Told, gain_effect, sign_of_rows
+from .rules import StepSize, gain_effect, sign_of_rows
 from .sites import Site
 from .walk import Walk, columns_of
 
 
 class Read(NamedTuple):
-    """What a matrix of a block reads: its change, the site, how it follows the overlaps of the
-    stream's tokens, and those."""
+    """Input of a matrix: change, site, and response to the overlaps of a stream's tokens."""
 
     change: Change
     at: Site
@@ -34,8 +33,8 @@ class Read(NamedTuple):
 
 
 def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) -> Change:
-    """The change behind a block whose matrices read that, all steps in it included."""
-    changes, carried, by_sign, responses = {}, {}, {}, {}
+    """The change of a block's output from those of its matrices' inputs, all its steps included."""
+    changes, incoming, by_sign, responses = {}, {}, {}, {}
     layer, overlaps = leaving.layer, walk.overlaps
     for name, matrix in block.matrices.items():
         change, at, walk.response, walk.overlaps = reads[name]
@@ -46,84 +45,86 @@ def through(walk: Walk, block: Block, reads: Mapping[str, Read], leaving: Site) 
         if matrix.bias is not None:
             result = walk.bias(f"{matrix.name}.bias", result, gradient, shape[1], layer)
         changes[name] = result
-        carried[name] = matrix.fan_in * matrix.variance * change.coherent
+        incoming[name] = matrix.fan_in * matrix.variance * change.coherent
         if walk.optimizer.rule_of(walk.prefix + matrix.name) == "sign":
             by_sign[name] = at.kernel
         responses[name] = matrix.fan_in * matrix.variance * walk.response
     steps, follow = {}, {}
     for name in block.draws.own:
-        full, sent = walk.prefix + block.named(name), block.sent[name]
-        move, mean, square = _entrywise(walk, full, sent, leaving)
-        count = copies(block.head, name).times * sent[0].size
-        note = Told(count * mean, square)
-        rate = walk.entry(layer, full, walk.optimizer.factor(full), note, np.nan, 1.0)
-        steps[name] = -rate * move
-        size = float((sent * sent).mean())
+        full, drawn_gradient = walk.prefix + block.named(name), block.drawn_gradients[name]
+        step, mean, square = _entrywise(walk, full, drawn_gradient, leaving)
+        count = copies(block.head, name).times * drawn_gradient[0].size
+        step_size = StepSize(count * mean, square)
+        rate = walk.entry(layer, full, walk.optimizer.factor(full), step_size, np.nan, 1.0)
+        steps[name] = -rate * step
+        size = float((drawn_gradient * drawn_gradient).mean())
         follow[name] = rate * mean / size if size > 0 else 0.0
-    walk.response, walk.overlaps = block.followed(responses), overlaps
-    change, met = block.carried(changes, carried, by_sign, steps, follow, leaving.gradient)
-    for name, share in met.items():
-        _at_chosen(walk, block.matrices[name].name, share)
+    walk.response, walk.overlaps = block.response(responses), overlaps
+    change, chosen = block.propagated(changes, incoming, by_sign, steps, follow, leaving.gradient)
+    for name, share in chosen.items():
+        _set_chosen(walk, block.matrices[name].name, share)
     return change
 
 
-def _at_chosen(walk: Walk, name: str, share: float) -> None:
-    """Of the last note of that name."""
+def _set_chosen(walk: Walk, name: str, share: float) -> None:
+    """Set `chosen` of the last recorded step of that name."""
     last = max(k for k, one in enumerate(walk.weights) if one.weight == walk.prefix + name)
     walk.weights[last] = walk.weights[last]._replace(chosen=share)
 
 
-def _entrywise(walk: Walk, name: str, sent: Array, leaving: Site) -> tuple[Array, float, float]:
-    """A step of rate 1 on drawn parameters, the mean of its product with the gradient, and its mean
-    square."""
+def _entrywise(walk: Walk, name: str, drawn: Array, leaving: Site) -> tuple[Array, float, float]:
+    """The step of rate 1 of parameters with drawn gradients, the mean of its product with the
+    gradient, and its mean square."""
     optimizer = walk.optimizer
     if optimizer.rule_of(name) == "sgd":
-        move = sent
+        step = drawn
     elif optimizer.batches is not None:
         pulled, square = optimizer.pulled(leaving.kernel * leaving.gradient)
-        mean = pulled * float(np.abs(sent).mean())
-        return pulled * np.sign(sent), mean, square
+        mean = pulled * float(np.abs(drawn).mean())
+        return pulled * np.sign(drawn), mean, square
     else:
-        move = sent / np.maximum(np.abs(sent) + optimizer.epsilon, 1e-300)
-    return move, float((move * sent).mean()), float((move * move).mean())
+        step = drawn / np.maximum(np.abs(drawn) + optimizer.epsilon, 1e-300)
+    return step, float((step * drawn).mean()), float((step * step).mean())
 
 
 def drawn(walk: Walk, leaf: Any, change: Change, entering: Site, leaving: Site) -> Change:
-    """Behind a leaf whose matrices read what enters, or an encoder's tokens."""
+    """The change of a leaf whose matrices all read its input, or keys and values the encoder."""
     own = memory = Read(change, entering, walk.response, walk.overlaps)
     if isinstance(leaf, CrossAttention):
         assert walk.memory is not None
-        there, at = walk.memory
-        # keys and values follow the scatter of the tokens that they read
+        memory_change, at = walk.memory
+        # keys and values respond to the overlaps of the encoder's tokens
         overlaps = None if walk.overlaps is None else Overlaps.of(at.kernel, at.width)
         response = 0.0 if overlaps is None else np.outer(overlaps.sizes, overlaps.sizes)
-        memory = Read(there, at, response, overlaps)
+        memory = Read(memory_change, at, response, overlaps)
     block = block_of(leaf, walk.reading, entering, leaving, memory.at)
     reads = {name: memory if name in ("key", "value") else own for name in block.matrices}
     return through(walk, block, reads, leaving)
 
 
-def latent(walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leaving: Site) -> Change:
-    """The latents' matrices and norms, then heads that read them."""
+def latent_attention(
+    walk: Walk, leaf: LatentHeads, change: Change, entering: Site, leaving: Site
+) -> Change:
+    """The change of latent attention: the latents' matrices and norms, then the heads."""
     block, latents = latent_block(leaf, walk.reading, entering, leaving)
     own = Read(change, entering, walk.response, walk.overlaps)
     reads = {"query": own, SHARED_KEY: own}
-    for one in latents:
-        walk.response, shape = own.response, (float(leaf.attention.d_model), one.at.width)
-        gradient, layer = one.at.gradient, leaving.layer
-        result = walk.matrix(one.name, change, entering, gradient, layer, shape, one.variance)
-        walk.response = shape[0] * one.variance * own.response
-        result = walk.norm(one.norm, result, one.at, one.behind)
-        inner = Read(result, one.behind, walk.response, own.overlaps)
-        reads |= dict.fromkeys(one.readers, inner)
+    for latent in latents:
+        walk.response, shape = own.response, (float(leaf.attention.d_model), latent.at.width)
+        gradient, layer, variance = latent.at.gradient, leaving.layer, latent.variance
+        result = walk.matrix(latent.name, change, entering, gradient, layer, shape, variance)
+        walk.response = shape[0] * variance * own.response
+        result = walk.norm(latent.norm, result, latent.at, latent.behind)
+        inner = Read(result, latent.behind, walk.response, own.overlaps)
+        reads |= dict.fromkeys(latent.readers, inner)
     result = through(walk, block, reads, leaving)
     if SHARED_KEY in block.matrices:
-        _joined(walk, "kv_down", (leaf.block.kv_rank, leaf.block.rope_dim))
+        _merge(walk, "kv_down", (leaf.block.kv_rank, leaf.block.rope_dim))
     return result
 
 
-def _joined(walk: Walk, name: str, rows: tuple[int, int]) -> None:
-    """The two last notes of that name as one, of a matrix with so many rows of either kind."""
+def _merge(walk: Walk, name: str, rows: tuple[int, int]) -> None:
+    """Merge the last two recorded steps of that name, of so many rows of one matrix each."""
     last = [k for k, one in enumerate(walk.weights) if one.weight == walk.prefix + name][-2:]
     first, second = (walk.weights[k] for k in last)
     share = np.array(rows) / sum(rows)
@@ -141,7 +142,7 @@ def _joined(walk: Walk, name: str, rows: tuple[int, int]) -> None:
 
 
 def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: Site) -> Change:
-    """All experts as one: hidden features of each behind its gates, and one matrix to the sum."""
+    """The change of a mixture: gated hidden features of all experts, and one matrix to the sum."""
     block, at, out, gates = mixture_block(leaf, walk.reading, entering, leaving)
     own = Read(change, entering, walk.response, walk.overlaps)
     reads, received = dict.fromkeys(block.matrices, own), at.gradient
@@ -151,9 +152,9 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
     shape = float(out.fan_in), float(out.fan_out)
     result = walk.matrix(out.name, result, at, gradient, layer, shape, out.variance, columns, True)
     walk.response = shape[0] * out.variance * walk.response
-    # what it reads of experts that a token does not go to is 0
-    _at_chosen(walk, out.name, leaf.router.chosen / leaf.router.experts)
-    if out.bias is not None:  # a matrix that reads gates
+    # its inputs from experts that are not chosen are 0
+    _set_chosen(walk, out.name, leaf.router.chosen / leaf.router.experts)
+    if out.bias is not None:  # the experts' biases are a matrix whose inputs are the gates
         experts = float(leaf.router.experts)
         shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
         at = leaving.behind("gates", shared / experts, shape[0] * gradient, experts)
@@ -161,13 +162,13 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
         name = f"{out.name}.bias"
         moved = walk.matrix(name, nothing, at, gradient, layer, shape, max(out.bias, 1e-60))
         result = result.plus(moved, gradient)
-    return routed_apart(result, gates, gradient)
+    return with_router_variance(result, gates, gradient)
 
 
 def layer_scale(
     walk: Walk, leaf: LayerScale, change: Change, entering: Site, leaving: Site
 ) -> Change:
-    """Gains whose square multiplies the branch behind this, and is no part of the signal here."""
+    """The step of gains whose value `Residual.branch_scale` applies, so that they are 1 here."""
     name, square = walk.prefix + leaf.label, float(leaf.gain) ** 2
     kernel, gradient = leaving.kernel, leaving.gradient
     result = gain_effect(
@@ -184,14 +185,14 @@ def layer_scale(
     return change.plus(Change(own, nothing, rate * rate * result.total / square, nothing), gradient)
 
 
-_FOLLOWED: dict[type, Any] = {
+_DRAWN: dict[type, Any] = {
     LayerScale: layer_scale,
     Mixer: drawn,
     SelfAttention: drawn,
     CrossAttention: drawn,
     Product: drawn,
-    LatentHeads: latent,
+    LatentHeads: latent_attention,
     Mixture: mixture,
 }
-for _kind, _function in _FOLLOWED.items():
+for _kind, _function in _DRAWN.items():
     Walk.__dict__["leaf"].register(_kind, _function)

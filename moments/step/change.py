@@ -1,17 +1,17 @@
-"""How a step changes a tensor: three token kernels, and what operations do to them.
+"""How a step changes a tensor: three token kernels, and their maps under operations.
 
 A tensor h becomes h + u. With K = E h h and delta the loss's gradient at h before the step, per
 feature,
 
     P: the coherent part, u_t = - sum_s P_ts delta_s + noise;
-    M = E u_t h_s, the overlap with what was;
-    U = E u_t u_s, all of the change.
+    M = E u_t h_s, the overlap with the tensor before;
+    U = E u_t u_s, the square of the whole change.
 
-P is a mean over draws. What one draw's has besides follows the scatter of overlaps of the stream's
-tokens (`Overlaps`); what a step has beyond what is linear in delta is alike in all that writes to
-the stream (`Beyond`).
+P is a mean over draws. Its deviation in one draw is S times the deviation of the overlaps of the
+stream's tokens (`Overlaps`). The part of a step that is not linear in delta is correlated between
+all matrices that write to the stream (`Beyond`).
 
-The updated kernel is K + M + M^T + U. Changes are carried themselves and never formed as a
+The updated kernel is K + M + M^T + U. Changes are propagated themselves and never formed as a
 difference of kernels, so that small steps lose no digits.
 
 See docs/theory/step-travels.md, The change travels.
@@ -33,12 +33,12 @@ Array = NDArray[np.float64]
 
 
 def precision(tokens: int) -> Any:
-    """Of products over pairs of tokens: single where those are many, and take the time."""
+    """Data type of products over pairs of tokens: single precision for many tokens."""
     return np.dtype(float if tokens <= 128 else np.float32)
 
 
 def product(*factors: Array) -> Array:
-    """Their matrix product in that precision, every factor on a scale of its own."""
+    """Matrix product in `precision`, every factor scaled to entries of at most 1."""
     kind, size = precision(max(map(len, factors))), 1.0
     if kind.itemsize == 8:
         return np.asarray(functools.reduce(np.matmul, factors))
@@ -51,7 +51,7 @@ def product(*factors: Array) -> Array:
 
 
 def between(first: Array, gradient: Array, second: Array) -> Array:
-    """P D P'^T: what two coherent changes share."""
+    """P D P'^T, E u u' of two coherent changes."""
     return product(first, gradient, second.T)
 
 
@@ -66,28 +66,28 @@ some hundred times its rounding."""
 
 
 def resolved(values: Array, least: float = SINGLE_PRECISION) -> Array:
-    """(..., k) how far ascending eigenvalues are more than rounding, 0 to 1: a step at that share
-    of the largest which is smooth, as no rounding may decide what is on which side."""
+    """(..., k) from 0 for ascending eigenvalues that are rounding to 1: a smooth step at the share
+    `least` of the largest, so that results vary continuously with rounding."""
     share = np.maximum(values, 0.0) / (least * np.maximum(values[..., -1:], 1e-300))
     with np.errstate(over="ignore", divide="ignore"):
         return np.asarray(1 / (1 + share**-4))
 
 
 def over(shares: Array, values: Array) -> Array:
-    """Shares of what is resolved over eigenvalues, 0 where there is nothing."""
+    """Quotient of resolved shares and eigenvalues, 0 where these are not positive."""
     return np.divide(shares, values, out=np.zeros_like(values), where=values > 0)
 
 
 class Beyond(NamedTuple):
-    """What writes to the stream are given their delta, beyond what is linear in it.
+    """V, the kernel of the part of a change that is a function of delta, but not linear in it.
 
-    Of all writes so far as one: told apart, the stream's change moved by at most .9 %, the loss's
-    by .2 % (Muon and Adam on 12 layers of width 64), and by a tenth of that elsewhere.
+    One for the sum of all writes to the stream so far: with one each, the stream's change moved by
+    at most .9 %, the loss's by .2 % (Muon and Adam on 12 layers of width 64), a tenth elsewhere.
 
     Attributes:
-        root: (T, T) roots of V's entries, with their signs.
-        linear: share of the step, given delta, that is linear in it: 2/pi of signs.
-        kept: square of the correlation of its delta with that where the change now is.
+        root: (T, T) square roots of the entries of V, with their signs.
+        linear: linear share of the square of a step that is a function of delta: 2/pi for signs.
+        kept: squared correlation of that delta with the delta at the present site.
     """
 
     root: Array
@@ -104,20 +104,19 @@ class Beyond(NamedTuple):
         return np.asarray(self.root * np.abs(self.root))
 
     def behind(self, before: Array, after: Array) -> Beyond:
-        """With a delta that has the kernel `after` of `before`, what has come to it being new."""
+        """At the sum of a residual block: the part `after` of delta's kernel `before` remains."""
         kernel = self.kernel
         there = float(np.vdot(kernel, before))
         share = float(np.vdot(kernel, after)) / there if there > 0 else 1.0
         return self._replace(kept=self.kept * min(max(share, 0.0), 1.0))
 
     def mapped(self, function: Callable[[Array], Array]) -> Beyond:
-        """Behind a linear map of kernels."""
+        """V mapped by a linear function of kernels."""
         return Beyond.of(function(self.kernel), self.linear, self.kept)
 
     def alike(self, other: Beyond) -> Array:
-        """What another step, whose delta is that here, adds to the square of both: all that there
-        can be where V and V' are one up to a factor, less by the cosine between them, and by deltas
-        that are not one; where they are of opposite signs, nothing."""
+        """The cross term that another step adds to U: the geometric mean of V and V', times their
+        cosine and the correlation for deltas that differ; 0 where their signs are opposite."""
         one, two = self.kernel, other.kernel
         norms = float(np.linalg.norm(one) * np.linalg.norm(two))
         r = (self.kept * other.kept) ** 0.5
@@ -126,7 +125,7 @@ class Beyond(NamedTuple):
         return np.asarray(same * np.maximum(self.root * other.root, 0.0))
 
     def with_more(self, other: Beyond) -> Beyond:
-        """Both as one, by their sizes."""
+        """The sum of both; shares are averaged by size."""
         sizes = [max(float(np.trace(one.kernel)), 1e-300) ** 0.5 for one in (self, other)]
         share = sizes[0] / sum(sizes)
         return Beyond(
@@ -137,12 +136,11 @@ class Beyond(NamedTuple):
 
 
 def correlated(linear: float, r: float) -> float:
-    """Correlation of what two steps have beyond their linear parts, from that of their deltas.
+    """Correlation of the nonlinear parts of two steps, from the correlation r of their deltas.
 
-    A step in one direction a/|a| of an n-dimensional Gaussian a, of which m is linear, has with
-    another whose a is correlated by r beside m r the rest asin(r) - r at n = 1, of signs, where m
-    is 2/pi, and r^3 at large n, where m is 1. Between, a mean by m: of E cos, .004 off at n = 3.
-    `linear` is m.
+    Two steps a/|a| along n-dimensional Gaussians a of correlation r have the correlation m r plus a
+    nonlinear part, m (`linear`) the linear share. That part is proportional to asin(r) - r at n = 1
+    (signs, m = 2/pi) and to r^3 at large n (m = 1); interpolated by m between: .004 off at n = 3.
     """
     r = min(max(r, 0.0), 1.0)
     many = min(max((linear - 2 / math.pi) / (1 - 2 / math.pi), 0.0), 1.0)
@@ -151,14 +149,14 @@ def correlated(linear: float, r: float) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """What a step does to a tensor; each (T, T).
+    """The change of a tensor by a step; each (T, T).
 
     Attributes:
         coherent: P.
         overlap: M.
         total: U.
-        scattered: S.
-        beyond: what writes to the stream are beyond linear; None: nothing.
+        scattered: S, the response of P to the overlaps of a draw.
+        beyond: nonlinear part of writes to the stream, or None.
     """
 
     coherent: Array
@@ -169,12 +167,12 @@ class Change:
 
     @classmethod
     def none(cls, count: int) -> Change:
-        """Of `count` tokens that stay as they are."""
+        """No change of `count` tokens."""
         return cls.of(np.zeros((count, count)))
 
     @classmethod
     def of(cls, coherent: Array) -> Change:
-        """What follows the gradient, alone."""
+        """A change with a coherent part only."""
         nothing = np.zeros_like(coherent)
         return cls(coherent, nothing, nothing, nothing)
 
@@ -183,30 +181,29 @@ class Change:
         return kernel + self.overlap + self.overlap.T + self.total
 
     def met(self, kernel: Array) -> Array:
-        """E h'_t h_s: the updated tensor with the old one."""
+        """E h'_t h_s, h' the updated tensor."""
         return kernel + self.overlap
 
     def share(self, kernel: Array) -> float:
-        """Of the largest square of a tensor of that kernel, the largest of the change."""
+        """Largest mean square of the change over that of the tensor."""
         return float(np.max(np.diag(self.total)) / np.max(np.diag(kernel)))
 
     def times(self, factor: Array | float) -> Change:
-        """Every entry of all times a factor, or one for each pair of tokens."""
+        """All parts times a factor, or one for each pair of tokens."""
         return self.each(lambda part: factor * part)
 
     def sent(self, gradient: Array, scale: float = 1.0) -> Array:
-        """What the coherent part adds to the square, D = `gradient` on a scale of its own."""
+        """The coherent part of U, with D = scale * gradient."""
         return scale * between(self.coherent, gradient, self.coherent)
 
     def less(self, square: Array) -> Change:
-        """With less of the square."""
+        """The change with `square` subtracted from U."""
         return dataclasses.replace(self, total=self.total - square)
 
     def each(
         self, function: Callable[[Array], Array], coherent: Callable[[Array], Array] | None = None
     ) -> Change:
-        """What a linear map makes of all; `coherent`: of P and what goes with it, if that is
-        another."""
+        """All parts mapped by a linear function; `coherent`: that of P and S if it differs."""
         of_p = function if coherent is None else coherent
         return Change(
             of_p(self.coherent),
@@ -217,10 +214,10 @@ class Change:
         )
 
     def plus(self, other: Change, gradient: Array) -> Change:
-        """With another cause of change of the same tensor, E delta delta = `gradient` there.
+        """The sum with another change of the same tensor, E delta delta = `gradient`.
 
-        The two are independent but for their coherent parts, E u u' = P D P'^T, and what is alike
-        beyond.
+        The two are independent but for their coherent parts, E u u' = P D P'^T, and the nonlinear
+        parts' correlation.
         """
         cross = between(self.coherent, gradient, other.coherent)
         found = Change(
@@ -233,20 +230,20 @@ class Change:
         return found if other.beyond is None else found.going_beyond(other.beyond)
 
     def parted(self, before: Array, after: Array) -> Change:
-        """Where of a delta of kernel `before` there is `after` left, and what is new beside it."""
+        """At the sum of a residual block, as `Beyond.behind`."""
         if self.beyond is None:
             return self
         return dataclasses.replace(self, beyond=self.beyond.behind(before, after))
 
     def going_beyond(self, more: Beyond) -> Change:
-        """With what a write that is in it already is beyond linear, and shares with others."""
+        """Add the nonlinear part of a write that is otherwise included, and its cross terms."""
         if self.beyond is None:
             return dataclasses.replace(self, beyond=more)
         total = self.total + self.beyond.alike(more)
         return dataclasses.replace(self, total=total, beyond=self.beyond.with_more(more))
 
     def shifted(self, coherent: float, total: float, gradient: Array) -> Change:
-        """With a bias's step, which all tokens share: P and U are these numbers everywhere."""
+        """Add a bias's step, whose P and U are the same numbers for all pairs of tokens."""
         cross = coherent * (self.coherent @ gradient.sum(1))
         both = np.add.outer(cross, cross)
         linear = coherent * coherent * float(gradient.sum())
@@ -258,10 +255,8 @@ class Change:
         return found.going_beyond(Beyond.of(np.full_like(both, total - linear), linear / total))
 
     def rescaled(self, kernel: Array, factor: Array, less: Array) -> Change:
-        """Of r_t (h_t + u_t), r a number per token, with `less` = r - 1 to its own precision.
-
-        The change is r u + (r - 1) h.
-        """
+        """The change r u + (r - 1) h of r_t (h_t + u_t), r a number per token; `less` is r - 1,
+        given apart for its digits."""
         r, q = factor[:, None], less[:, None]
         found = self.each(lambda part: r * r.T * part, lambda part: r * part)
         cross = r * q.T * self.overlap
@@ -273,14 +268,14 @@ class Change:
 
 
 _EXACT = 1e-9
-"""Share of a square below which what is not linear is rounding."""
+"""Share of a square below which its nonlinear part is rounding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Overlaps:
-    """How one draw's overlaps of a stream's tokens scatter about their mean.
+    """The scatter of the overlaps of a stream's tokens over draws.
 
-    The cosine of tokens t and s is C_ts + kappa_ts, of which what matters is taken:
+    The cosine of tokens t and s is C_ts + kappa_ts, with the approximation
     E kappa_ts kappa_t's' = (1 - C_ts^2) (1 - C_t's'^2) C_tt' C_ss'/n, exact at equal pairs, 0 where
     tokens are the same.
 
@@ -296,7 +291,7 @@ class Overlaps:
 
     @classmethod
     def of(cls, kernel: Array, width: float) -> Overlaps:
-        """Of tokens of a kernel."""
+        """From the tokens' kernel."""
         size = np.sqrt(np.maximum(np.diag(kernel), 1e-300))
         return cls(kernel / np.outer(size, size), size, width)
 
@@ -305,7 +300,7 @@ class Overlaps:
         return np.asarray(1 - self.correlation * self.correlation)
 
     def square(self, first: Array, second: Array, gradient: Array) -> Array:
-        """E (S o kappa) D (S' o kappa)^T of two changes that follow the scatter."""
+        """E (S o kappa) D (S' o kappa)^T of two changes with responses S and S'."""
         if not (first.any() and second.any()):
             return np.zeros_like(first)
         c, one = self.correlation, self._loose * first

@@ -1,13 +1,13 @@
 """One draw of a block: heads, experts or convolutions as functions of drawn preactivations.
 
-Blocks whose laws know two tokens at a time, or are draws themselves, are followed through draws of
-the function that they are: of preactivations p_k behind their matrices, and of a gradient at their
-output. With J_k the derivative in p_k, a change u_k = -P_k delta_k + noise there makes
+The laws of these blocks give moments of two tokens at a time, or are draws themselves. So a change
+goes through draws of the function f: of its preactivations p_k, the outputs of its matrices, and of
+the gradient at its output. With J_k = df/dp_k, a change u_k = -P_k delta_k + noise gives
 
     P = E sum_k J_k P_k J_k^T,    U = E |f(p + u) - f(p)|^2,    M = E sum_k J_k M_k J_k^T + drift,
 
-the first by probes e of kernel 1, as E (J P J^T e) e^T, the second by the function itself at both
-signs of u, so that a choice of experts that the step changes is in it. Derived here.
+the first by probes e of identity kernel, as E (J P J^T e) e^T, the second by evaluating f at p + u
+and p - u, which includes changes of the chosen experts. Derived here.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from .rules import spread
 Arrays = dict[str, Any]
 
 NUMBERS, LEAST, MOST = 2**21, 8, 256
-"""Numbers that draws hold, of matrices over pairs of tokens and of rows; and how many draws."""
+"""Entries of all draws' matrices over pairs of tokens and of rows; and least and most draws."""
 
 ROWS = 4096
-"""Rows of a matrix whose gradients are drawn for the sign rule."""
+"""Most rows of a matrix whose gradients are drawn for the sign rule."""
 
 TINY, NOTHING = 1e-5, 1e-12
-"""Relative change below which differences would lose digits, and are those of one of this size, at
-the choice of experts that was: tokens that change theirs are in proportion to the change, what else
-a step does squared is to its square, and single draws would be all there is of it. And share of the
-mean square gradient below which a row has none."""
+"""Relative change below which differences would lose digits: they are taken at this size, with the
+experts chosen before the step (the number of tokens that change experts is linear in the change,
+other second-order effects quadratic, so that single draws would dominate). And share of the mean
+squared gradient below which a row's is set to 0."""
 
 
 class Copies(NamedTuple):
-    """Of parameters that multiply no input: how many there are of what is drawn (`times`), and in
-    how many independent parts of the block each of them stands."""
+    """Copies of a drawn parameter that multiplies no input: how often the block has it (`times`),
+    and how many independent draws of the function use each copy (`shared`)."""
 
     times: float
     shared: float
 
 
 def copies(head: Any, name: str) -> Copies:
-    """Of a head's own parameter."""
+    """Copies of a head's own parameter."""
     if hasattr(head, "copies"):
         result: Copies = head.copies(name)
         return result
@@ -72,41 +72,42 @@ def copies(head: Any, name: str) -> Copies:
     first = OF_SECTION.get(first, first)
     if first in head.inner:
         return Copies(head.inner[first].served ** 0.5, head.inner[first].served ** 0.5)
-    of = head.sections[first]
-    return Copies(of.rows / of.drawn, of.shared)
+    section = head.sections[first]
+    return Copies(section.rows / section.drawn, section.shared)
 
 
 class _Probe(NamedTuple):
-    """Rows of independent tokens at a block's output, and what it sends back of them."""
+    """Cotangents of independent tokens at a block's output, and their pullback."""
 
     rows: Array
-    sent: dict[str, Array]
+    pulled: dict[str, Array]
 
 
 class Draws(NamedTuple):
-    """Of a block.
+    """Draws of a block.
 
     Attributes:
-        many: N.
-        entering, own: (N, ...) preactivations by section, and what is the function's own.
-        run: the function of both; `settled` with the choice of experts made at these.
+        samples: number of draws, N.
+        preactivations, own: (N, ...) by section, and by parameter of the function itself.
+        run: the function of both; `run_fixed`: with the experts chosen at these preactivations.
         output: (N, T, features).
-        push: its derivative along changes of both.
-        delta, sent: gradients at the output, and what it sends back of them.
-        even, sized: probes of kernel 1, and times `sizes`, (T,) the tokens' gradients'.
+        push: derivative of the output along changes of both.
+        delta, pulled: gradients at the output, and their pullback by section and parameter.
+        unit_probe, sized_probe: probes of identity kernel, and these times `sizes`.
+        sizes: (T,) root mean square gradients of the tokens, 0 where negligible.
     """
 
-    many: int
-    entering: Arrays
+    samples: int
+    preactivations: Arrays
     own: Arrays
     run: Callable[..., Array]
-    settled: Callable[..., Array]
+    run_fixed: Callable[..., Array]
     output: Array
     push: Callable[..., Array]
     delta: Array
-    sent: Arrays
-    even: _Probe
-    sized: _Probe
+    pulled: Arrays
+    unit_probe: _Probe
+    sized_probe: _Probe
     sizes: Array
 
 
@@ -118,16 +119,16 @@ class Block:
 
     Args:
         head: the function.
-        matrices: that sections are made by.
-        reads: (T, T) what each reads.
+        matrices: by section, whose preactivations they give.
+        reads: (T, T) kernels of the matrices' inputs.
         received: (T, T) gradient at the output.
-        features: of the whole output.
-        known: squared norms of the matrices' gradients, by section, where they are known better.
-        sequences: that the tokens are.
-        gains: of matrices inside a draw, what they make per unit of what they read.
-        factors: of what matrices make, before the function reads it.
-        gradients: behind matrices, where they are known better than by draws.
-        named: what the function's own parameters are called.
+        features: width of the whole output.
+        known: predicted squared norms of the matrices' gradients, by section; others are drawn.
+        sequences: number of sequences in the T tokens.
+        gains: fan_in times variance of matrices inside the function.
+        factors: multiply preactivations before the function.
+        gradients: (T, T) predicted at the matrices' outputs, by section; others are drawn.
+        named: maps the function's own parameters to their names in the model.
     """
 
     def __init__(
@@ -151,21 +152,20 @@ class Block:
         self._factors, self._known, self._gradients = factors, known, gradients
 
     def narrowed(self, features: int) -> Block:
-        """At the same gradients, with draws that make up so many features, where a part of those
-        drawn together can stand for all."""
+        """The block with draws of so few features that whole ones make up `features`, if it can."""
         if features % self.head.features == 0 or not hasattr(self.head, "most"):
             return self
         most = math.gcd(features, self.head.features) if features > self.head.features else features
-        head, options = dataclasses.replace(self.head, most=most), (self.gains, self._factors)
         return Block(
-            head,
+            dataclasses.replace(self.head, most=most),
             self.matrices,
             self.reads,
             self.received,
             self.features,
             self._known,
             self.sequences,
-            *options,
+            self.gains,
+            self._factors,
             self.gradients,
             self.named,
         )
@@ -178,44 +178,45 @@ class Block:
         pairs += getattr(head, "states", 0) * tokens
         count = int(np.clip(NUMBERS // (pairs + rows * tokens), LEAST, MOST))
 
-        def drawn(many: int, root: Array, name: str) -> Array:
-            return np.swapaxes(rows_of(count, many, len(root), name) @ root, 1, 2)
+        def drawn(features: int, root: Array, name: str) -> Array:
+            return np.swapaxes(rows_of(count, features, len(root), name) @ root, 1, 2)
 
-        roots, entering = dict[int, Array](), {}
-        for name, one in sections.items():
+        roots, inputs = dict[int, Array](), {}
+        for name, section in sections.items():
             read, matrix = self.reads[name], self.matrices[name]
             gain = matrix.fan_in * matrix.variance
             if matrix.bias:
                 root = root_of(gain * read + matrix.bias)
-            else:  # what matrices read is often one
+            else:  # matrices often have one input
                 if id(read) not in roots:
                     roots[id(read)] = root_of(read)
                 root = gain**0.5 * roots[id(read)]
-            entering[name] = drawn(one.drawn, root, name)
+            inputs[name] = drawn(section.drawn, root, name)
         own, fixed = self.parameters(np.random.default_rng(0), count)
-        run = settled = self.function(own, fixed)
+        run = frozen = self.function(own, fixed)
         if isinstance(head, Units):
-            settled = self.function(own, fixed, head.settled(entering))
-        output, pull = pullback(run, *entering.values(), *own.values())
+            frozen = self.function(own, fixed, head.with_choice(inputs))
+        output, pull = pullback(run, *inputs.values(), *own.values())
         _, push = pullback(pull, np.zeros(output.shape))
 
-        def sent(delta: Array) -> dict[str, Array]:
-            return dict(zip((*entering, *own), pull(delta), strict=True))
+        def pulled(delta: Array) -> dict[str, Array]:
+            return dict(zip((*inputs, *own), pull(delta), strict=True))
 
         delta = drawn(head.features, root_of(self.received), "gradient")
         probe = np.swapaxes(rows_of(count, head.features, tokens, "probe"), 1, 2)
-        # a token that receives next to nothing has a P that is next to infinite
+        # the P of a token diverges as its gradient goes to 0
         sizes = np.sqrt(np.maximum(np.diag(self.received), 0.0))
         sizes = sizes * (sizes > NOTHING * sizes.max(initial=0.0))
-        even, sized = (_Probe(one, sent(one)) for one in (probe, sizes[:, None] * probe))
+        unit, sized = (_Probe(rows, pulled(rows)) for rows in (probe, sizes[:, None] * probe))
         return Draws(
-            count, entering, own, run, settled, output, push, delta, sent(delta), even, sized, sizes
+            count, inputs, own, run, frozen, output, push, delta, pulled(delta), unit, sized, sizes
         )
 
     def _gram(self, name: str) -> Array:
-        """(T, T) of a section's gradients, by draws."""
-        one, draws = self.head.sections[name], self.draws
-        return np.asarray(gram(draws.sent[name]) * (one.shared / (draws.many * one.drawn)))
+        """(T, T) gradient of a section, from draws."""
+        section, draws = self.head.sections[name], self.draws
+        scale = section.shared / (draws.samples * section.drawn)
+        return np.asarray(gram(draws.pulled[name]) * scale)
 
     @functools.cached_property
     def gradients(self) -> dict[str, Array]:
@@ -228,20 +229,20 @@ class Block:
         return result
 
     @functools.cached_property
-    def sent(self) -> dict[str, Array]:
-        """Draws of what every section and own parameter receives from all that it stands in."""
+    def drawn_gradients(self) -> dict[str, Array]:
+        """Draws of the gradient of every section and own parameter, from all uses of it."""
         result = {}
-        for name, one in self.draws.sent.items():
+        for name, pulled in self.draws.pulled.items():
             if name in self.matrices:
                 size = float(np.trace(self._gram(name)))
                 size = np.trace(self.gradients[name]) / max(size, 1e-300)
-                result[name] = size**0.5 * _of_all(one, self.head.sections[name].shared)
+                result[name] = size**0.5 * _summed(pulled, self.head.sections[name].shared)
             else:
-                result[name] = _of_all(one, copies(self.head, name).shared)
+                result[name] = _summed(pulled, copies(self.head, name).shared)
         return result
 
     def parameters(self, random: np.random.Generator, draws: int) -> tuple[Arrays, Arrays]:
-        """The function's own, and what draws differ in that no gradient reaches."""
+        """Draw the function's own parameters: trained ones, and constants without a gradient."""
         own = self.head.own(random, draws)
         for name, one in getattr(self.head, "inner", {}).items():
             entries = random.standard_normal((draws, one.fan_in, one.fan_out))
@@ -250,42 +251,42 @@ class Block:
         return {name: one for name, one in own.items() if name not in FIXED}, fixed
 
     def function(self, own: Iterable[str], fixed: Arrays, head: Any = None) -> Callable[..., Array]:
-        """Of preactivations by section, and of what is the function's own."""
+        """The function of the list of preactivations by section and its own parameters."""
         names, own = list(self.head.sections), list(own)
         run = on_lists(head or self.head, names, own, fixed, self.sequences)
         if not self._factors:
             return run
         factors = [self._factors.get(name, 1.0) for name in (*names, *own)]
-        return lambda *given: run(*(f * x for f, x in zip(factors, given, strict=True)))
+        return lambda *values: run(*(f * x for f, x in zip(factors, values, strict=True)))
 
     def parted(self, name: str, y: Any, parts: int) -> Any:
-        """(N parts, T, rows in a draw) of (N, T, rows) of a section, by the draws that read it."""
+        """Split (N, T, rows) of a section by part of the block: (N parts, T, rows of a part)."""
         heads = y.reshape(*y.shape[:2], -1, self.head.sections[name].drawn)
-        read = np.arange(parts) * heads.shape[2] // parts
-        return np.swapaxes(heads[:, :, read], 1, 2).reshape(-1, y.shape[1], heads.shape[3])
+        index = np.arange(parts) * heads.shape[2] // parts
+        return np.swapaxes(heads[:, :, index], 1, 2).reshape(-1, y.shape[1], heads.shape[3])
 
-    def gathered(self, sent: Any, parts: int, rows: int) -> Any:
-        """(N, T, rows) of what draws send back to a section: the transpose of `parted`."""
-        by_draw = np.swapaxes(sent.reshape(-1, parts, *sent.shape[1:]), 1, 2)
-        copies = rows // sent.shape[2]
-        read = np.arange(parts) * copies // parts
-        result = np.stack([by_draw[:, :, read == k].sum(2) for k in range(copies)], 2)
+    def gathered(self, delta: Any, parts: int, rows: int) -> Any:
+        """(N, T, rows) cotangents of a section from those of its parts, transpose of `parted`."""
+        by_part = np.swapaxes(delta.reshape(-1, parts, *delta.shape[1:]), 1, 2)
+        copies = rows // delta.shape[2]
+        index = np.arange(parts) * copies // parts
+        result = np.stack([by_part[:, :, index == k].sum(2) for k in range(copies)], 2)
         return result.reshape(*result.shape[:2], -1)
 
     def rows(self, name: str) -> DrawnRows:
-        """Gradients of a section's rows across tokens, which are not Gaussian."""
-        return _as_rows(self.sent[name])
+        """Drawn gradients of a section's rows across tokens, which are not Gaussian."""
+        return _as_rows(self.drawn_gradients[name])
 
     def columns(self, kernel: Array) -> DrawnRows:
-        """The output's features across tokens, likewise, on the scale of that kernel."""
+        """Drawn features of the output across tokens, scaled to the trace of `kernel`."""
         result = _as_rows(self.draws.output)
         size = np.trace(kernel) / float((result.values**2).sum() / len(result.values))
         return result._replace(values=size**0.5 * result.values, twins=size**0.5 * result.twins)
 
     @functools.cached_property
     def excess(self) -> float:
-        """As `Site.excess`, over all pairs: Gaussian features' overlaps have the mean square
-        K_tt K_ss + K_ts^2 over their number."""
+        """As `Site.excess`, over all pairs. For independent Gaussian features the variance of an
+        overlap is (K_tt K_ss + K_ts^2)/features."""
         parts = self.features / self.draws.output.shape[2]
         overlaps = (
             self.draws.output @ np.swapaxes(self.draws.output, 1, 2) / self.draws.output.shape[2]
@@ -297,133 +298,135 @@ class Block:
         return max(result - 1 / self.features, 0.0)
 
     def _mean(self, first: Array, second: Array) -> Array:
-        """(T, T) over draws and features of the output."""
-        flat = (np.swapaxes(x, 0, 1).reshape(x.shape[1], -1) for x in (first, second))
-        one, two = flat
+        """(T, T) mean of first second^T over draws and features of the output."""
+        one, two = (np.swapaxes(x, 0, 1).reshape(x.shape[1], -1) for x in (first, second))
         return np.asarray(one @ two.T / one.shape[1])
 
-    def _by_row(self, sent: Array, kernel: Array) -> Array:
-        """What the sign rule leaves of each row's own size: its step is of one size, whatever the
-        size rho of the row's gradient, rho^2 = delta^T K delta."""
-        square = np.maximum(np.sum(sent * (kernel @ sent), 1, keepdims=True), 0.0)
-        there = square > NOTHING * square.mean()
-        rho = np.sqrt(np.where(there, square, 1.0))
-        size = square.mean() / np.mean(rho * there) if there.any() else 1.0
-        return np.asarray(np.where(there, size / rho, 0.0) * sent)
+    def _by_row(self, delta: Array, kernel: Array) -> Array:
+        """Scale the rows' gradients to one norm rho, rho^2 = delta^T K delta: under the sign rule
+        the step of a row does not depend on its gradient's size."""
+        square = np.maximum(np.sum(delta * (kernel @ delta), 1, keepdims=True), 0.0)
+        nonzero = square > NOTHING * square.mean()
+        rho = np.sqrt(np.where(nonzero, square, 1.0))
+        size = square.mean() / np.mean(rho * nonzero) if nonzero.any() else 1.0
+        return np.asarray(np.where(nonzero, size / rho, 0.0) * delta)
 
-    def _linear(self, ways: Mapping[str, Array], probe: _Probe) -> Array:
-        """E of J way, of changes of what is drawn, with the probe that they were made of."""
-        if not any(np.any(one) for one in ways.values()):
+    def _linear(self, tangents: Mapping[str, Array], probe: _Probe) -> Array:
+        """(T, T) E (J u) e^T, from tangents u that are linear in the probe e."""
+        if not any(np.any(one) for one in tangents.values()):
             return np.zeros((self.draws.output.shape[1],) * 2)
-        every = (ways.get(name, 0.0 * sent) for name, sent in probe.sent.items())
+        every = (tangents.get(name, 0.0 * pulled) for name, pulled in probe.pulled.items())
         return self._mean(self.draws.push(tuple(every))[0], probe.rows)
 
     def _averaged(self, parts: Mapping[str, Array]) -> Array:
         """sum_k J_k A_k J_k^T."""
-        probe = self.draws.even
-        ways = {name: part @ probe.sent[name] for name, part in parts.items()}
-        return self._linear(ways, probe)
+        probe = self.draws.unit_probe
+        return self._linear({name: a @ probe.pulled[name] for name, a in parts.items()}, probe)
 
-    def carried(
+    def propagated(
         self,
         changes: Mapping[str, Change],
-        carried: Mapping[str, Array],
+        incoming: Mapping[str, Array],
         reads: Mapping[str, Array],
         steps: Mapping[str, Array],
         follow: Mapping[str, float],
         gradient: Array,
     ) -> tuple[Change, dict[str, float]]:
-        """The output's change; and of what each matrix of experts steps by, its square at those
-        that tokens go to over that at all.
+        """The change of the output; and for each matrix of experts, the mean squared change by its
+        step over tokens' chosen experts, relative to that over all experts.
 
         Args:
-            changes: behind every matrix.
-            carried: of their coherent parts what the matrices carry, and do not step.
-            reads: what matrices read whose steps are by the sign rule, and so not linear in rows.
+            changes: of every section's preactivations.
+            incoming: parts of their P from the change of the input, not the matrices' steps.
+            reads: kernels of the inputs of matrices with steps by the sign rule, which are not
+                linear in rows.
             steps: of own parameters, in every draw.
-            follow: how far those follow their gradients.
-            gradient: (T, T) received at the output.
+            follow: coefficients of the own parameters' coherent steps on their gradients.
+            gradient: (T, T) at the output.
         """
-        parts = {name: one.coherent for name, one in changes.items()}
-
-        own = {name: part - carried[name] for name, part in parts.items()}
+        draws = self.draws
+        parts = {name: change.coherent for name, change in changes.items()}
+        stepping = {name: part - incoming[name] for name, part in parts.items()}
 
         def stepped(name: str, rows: Array) -> Array:
             kernel = reads.get(name)
             rows = rows if kernel is None else self._by_row(rows, kernel)
-            return np.asarray(own[name] @ rows)
+            return np.asarray(stepping[name] @ rows)
 
-        def along(rows: Mapping[str, Array]) -> dict[str, Array]:
-            result = {name: carried[name] @ rows[name] for name in parts}
-            moved = [name for name in parts if own[name].any()]
+        def coherently(rows: Mapping[str, Array]) -> dict[str, Array]:
+            result = {name: incoming[name] @ rows[name] for name in parts}
+            moved = [name for name in parts if stepping[name].any()]
             return result | {name: result[name] + stepped(name, rows[name]) for name in moved}
 
-        probe, there = self.draws.sized, self.draws.sizes > 0
-        ways = along(probe.sent) | {k: one * probe.sent[k] for k, one in follow.items()}
-        coherent = self._linear(ways, probe) / np.where(there, self.draws.sizes, 1.0) ** 2 * there
+        probe, nonzero = draws.sized_probe, draws.sizes > 0
+        tangents = coherently(probe.pulled)
+        tangents |= {name: factor * probe.pulled[name] for name, factor in follow.items()}
+        coherent = (
+            self._linear(tangents, probe) / np.where(nonzero, draws.sizes, 1.0) ** 2 * nonzero
+        )
         along_delta = self.features * float(np.vdot(coherent, gradient))
         slope = sum(
             self.matrices[name].fan_out * float(np.vdot(part, self.gradients[name]))
             for name, part in parts.items()
         )
         slope += sum(
-            one
+            factor
             * copies(self.head, name).times
-            * float((self.sent[name] ** 2).sum())
-            / self.draws.many
-            for name, one in follow.items()
+            * float((self.drawn_gradients[name] ** 2).sum())
+            / draws.samples
+            for name, factor in follow.items()
         )
-        if along_delta > 0 and slope > 0:  # what probes scatter by
+        if along_delta > 0 and slope > 0:  # removes the scatter of the probes
             coherent = coherent * (slope / along_delta)
-        ways, moved_by = dict(steps), along(self.sent)
-        fresh = _independent(tuple(way.shape for way in moved_by.values()))
-        for (name, way), one in zip(moved_by.items(), fresh, strict=True):
-            scale = way.shape[0] * way.shape[2]
-            rest = spread(changes[name].total - gram(way) / scale)
-            ways[name] = rest @ one - way
-        every = self.draws.entering | self.draws.own
-        share = max(float(np.abs(ways[k]).max() / (np.abs(every[k]).max() or 1.0)) for k in ways)
+        shifts, along_gradient = dict(steps), coherently(self.drawn_gradients)
+        normal = _independent(tuple(shift.shape for shift in along_gradient.values()))
+        for (name, shift), noise in zip(along_gradient.items(), normal, strict=True):
+            scale = shift.shape[0] * shift.shape[2]
+            rest = spread(changes[name].total - gram(shift) / scale)
+            shifts[name] = rest @ noise - shift
+        every = draws.preactivations | draws.own
+        ratios = [np.abs(u).max() / (np.abs(every[k]).max() or 1.0) for k, u in shifts.items()]
+        share = float(max(ratios))
         grown = max(TINY / share, 1.0) if share > 0 else 1.0
-        run, sides = self.draws.run if grown == 1.0 else self.draws.settled, []
+        run, sides = draws.run if grown == 1.0 else draws.run_fixed, []
         for sign in (grown, -grown):
-            given = [one + sign * ways.get(name, 0.0) for name, one in every.items()]
-            sides.append(run(*given) - self.draws.output)
+            shifted = [x + sign * shifts.get(name, 0.0) for name, x in every.items()]
+            sides.append(run(*shifted) - draws.output)
         moved = (sides[0] - sides[1]) / (2 * grown)
-        kept = self._saturated(moved, coherent, gradient)
+        kept = self._saturation(moved, coherent, gradient)
         coherent = kept[:, None] * coherent
         total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
-        drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), self.draws.output)
+        drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), draws.output)
         overlap = self._averaged({name: one.overlap for name, one in changes.items()})
-        scattered = self.followed({name: one.scattered for name, one in changes.items()})
+        scattered = self.response({name: one.scattered for name, one in changes.items()})
         change = Change(coherent, overlap + drift, total, kept[:, None] * scattered)
         if not isinstance(self.head, Units):
             return change, {}
         router, *maps = self.head.names
-        there = self.head.router.choice(self.draws.entering[router])[..., None]
+        chosen = self.head.router.choice(draws.preactivations[router])[..., None]
         at_chosen = {}
         for name in maps:
-            square = stepped(name, self.sent[name]).reshape(*there.shape[:-1], -1) ** 2
+            square = stepped(name, self.drawn_gradients[name]).reshape(*chosen.shape[:-1], -1) ** 2
             if square.any():
-                at_chosen[name] = float((there * square).mean() / (there.mean() * square.mean()))
+                at_chosen[name] = float((chosen * square).mean() / (chosen.mean() * square.mean()))
         return change, at_chosen
 
-    def _saturated(self, moved: Array, coherent: Array, gradient: Array) -> Array:
-        """(T,) what is left of each token's coherent change as the function bends, where that is
-        beyond what draws scatter by: a norm of next to nothing has slopes that no step follows."""
+    def _saturation(self, moved: Array, coherent: Array, gradient: Array) -> Array:
+        """(T,) ratio of each token's finite coherent change to the linear one, at most 1, and 1
+        within three standard errors: near 0, slopes of a norm are steeper than any change."""
         each = -(moved * self.draws.delta).mean(-1)
         linear = np.sum(coherent * gradient, -1)
-        there = linear > 0
-        left = np.where(there, each.mean(0) / np.where(there, linear, 1.0), 1.0)
-        error = (
-            np.where(there, each.std(0) / np.where(there, linear, 1.0), 1.0) / self.draws.many**0.5
-        )
-        off = np.clip(left, 0.0, 1.0) - 1.0
-        beyond = off**4 / (off**4 + (3 * error) ** 4 + 1e-12)
-        return np.asarray(1.0 + off * beyond)
+        positive = linear > 0
+        divisor = np.where(positive, linear, 1.0)
+        ratio = np.where(positive, each.mean(0) / divisor, 1.0)
+        error = np.where(positive, each.std(0) / divisor, 1.0) / self.draws.samples**0.5
+        off = np.clip(ratio, 0.0, 1.0) - 1.0
+        significance = off**4 / (off**4 + (3 * error) ** 4 + 1e-12)
+        return np.asarray(1.0 + off * significance)
 
-    def followed(self, parts: Mapping[str, Array]) -> Array:
-        """(T, T) how the output's kernel follows overlaps of the stream's tokens, from how those
-        behind the matrices do: nothing is left of one where tokens are averaged."""
+    def response(self, parts: Mapping[str, Array]) -> Array:
+        """(T, T) response of the output's kernel to overlaps of the stream's tokens, from those of
+        the preactivations; 0 where the function averages over tokens."""
         if self.head.pairs:
             return np.zeros((self.draws.output.shape[1],) * 2)
         return self._averaged(parts)
@@ -431,20 +434,20 @@ class Block:
 
 @functools.lru_cache(maxsize=1)
 def _independent(shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Standard normal numbers, the same at every rate and in all layers alike."""
+    """Standard normal numbers, the same at every rate and in all layers."""
     rng = np.random.default_rng(3)
     return [rng.standard_normal(shape) for shape in shapes]
 
 
-def _of_all(sent: Array, shared: float) -> Array:
-    """What a part receives that stands in several independent places, of what it does in one."""
-    return sent if shared <= 1.0 else sent + (shared - 1.0) ** 0.5 * np.roll(sent, 1, axis=0)
+def _summed(delta: Array, shared: float) -> Array:
+    """Sum of the gradients of `shared` independent uses, by those of one use in other draws."""
+    return delta if shared <= 1.0 else delta + (shared - 1.0) ** 0.5 * np.roll(delta, 1, axis=0)
 
 
 def _as_rows(x: Array) -> DrawnRows:
     flat = np.swapaxes(x, 1, 2).reshape(-1, x.shape[1])
-    some = np.random.default_rng(7).permutation(len(flat))[:ROWS]
-    return DrawnRows(flat[some], flat[:0], 0.0)
+    subset = np.random.default_rng(7).permutation(len(flat))[:ROWS]
+    return DrawnRows(flat[subset], flat[:0], 0.0)
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -452,7 +455,7 @@ def _as_rows(x: Array) -> DrawnRows:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A feature of a gated short convolution."""
+    """Features of a gated short convolution."""
 
     block: ShortConvolution
     width: int
@@ -489,8 +492,8 @@ class AttentionHead:
 
     Attributes:
         leaf: the attention.
-        latent: latent attention's declaration; None: it is none.
-        gate: features of a head that have a gate each; 0: there are no gates.
+        latent: declaration of latent attention, or None.
+        gate: number of gates of a head, or 0.
         sizes: (T,) roots of the second moments of "query" and "key" over all heads.
     """
 
@@ -528,15 +531,14 @@ class AttentionHead:
         return result
 
     def own(self, random: np.random.Generator, draws: int) -> Arrays:
-        """Heads of draws follow one after the other; where these are fewer, some from the first to
-        the last."""
+        """Draws take the heads in turn or, if they are fewer, heads evenly from first to last."""
         leaf, heads = self.leaf, int(self.leaf.heads)
         result: Arrays = {}
         if leaf.alibi:
-            some = np.arange(draws) % heads
+            index = np.arange(draws) % heads
             if draws < heads:
-                some = np.linspace(0, heads - 1, draws).round().astype(int)
-            result["alibi"] = leaf.alibi * np.asarray(alibi_slopes(heads))[some]
+                index = np.linspace(0, heads - 1, draws).round().astype(int)
+            result["alibi"] = leaf.alibi * np.asarray(alibi_slopes(heads))[index]
         if leaf.relative_bias is not None:
             size = draws, leaf.relative_bias.buckets
             result["relative_bias"] = (
@@ -572,34 +574,34 @@ class AttentionHead:
         gain = own.get(f"{name}.norm.gain")
         return x if gain is None else x * np.expand_dims(gain, 1)
 
-    def _turned(self, x: Array) -> Any:
+    def _rotated(self, x: Array) -> Any:
         leaf, width = self.leaf, x.shape[-1]
         if leaf.rotary is None:
             return x
-        pairs, places = int(leaf.rotary.fraction * width) // 2, np.arange(x.shape[1])
+        pairs, positions = int(leaf.rotary.fraction * width) // 2, np.arange(x.shape[1])
         if leaf.rotary.grid is not None:
-            phases = leaf.rotary.angles(places, width)
+            phases = leaf.rotary.angles(positions, width)
         else:
-            speeds = leaf.rotary.frequencies(width)[0]
-            phases = np.outer(places, speeds[len(speeds) - pairs :])  # behind 0, of what stays
+            frequencies = leaf.rotary.frequencies(width)[0]  # 0 first, of features that stay
+            phases = np.outer(positions, frequencies[len(frequencies) - pairs :])
         cos, sin = np.cos(phases), np.sin(phases)
-        one, two, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-        return np.concatenate([cos * one - sin * two, cos * two + sin * one, rest], -1)
+        first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+        return np.concatenate([cos * first - sin * second, cos * second + sin * first, rest], -1)
 
     def __call__(self, entering: Arrays, own: Arrays) -> Any:
         leaf, block = self.leaf, self.latent
         query, key, value = (entering[name] for name in ("query", "key", "value"))
         if block is None:
             query, key = (
-                self._turned(self._normalised(x, own, name))
+                self._rotated(self._normalised(x, own, name))
                 for x, name in ((query, "query"), (key, "key"))
             )
         else:
             query, nope = query * block.query_factor, block.nope_dim
             key, value = key * block.kv_factor, value * block.kv_factor
             if block.rope_dim:
-                query = np.concatenate([query[..., :nope], self._turned(query[..., nope:])], -1)
-                key = np.concatenate([key, self._turned(entering["shared"])], -1)
+                query = np.concatenate([query[..., :nope], self._rotated(query[..., nope:])], -1)
+                key = np.concatenate([key, self._rotated(entering["shared"])], -1)
         scale = 1 / (float(leaf.d_head) ** 0.5 * float(leaf.temperature))
         logits = (query @ np.swapaxes(key, -1, -2)) * scale
         if leaf.logit_softcap is not None:
@@ -611,29 +613,29 @@ class AttentionHead:
         if leaf.relative_bias is not None:
             bucket = leaf.relative_bias.bucket(-offset, leaf.causal)
             logits = logits + own["relative_bias"][:, bucket]
-        seen = np.ones((count, keys), bool)
+        mask = np.ones((count, keys), bool)
         if isinstance(leaf, SelfAttention):
-            (seen,) = self_masks(dataclasses.replace(leaf, sequences=1, padding=None), count, 1)
-        most = np.where(seen, plain(logits), -np.inf).max(-1, keepdims=True)
+            (mask,) = self_masks(dataclasses.replace(leaf, sequences=1, padding=None), count, 1)
+        largest = np.where(mask, plain(logits), -np.inf).max(-1, keepdims=True)
         sink = own.get("attention_sink")
         if sink is not None:
             sink = np.expand_dims(sink, -1)
-            most = np.maximum(most, plain(sink))
-        weights = np.exp(np.where(seen, logits - most, -700.0)) * seen
+            largest = np.maximum(largest, plain(sink))
+        weights = np.exp(np.where(mask, logits - largest, -700.0)) * mask
         total = np.sum(weights, -1, keepdims=True)
         if sink is not None:
-            total = total + np.exp(sink - most)
+            total = total + np.exp(sink - largest)
         weights = weights / total
         if leaf.drop_prob:  # the same masks before and after a step
-            kept = 1.0 - float(leaf.drop_prob)
-            there = np.random.default_rng(6).random(weights.shape, np.float32) < kept
-            weights = weights * there / kept
+            keep = 1.0 - float(leaf.drop_prob)
+            dropout = np.random.default_rng(6).random(weights.shape, np.float32) < keep
+            weights = weights * dropout / keep
         result = weights @ value
         return result * sigmoid(entering["attention_gate"]) if self.gate else result
 
 
 def entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
-    """An activation as an operation of the tape."""
+    """An activation as an operation that `pullback` differentiates."""
     if laws.entrywise is None:
         raise DomainError(f"the function of {laws.name} is not known")
     function, derivative = laws.entrywise
@@ -652,31 +654,30 @@ def entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
 
 
 def bend(derivative: Callable[..., Array], x: Array) -> Array:
-    """The second derivative by central differences of the first; a kink, at which there is none,
-    counts as none."""
+    """The second derivative by central differences of the first, and 0 at a kink."""
     step = 1e-3
     with np.errstate(over="ignore"):
-        above, below = (np.asarray(derivative(NUMPY, x + one) + 0 * x) for one in (step, -step))
+        above, below = (np.asarray(derivative(NUMPY, x + h) + 0 * x) for h in (step, -step))
     return np.where(np.abs(above - below) > KINK, 0.0, (above - below) / (2 * step))
 
 
 KINK = 0.1
-"""Change of a slope over two thousandths beyond which it jumps."""
+"""Change of a slope over an interval of .002 that counts as a kink."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """Hidden features of all experts behind their gates: some of every expert.
+    """Gated hidden features of all experts, of which some of every expert are drawn.
 
     Attributes:
-        router: how gates follow from logits.
+        router: gates as functions of logits.
         laws: of the activation.
         width: hidden features of an expert.
-        gated: whether there is a gate's matrix besides that of the factor.
-        inward: whether an expert's gate multiplies what it reads.
+        gated: whether the experts are gated units, with two matrices.
+        inward: whether the router's gate multiplies the expert's input.
         shift, clamp: of a gated unit (`GatedLinear`).
         names: of the sections: the router's, and those of the matrices.
-        chosen: (N, T, E) 1 for the experts that are chosen; None: by their logits.
+        chosen: (N, T, E) 1 for the chosen experts; None: chosen by the logits.
     """
 
     router: Router
@@ -690,9 +691,9 @@ class Units:
     chosen: Array | None = None
     pairs: int = 0
 
-    def settled(self, entering: Arrays) -> Units:
-        """With the choice of experts made, at these logits."""
-        return dataclasses.replace(self, chosen=self.router.choice(entering[self.names[0]]))
+    def with_choice(self, preactivations: Arrays) -> Units:
+        """The same function with the experts fixed that these logits choose."""
+        return dataclasses.replace(self, chosen=self.router.choice(preactivations[self.names[0]]))
 
     @property
     def _some(self) -> int:
@@ -713,18 +714,18 @@ class Units:
         return {}
 
     def gates(self, logits: Array) -> Any:
-        """Of (..., E) logits, the choice a constant to the derivative."""
+        """Gates at (..., E) logits; the choice of experts has no derivative."""
         router, fixed = self.router, plain(logits)
         chosen = router.choice(fixed) if self.chosen is None else self.chosen
         if router.logistic:
             weight = sigmoid(logits)
         else:
             weight = np.exp(logits - fixed.max(-1, keepdims=True))
-        kept = weight * chosen
+        gates = weight * chosen
         if router.normalised == "none":
-            return router.scale * kept
-        among = kept if router.normalised == "chosen" else weight
-        return router.scale * kept / np.sum(among, -1, keepdims=True)
+            return router.scale * gates
+        among = gates if router.normalised == "chosen" else weight
+        return router.scale * gates / np.sum(among, -1, keepdims=True)
 
     def __call__(self, entering: Arrays, own: Arrays) -> Any:
         logits, *maps = (entering[name] for name in self.names)
@@ -746,16 +747,16 @@ class Units:
         return np.reshape(result, (*logits.shape[:2], self.features))
 
 
-def routed_apart(change: Change, gates: Array, gradient: Array) -> Change:
-    """With what P varies by as the tokens that share experts vary over draws of the router.
+def with_router_variance(change: Change, gates: Array, gradient: Array) -> Change:
+    """Add to U the variance of P over draws of the router.
 
-    P is in proportion to what two tokens have of experts in common, sum_e g_e g'_e of (draws, T, E)
-    gates.
+    In each draw P is proportional to the experts that two tokens share, sum_e g_e g'_e of the
+    (draws, T, E) gates.
     """
     shared = gates @ np.swapaxes(gates, -1, -2)
     mean = shared.mean(0)
-    there = mean > 1e-9 * mean.max()
-    every = np.where(there, shared / np.where(there, mean, 1.0), 1.0) * change.coherent
-    square = (every @ gradient @ np.swapaxes(every, -1, -2)).mean(0)
+    nonzero = mean > 1e-9 * mean.max()
+    coherent = np.where(nonzero, shared / np.where(nonzero, mean, 1.0), 1.0) * change.coherent
+    square = (coherent @ gradient @ np.swapaxes(coherent, -1, -2)).mean(0)
     more = square - between(change.coherent, gradient, change.coherent)
     return dataclasses.replace(change, total=change.total + more)

@@ -1,8 +1,8 @@
-"""One draw of the network's tokens: what kernels, means over draws, do not tell.
+"""Draws of the network at the T tokens: the scatter of overlaps about kernels, their means.
 
-A draw's overlaps of tokens scatter about their means by more at every layer, and share what they
-scatter by. They are a Markov chain, which is drawn for the T tokens alone, forward and back:
-through `Draws.behind` a matrix that is never made, through norms, softmaxes and units as they are.
+The overlaps of tokens scatter more at every layer, and are correlated. Over layers they are a
+Markov chain, which is drawn forward and backward at the T tokens only: through random matrices that
+are never formed (`Draws.behind`), and through norms, softmaxes and units exactly.
 
 See docs/theory/first-step.md, Draws of the network.
 """
@@ -51,11 +51,11 @@ class Draws:
     """Draws of both passes.
 
     Attributes:
-        reading: what is drawn.
+        reading: the prediction.
         count: N.
-        sides: of every matrix.
-        aligned: of every matrix, and of steps by "sgd" and "sign", E |U x|^2 over E |x|^2 E U^2 m:
-            the draws' geometric mean.
+        sides: overlaps at every matrix.
+        aligned: by matrix and rule ("sgd", "sign"), the geometric mean over draws of |U x|^2 over
+            |x|^2 U^2 m.
     """
 
     reading: Reading
@@ -76,7 +76,7 @@ class Draws:
 
     @classmethod
     def of(cls, reading: Reading) -> Draws | None:
-        """None where a component has no function that acts on features."""
+        """Draw both passes; None if a component has no function of features."""
         tokens = max(len(stream.before) for stream in reading.streams)
         more = 4 if int(np.sum(reading.targets >= 0)) <= _SENDERS else 1
         count = max(2, min(more * _MOST, more * _PAIRS // tokens**2))
@@ -87,13 +87,13 @@ class Draws:
             return None
         return found
 
-    def _met(self, key: Key, x: Features, delta: Features) -> None:
-        """Keep what a matrix meets."""
+    def _record(self, key: Key, x: Features, delta: Features) -> None:
+        """Record the overlaps at a matrix, and the alignment of its step."""
         self.sides[key] = Sides(self._read(x).overlaps, _overlaps(delta))
-        step = _turned(delta[:, :, :_ROWS]) @ x
+        step = _transposed(delta[:, :, :_STEP_ROWS]) @ x
         for rule, taken in (("sgd", step), ("sign", np.sign(step))):
             sizes = [
-                (one * one).mean((1, 2), dtype=float) for one in (x @ _turned(taken), x, taken)
+                (one * one).mean((1, 2), dtype=float) for one in (x @ _transposed(taken), x, taken)
             ]
             if all(np.all(size) for size in sizes):
                 met, before, own = (np.log(size).mean() for size in sizes)
@@ -117,13 +117,13 @@ class Draws:
             backs.append((back, more, last))
         delta = self._sent(x, table, words)
         for k, (back, more, last) in enumerate(reversed(backs)):
-            # an encoder receives what the layers that read it send
+            # the encoder's gradient is from the layers that read it
             for step in (last, more, back):
                 delta = step(delta if k == 0 or step is not last else self._to_memory)
 
     def _rows(self, words: Words) -> Features:
-        """(N, V', d) of the matrix to the logits; of the many that the last of the words told apart
-        stands for, some."""
+        """(N, V', d) rows of the matrix to the logits, with a subset of those of words that do not
+        occur in the batch."""
         readout = self.reading.readout
         some = max(_FEWEST, _REST // self.count)
         rows = len(words.rows) - 1 + min(round(float(words.rows[-1])), some)
@@ -131,23 +131,23 @@ class Draws:
         return self._normal(shape) * np.float32(readout.weight_variance**0.5)
 
     def _entered(self, stream: Any, table: Features, words: Words, main: bool) -> Features:
-        """The sum of the tables; rows that are the head's, as that has them."""
+        """The sum of the tables, with the rows of a tied head."""
         token, kernel = stream.token_table, stream.before
         d = self.reading.model.d_model
         if not self.reading.tied or token is None:
             return self._of_kernel(kernel, d)
         rest = kernel - token.amplitude**2 * token.variance * token.same
-        read = words.read if main else words.beside
+        read = words.read if main else words.encoder_read
         own: Features = np.float32(token.amplitude) * table[:, read]
         return np.asarray(own + self._of_kernel(rest, d))
 
     def _sent(self, x: Features, table: Features, words: Words) -> Features:
-        """The gradient of the loss at what the matrix to the logits reads."""
+        """The gradient of the loss at the input of the matrix to the logits."""
         readout, drawn = self.reading.readout, table.shape[1]
         log_rows = np.zeros(drawn, np.float32)
         rest = drawn - len(words.rows) + 1
         log_rows[-rest:] = np.log(words.rows[-1] / rest)
-        logits = np.float32(readout.scale) * (x @ _turned(table)) + log_rows
+        logits = np.float32(readout.scale) * (x @ _transposed(table)) + log_rows
         sent = np.exp(logits - logits.max(2, keepdims=True))
         sent /= sent.sum(2, keepdims=True)
         active = np.flatnonzero(words.target >= 0)
@@ -159,7 +159,7 @@ class Draws:
         return np.asarray(np.float32(readout.scale) * (sent @ table))
 
     def _through(self, part: Component, x: Features, at: Site) -> tuple[Features, Back, Site]:
-        """Behind a component; what takes a gradient back; and the site there."""
+        """Output of a component, its backward pass, and its site."""
         if isinstance(part, Chain):
             backs: list[Back] = []
             for one in part.children:
@@ -185,15 +185,15 @@ class Draws:
                 lambda delta: sum_of([back(delta) for _, back, _ in found]),
                 found[-1][2],
             )
-        inside = isinstance(part, Product)  # whose own sites are passed by
-        leaving = next(p for p in self._points if not inside or p.name.endswith(part.label))
+        skips = isinstance(part, Product)  # skip the sites inside a product
+        leaving = next(p for p in self._points if not skips or p.name.endswith(part.label))
         y, back = self.leaf(part, x, at, leaving)
         return y, back, leaving
 
     # --- draws ---------------------------------------------------------------------------------
 
     def _normal(self, shape: tuple[int, ...]) -> Features:
-        """Independent entries: as many whatever the numbers before them."""
+        """Independent standard normal entries."""
         return np.asarray(self._rng.standard_normal(shape, np.float32))
 
     def _of_kernel(self, kernel: Array, width: float) -> Features:
@@ -201,31 +201,31 @@ class Draws:
         return np.asarray(spread(kernel).astype(np.float32) @ self._normal(shape))
 
     def _mapped(self, read: _Read, width: float, variance: float) -> Features:
-        """Behind a random matrix of entries of that variance."""
+        """The product with a fresh random matrix of entries of that variance."""
         (count, tokens, n), m = read.features.shape, round(float(width))
         scale, by_root = np.float32(variance**0.5), n > tokens
         found = self._normal((count, tokens if by_root else n, m))
         return np.asarray(scale * ((read.root if by_root else read.features) @ found))
 
     def _read(self, x: Features) -> _Read:
-        """What the matrices that read the same share."""
+        """`_Read`, shared by successive matrices with the same input."""
         if self._kept is None or self._kept.features is not x:
             self._kept = _Read(x)
         return self._kept
 
     def behind(self, x: Features, width: float, variance: float) -> tuple[Features, Back]:
-        """y = W x of a random matrix, and what takes a gradient back through that very W: given y
-        it is y x^+ beside what is across x,
+        """y = W x of a random matrix, and the backward pass through the same W. Given y, W is y x^+
+        on the span of x and independent of y outside of it:
 
             W^T delta = f + (delta y^T - f x^T) (x x^T)^+ x,  f fresh, of kernel v delta delta^T.
 
-        Along what x has little of, both count by weights whose squares add up to one.
+        Directions in which x is near rounding have both terms, with weights of squared sum 1.
         """
         y = self._mapped(self._read(x), width, variance)
 
         def back(delta: Features) -> Features:
             fresh, read = self._mapped(_Read(delta), x.shape[2], variance), self._read(x)
-            known = delta @ _turned(y) @ read.known - fresh @ _turned(x) @ read.taken
+            known = delta @ _transposed(y) @ read.known - fresh @ _transposed(x) @ read.taken
             return np.asarray(fresh + known @ x)
 
         return y, back
@@ -234,8 +234,8 @@ class Draws:
 
     @functools.singledispatchmethod
     def leaf(self, leaf: Any, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
-        """Features behind a leaf, and what takes a gradient back, by its class; to be added to as
-        `Walk.leaf`."""
+        """Output features of a leaf and its backward pass, by its class; extended as `Walk.leaf`
+        is."""
         raise _Undrawn
 
     @leaf.register(Linear)
@@ -246,7 +246,7 @@ class Draws:
         y = y + self._bias(float(given.get("bias_variance", 0.0)), y)
 
         def back(delta: Features) -> Features:
-            self._met(key, x, delta)
+            self._record(key, x, delta)
             return sent(delta)
 
         return y, back
@@ -277,7 +277,7 @@ class Draws:
         def back(delta: Features) -> Features:
             sent = delta * slope * factor, delta * value
             for name, one in zip(leaf.matrices, sent, strict=True):
-                self._met((leaving.layer, prefix + name), x, one)
+                self._record((leaving.layer, prefix + name), x, one)
             return by_gate(sent[0]) + by_factor(sent[1])
 
         return value * factor, back
@@ -338,7 +338,7 @@ class Draws:
             for (name, way), one in zip(ways.items(), sent, strict=False):
                 matrix = block.matrices[name]
                 one = block.gathered(np.asarray(one, np.float32), parts, matrix.fan_out)
-                self._met((leaving.layer, self._prefix + matrix.name), read[name], one)
+                self._record((leaving.layer, self._prefix + matrix.name), read[name], one)
                 result[name] = way(one)
             if not crossed:
                 return np.asarray(sum_of(list(result.values())))
@@ -350,19 +350,18 @@ class Draws:
 
 
 _MOST, _PAIRS = 64, 2**16
-"""Draws: as many as have so many pairs of tokens together, of which two are enough where tokens,
-and with them pairs, are many."""
+"""Largest number of draws, and of pairs of tokens in all draws; at least two draws."""
 
 _SENDERS = 8
-"""Targets up to which draws are four times as many: single draws then scatter."""
+"""Number of targets up to which there are four times as many draws, as these scatter more."""
 
 _REST, _FEWEST = 2**14, 512
-"""Rows of the matrix to the logits that are drawn, in all draws and at least in each, of those that
-the batch does not tell apart: what all tokens receive of R rows is 1/R of what they have alone."""
+"""Drawn rows of the matrix to the logits for words outside of the batch: in all draws, and at
+least in each. With R rows, the gradients that all tokens share are 1/R of their own."""
 
 
 class _Read:
-    """Features that matrices read."""
+    """Input features of matrices, with functions of x x^T."""
 
     def __init__(self, features: Features) -> None:
         self.features, self.overlaps = features, _overlaps(features)
@@ -378,28 +377,28 @@ class _Read:
 
     @functools.cached_property
     def root(self) -> Features:
-        """Of x x^T: `spread`."""
+        """Symmetric root of x x^T (`spread`)."""
         return self._with(np.sqrt(np.maximum(self._eigen[0], 0.0)))
 
     @functools.cached_property
     def known(self) -> Features:
-        """(x x^T)^+, of what y tells."""
+        """(x x^T)^+ for the part of W that is known from y."""
         values = self._eigen[0]
         return self._with(over(np.sqrt(resolved(values)), values))
 
     @functools.cached_property
     def taken(self) -> Features:
-        """(x x^T)^+, of what a fresh draw leaves to it."""
+        """(x x^T)^+ for the part of a fresh draw that it replaces."""
         values = self._eigen[0]
         return self._with(over(1 - np.sqrt(1 - resolved(values)), values))
 
 
-_ROWS = 128
-"""Rows of a step by which its alignment is told."""
+_STEP_ROWS = 128
+"""Rows of a step from which its alignment is computed."""
 
 
 class _Undrawn(Exception):
-    """A component that does nothing to features."""
+    """A component without a function of features."""
 
 
 def _entrywise(laws: Any, x: Features) -> tuple[Features, Features]:
@@ -416,5 +415,5 @@ def _overlaps(x: Features) -> Array:
     return np.stack([one @ one.T / one.shape[1] for one in (one.astype(float) for one in x)])
 
 
-def _turned(x: Features) -> Features:
+def _transposed(x: Features) -> Features:
     return np.swapaxes(x, -1, -2)

@@ -1,10 +1,10 @@
 """A step's change through activations and gated units, by their pair laws.
 
 With y' = y + u jointly Gaussian to the order that is followed, the second moments of phi(y') and of
-phi(y') with phi(y) are the activation's pair law at the updated kernel and at the one between, and
-the coherent part is E phi'(y'_t) phi'(y_s) P_ts. Small changes are carried by the slopes alone,
-U -> E phi' phi' o U, where differences of kernels would lose digits. What a coherent change has of
-one neuron's slopes at all tokens at once is added by `neurons`.
+phi(y') with phi(y) are the activation's pair law at E y' y' and at E y' y, and the coherent part is
+E phi'(y'_t) phi'(y_s) P_ts. Small changes are multiplied by the slopes alone, U -> E phi' phi' o U,
+as differences of kernels would lose digits. `neurons` adds the contribution to U of correlations
+between one neuron's slopes at more than two tokens.
 
 See docs/theory/step-travels.md, The change travels.
 """
@@ -22,7 +22,7 @@ from ..formulas.law import ComponentLaws
 from .change import Array, Change
 
 _SMALL = 1e-5
-"""Relative change of a tensor below which slopes carry it."""
+"""Relative change of a tensor below which it is multiplied by slopes."""
 
 
 def moment(laws: ComponentLaws, first: Array, second: Array, kernel: Array) -> Array:
@@ -40,8 +40,8 @@ def slope(laws: ComponentLaws, first: Array, second: Array, kernel: Array) -> Ar
 def activated(
     laws: ComponentLaws, change: Change, kernel: Array, output: Array
 ) -> tuple[Change, Array]:
-    """Behind an activation of Gaussian preactivations, whose kernel there is `output`; and the
-    slopes E phi' phi' by which pairs follow."""
+    """The change of an activation's output, of kernel `output`, from that of its Gaussian
+    preactivations, of `kernel`; and the slopes E phi' phi'."""
     old = np.diag(kernel)
     if change.share(kernel) < _SMALL:
         slopes = slope(laws, old, old, kernel)
@@ -63,7 +63,7 @@ class Unit:
     Attributes:
         laws: of phi.
         gate, factor: kernels of a and u.
-        slopes: what multiplies the product's gradient kernel to give those at a and at u.
+        slopes: factors of the product's gradient kernel that give those at a and at u.
     """
 
     laws: ComponentLaws
@@ -71,8 +71,8 @@ class Unit:
     factor: Array
     slopes: tuple[Array, Array]
 
-    def carried(self, gate: Change, factor: Change, gradient: Array) -> Change:
-        """The product's change, from those of a and u."""
+    def propagated(self, gate: Change, factor: Change, gradient: Array) -> Change:
+        """The change of the product, from those of a and u."""
         laws, old = self.laws, np.diag(self.gate)
         if max(gate.share(self.gate), factor.share(self.factor)) < _SMALL:
             of_gate, of_factor = self.slopes

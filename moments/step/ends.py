@@ -1,12 +1,12 @@
-"""A step at both ends of the network: the tables that are read, and the matrix to the logits.
+"""A step at both ends of the network: the embedding tables and the matrix to the logits.
 
-Rows of a table gather the gradients of the tokens that look them up. A row's step under the sign
+The gradient of a table's row is the sum over the tokens that look it up. Its step under the sign
 rule is the sign of a Gaussian vector, so that two rows' steps have the covariance (2/pi) asin of
 the rows' correlation and the coherent part sqrt(2/pi)/deviation times the gradient. A tied table is
-also the matrix to the logits, and its rows gather what that sends.
+also the matrix to the logits, whose gradient adds to that of its rows.
 
 With c_tv = (p_tv - 1[v is t's target])/targets the gradient of the mean loss in the logits, at its
-mean over draws, the matrix's row v receives sum_t c_tv h_t, and h_t receives sum_v c_tv E_v.
+mean over draws, the matrix's row v has the gradient sum_t c_tv h_t, and h_t has sum_v c_tv E_v.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy as np
 
 from ..errors import DomainError
 from .change import Array, Change
-from .rules import SIGN_MEAN, Optimizer, Told, damping
+from .rules import SIGN_MEAN, Optimizer, StepSize, damping
 from .sites import ENCODER, Reading, Stream, Table
 
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """The logits that the batch tells apart, and the rest as one of them.
+    """The words that occur in the batch, and all others as one: V' in total.
 
     Attributes:
-        rows: (V',) how many rows of the matrix each stands for.
-        target: (T,) which of them is a token's target, -1 for none.
-        read: (T,) which of them a token reads; -1 where the matrix is no token table.
+        rows: (V',) number of words that each entry represents.
+        target: (T,) entry of a token's target, -1 for none.
+        read: (T,) entry of the word that a token looks up; -1 unless the head is tied.
         sent: (T, V') c.
-        carried: (T,) how much of the row that a token reads the matrix reads again, k.
-        beside: of an encoder's tokens which they read; None: there is none.
-        judged: (T,) tokens whose loss is asked for; None: all with a target.
+        carried: (T,) k, the coefficient of a token's own row in the input of the head.
+        encoder_read: as `read`, of an encoder's tokens; None: there is no encoder.
+        evaluated: (T,) tokens whose loss is predicted; None: all with a target.
     """
 
     rows: Array
@@ -43,8 +43,8 @@ class Words:
     read: Any
     sent: Array
     carried: Array
-    beside: Any = None
-    judged: Any = None
+    encoder_read: Any = None
+    evaluated: Any = None
 
     @classmethod
     def of(cls, reading: Reading) -> Words:
@@ -67,90 +67,86 @@ class Words:
             sent[every, read] = np.asarray(softmax.own.probability) + zeros
         sent = sent * active[:, None] / count
         sent[every[active], target[active]] -= 1 / count
-        beside = None
+        encoder_read = evaluated = None
         if reading.encoder is not None:
-            beside = np.array([place[int(word)] for word in encoder_ids])
-        judged = None
+            encoder_read = np.array([place[int(word)] for word in encoder_ids])
         if reading.batches is not None:
             sent = sent * reading.batches.factors(len(sent))[:, None]
-            judged = reading.batches.masks(len(sent))[-1] > 0
-        return cls(rows, target, read, sent, carried, beside, judged)
+            evaluated = reading.batches.masks(len(sent))[-1] > 0
+        return cls(rows, target, read, sent, carried, encoder_read, evaluated)
 
     @functools.cached_property
     def reads(self) -> Array:
-        """(T, V') 1 where a token reads a row of the matrix."""
+        """(T, V') 1 where a token of the main stream looks up a word."""
         return self.of_stream(main=True)
 
     def of_stream(self, main: bool) -> Array:
-        """`reads`, of the main stream's tokens or of its encoder's."""
-        read = self.read if main else self.beside
+        """`reads`, of the tokens of the main stream or of the encoder."""
+        read = self.read if main else self.encoder_read
         return np.asarray(read[:, None] == np.arange(len(self.rows)), float)
 
 
 def tied_overlap(reading: Reading, words: Words) -> Array:
-    """(T, T) E x_t delta_s along the identity path of a tied head, at every point of the stream.
+    """(T, T) E x_t delta_s along the skip path of a tied head, the same at any point of the stream.
 
-    x_t holds the vector of the word that t reads, and delta_s those of the words that s's loss
-    moves: k_s scale variance c_{s, word of t}, k how much of a token's own row the matrix reads,
-    less what the last norm's projection takes. Constant along the stream, as what skip connections
-    multiply in x they divide out of delta.
+    x_t contains the vector of the word that t looks up, delta_s those of all words of s's loss:
+    k_s scale variance c_{s, word of t}, k the coefficient of a token's own row in the input of the
+    head, less the projection of the last norm. Factors of skip connections in x and delta cancel.
     """
     readout, k = reading.readout, words.carried
     if not k.any():
         return np.zeros_like(reading.last.kernel)
-    met = readout.scale * readout.weight_variance * k[None, :] * words.sent[:, words.read].T
+    overlap = readout.scale * readout.weight_variance * k[None, :] * words.sent[:, words.read].T
     if readout.normalised:
         kernel = reading.last.kernel
-        met = met - np.diag(met)[None, :] * kernel / np.diag(kernel)[None, :]
-    return np.asarray(met)
+        overlap = overlap - np.diag(overlap)[None, :] * kernel / np.diag(kernel)[None, :]
+    return np.asarray(overlap)
 
 
 @dataclass(frozen=True, eq=False)
 class Entered:
-    """What a step does to the sum of the tables.
+    """The step of the tables.
 
     Attributes:
-        change: of that sum.
-        effects: of every table: its step at learning rate 1.
-        along: (T, T) A of u_t = -sum_s A_ts x_s + ..., x the stream that a tied head reads.
+        change: of the sum of what tokens look up.
+        effects: step of every table at learning rate 1.
+        along: (T, T) A of u_t = -sum_s A_ts x_s + ..., x the input of a tied head.
     """
 
     change: Change
-    effects: tuple[tuple[str, Told], ...]
+    effects: tuple[tuple[str, StepSize], ...]
     along: Array
 
 
 def _row_blocks(reading: Reading, words: Words, tied: Array) -> Array:
-    """Variance of an entry of each row's gradient, of the matrix to the logits, by pairs of steps:
-    (V', k, k), of one step (V', 1, 1).
-
-    `tied`: `tied_overlap`.
-    """
+    """(V', k, k) covariance over k steps of an entry of the gradient of each row of the matrix to
+    the logits; `tied` is `tied_overlap`."""
     readout, batches = reading.readout, reading.batches
     kernel = np.asarray(readout.kernel.off_diagonal)
 
     def split(values: Array) -> Array:
-        """(k, T, V') of each step's tokens alone."""
+        """(k, T, V') values at the tokens of each step, else 0."""
         if batches is None:
             return values[None]
         return np.asarray(batches.masks(len(values))[:, :, None] * values)
 
     sent = split(words.sent)
-    found = readout.scale**2 * np.einsum("itv,jtv->vij", sent, kernel @ sent)
+    blocks = readout.scale**2 * np.einsum("itv,jtv->vij", sent, kernel @ sent)
     table = reading.main.token_table
     if table is None or not reading.tied:
-        return np.asarray(found)
+        return np.asarray(blocks)
     for stream in reading.streams:
         reads = split(words.of_stream(stream is reading.main))
         gathered = np.einsum("itv,jtv->vij", reads, stream.received @ reads)
-        found = found + table.amplitude**2 * gathered
+        blocks = blocks + table.amplitude**2 * gathered
     at_head = tied * (words.carried / table.amplitude)[:, None]
-    met = np.einsum("itv,jtv->vij", sent, at_head @ split(words.reads))
-    return np.asarray(found + readout.scale * table.amplitude * (met + np.swapaxes(met, 1, 2)))
+    cross = np.einsum("itv,jtv->vij", sent, at_head @ split(words.reads))
+    cross = cross + np.swapaxes(cross, 1, 2)
+    return np.asarray(blocks + readout.scale * table.amplitude * cross)
 
 
 def _table_blocks(reading: Reading, table: Table, gradient: Array) -> Array:
-    """(T, k, k) of every token's row: the variance of its gradient by pairs of steps."""
+    """(T, k, k) covariance over k steps of an entry of the gradient of each token's row."""
     same, batches = table.amplitude * table.same, reading.batches
     if batches is None:
         return np.asarray(((same @ gradient) * same).sum(1)[:, None, None])
@@ -159,10 +155,10 @@ def _table_blocks(reading: Reading, table: Table, gradient: Array) -> Array:
 
 
 class _RowSteps(NamedTuple):
-    """Steps of rows that gather gradients, at learning rate 1.
+    """Steps of rows whose gradients are sums over tokens, at learning rate 1.
 
     Attributes:
-        pulled: (rows, T) what the tokens' gradients are multiplied by.
+        pulled: (rows, T) coefficients of the step on the tokens' gradients.
         noise: (rows,) E U^2.
         slope, square: sums over rows of minus the loss's derivative and of E U^2, of an entry.
     """
@@ -174,25 +170,22 @@ class _RowSteps(NamedTuple):
 
     @classmethod
     def of(
-        cls, optimizer: Optimizer, blocks: Array, weights: Array, tokens: int, met: Array
+        cls, optimizer: Optimizer, blocks: Array, weights: Array, tokens: int, counts: Array
     ) -> _RowSteps:
-        """Of rows whose gradients' variance has these blocks by pairs of steps, (rows, k, k).
-
-        Each stands for `weights` rows, and weighs `met` in the mean of variances by which Adam's
-        epsilon lowers one step.
-        """
+        """From the gradients' covariance over steps, (rows, k, k), of `weights` rows each. `counts`
+        weigh the mean of variances from which the damping by Adam's epsilon is computed."""
         variances = np.maximum(blocks.sum((1, 2)), 0.0)
         pulled, noise = np.ones((len(blocks), 1)), variances
         if optimizer.others != "sgd" and optimizer.batches is not None:
-            found = [optimizer.batches.regressed(one) for one in blocks]
-            pulled, noise = (np.array(part) for part in zip(*found, strict=True))
+            steps = [optimizer.batches.regressed(block) for block in blocks]
+            pulled, noise = (np.array(part) for part in zip(*steps, strict=True))
         elif optimizer.others != "sgd":
-            size = float((met * variances).sum() / met.sum())
-            lowered, spread = damping(size**0.5, optimizer.epsilon)
+            size = float((counts * variances).sum() / counts.sum())
+            damped, spread = damping(size**0.5, optimizer.epsilon)
             deviations = np.sqrt(variances)
-            there = deviations > 1e-12 * deviations.max(initial=0.0)
-            inverse = np.divide(1.0, deviations, out=np.zeros_like(deviations), where=there)
-            pulled, noise = SIGN_MEAN * lowered * inverse[:, None], np.full(len(blocks), spread)
+            nonzero = deviations > 1e-12 * deviations.max(initial=0.0)
+            inverse = np.divide(1.0, deviations, out=np.zeros_like(deviations), where=nonzero)
+            pulled, noise = SIGN_MEAN * damped * inverse[:, None], np.full(len(blocks), spread)
         slope, square = weights @ (pulled[:, 0] * variances), weights @ noise
         if pulled.shape[1] > 1 and optimizer.batches is not None:
             pulled = optimizer.batches.spread(pulled, tokens)
@@ -203,61 +196,59 @@ class _RowSteps(NamedTuple):
 def entered(
     reading: Reading, words: Words, optimizer: Optimizer, rate: float, stream: Stream, tied: Array
 ) -> Entered:
-    """The step of the tables, at their sum. A table of both streams is the main one's.
-
-    `tied`: `tied_overlap`.
-    """
+    """The step of a stream's tables; one that both streams use is listed with the main stream.
+    `tied` is `tied_overlap`."""
     gradient, main = stream.received, stream is reading.main
     count, d = len(gradient), float(reading.model.d_model)
-    nothing = np.zeros((count, count))
-    coherent, overlap, total = nothing.copy(), nothing.copy(), nothing.copy()
-    along = nothing
-    effects: list[tuple[str, Told]] = []
+    zeros = np.zeros((count, count))
+    coherent, overlap, total, along = zeros.copy(), zeros.copy(), zeros.copy(), zeros
+    effects: list[tuple[str, StepSize]] = []
     tables, rule = stream.tables, optimizer.others
-    before = "" if main else ENCODER
-    named = [table.name if table.name == "token" else before + table.name for table in tables]
-    rates = [rate * optimizer.factor(name) for name in named]
+    prefix = "" if main else ENCODER
+    names = [table.name if table.name == "token" else prefix + table.name for table in tables]
+    rates = [rate * optimizer.factor(name) for name in names]
+    # covariance of the gradients of two tokens' rows, by pairs of tables
     grams: dict[tuple[int, int], Array] = {}
     for i, one in enumerate(tables):
         for j, other in enumerate(tables[: i + 1]):
             scale = one.amplitude * other.amplitude
             grams[i, j] = scale * one.same @ gradient @ other.same
             grams[j, i] = grams[i, j].T
-    headed = reading.tied and stream.token_table is not None
-    if headed:
-        # rows also gather what the head sends and what another stream's tokens receive, at words
+    tied_table = reading.tied and stream.token_table is not None
+    if tied_table:
+        # gradients of rows also have terms of the head and of another stream's tokens, by word
         row_blocks = _row_blocks(reading, words, tied if main else 0 * reading.main.before)
         rows = np.maximum(row_blocks.sum((1, 2)), 0.0)
         readout = reading.readout
         sent = readout.scale * words.sent
         gathered = sent.T @ np.asarray(readout.kernel.off_diagonal) @ sent
-        for beside in reading.streams:
-            if beside is not stream:
-                there = words.of_stream(beside is reading.main)
-                gathered = gathered + tables[0].amplitude ** 2 * (there.T @ beside.received @ there)
+        for source in reading.streams:
+            if source is not stream:
+                reads = words.of_stream(source is reading.main)
+                gathered = gathered + tables[0].amplitude ** 2 * (reads.T @ source.received @ reads)
         reads = words.of_stream(main)
         grams[0, 0] = grams[0, 0] + reads @ gathered @ reads.T
         np.fill_diagonal(grams[0, 0], reads @ rows)
     deviations = [np.sqrt(np.maximum(np.diag(grams[i, i]), 0.0)) for i in range(len(tables))]
     noises: list[Array] = []
     for i, table in enumerate(tables):
-        if headed and i == 0:
-            at, weights, met = words.read if main else words.beside, words.rows, words.rows
-            blocks = row_blocks
+        if tied_table and i == 0:
+            row_of_token = words.read if main else words.encoder_read
+            blocks, weights, counts = row_blocks, words.rows, words.rows
         else:
-            first, at, met = table.places
+            first, row_of_token, counts = table.places
             blocks = _table_blocks(reading, table, gradient)[first]
             weights = (table.rows[first] >= 0).astype(float)
-        found = _RowSteps.of(optimizer, blocks, weights, count, met)
-        moved, amplitude = found.pulled[at], table.amplitude
-        noises.append(np.sqrt(found.noise[at]))
-        coherent += rates[i] * amplitude**2 * moved * table.same
-        if main or not (headed and i == 0):
-            effects.append((table.name, Told(d * found.slope, found.square / table.count)))
-        if main and headed and i == 0:
-            # the row also moves along what the head reads, x_r of the tokens that it predicts
-            sent_to = reading.readout.scale * words.sent[:, words.read].T
-            along = rates[i] * (moved * sent_to) * words.carried
+        steps = _RowSteps.of(optimizer, blocks, weights, count, counts)
+        pulled, amplitude = steps.pulled[row_of_token], table.amplitude
+        noises.append(np.sqrt(steps.noise[row_of_token]))
+        coherent += rates[i] * amplitude**2 * pulled * table.same
+        if main or not (tied_table and i == 0):
+            effects.append((table.name, StepSize(d * steps.slope, steps.square / table.count)))
+        if main and tied_table and i == 0:
+            # the row also moves along the head's inputs at the tokens in whose loss it is
+            logit_gradient = reading.readout.scale * words.sent[:, words.read].T
+            along = rates[i] * (pulled * logit_gradient) * words.carried
             overlap -= along @ stream.before
     for (i, j), covariance in grams.items():
         if rule != "sgd":
@@ -269,26 +260,26 @@ def entered(
             _Rows(rates[i] * table.amplitude, table, deviations[i], noises[i])
             for i, table in enumerate(tables)
         ]
-        change, told = _patches(stream.patch, d, optimizer, rate, gradient, rows)
+        change, size = _patches(stream.patch, d, optimizer, rate, gradient, rows)
         coherent, total = coherent + change.coherent, total + change.total
-        effects.append(("patch", told))
+        effects.append(("patch", size))
     overlap -= coherent @ tied.T
-    return Entered(Change(coherent, overlap, total, nothing), tuple(effects), along)
+    return Entered(Change(coherent, overlap, total, zeros), tuple(effects), along)
 
 
 def _of_signs(
     covariance: Array, one: Array, one_noise: Array, two: Array, two_noise: Array
 ) -> Array:
-    """Covariance of steps under the sign rule, from that of their gradients, which are Gaussian,
-    the deviations of those and the roots of E U^2."""
+    """Covariance of steps under the sign rule, from the covariance and standard deviations of their
+    Gaussian gradients and the roots of E U^2."""
     both = np.outer(one, two)
     r = np.divide(covariance, both, out=np.zeros_like(both), where=both > 0)
     return np.asarray(np.outer(one_noise, two_noise) * 2 / np.pi * np.arcsin(np.clip(r, -1.0, 1.0)))
 
 
 class _Rows(NamedTuple):
-    """A table's rows beside the projection of patches: what multiplies their steps, and of every
-    token's row the deviation of its gradient and the root of E U^2."""
+    """Step of a table next to a projection of patches: its rate, and for every token's row the
+    standard deviation of the gradient and the root of E U^2."""
 
     rate: float
     table: Table
@@ -298,11 +289,10 @@ class _Rows(NamedTuple):
 
 def _patches(
     pixels: Array, d: float, optimizer: Optimizer, rate: float, gradient: Array, rows: list[_Rows]
-) -> tuple[Change, Told]:
-    """The projection of patches, whose input is what the images are: a row's entries are Gaussian
-    given the pixels, of variance x_b^T D x_b at pixel b. Rows of tables gather the gradients of the
-    same tokens: what the two share is in its change.
-    """
+) -> tuple[Change, StepSize]:
+    """The step of the projection of patches. Given the pixels, entries of its gradient are Gaussian
+    of variance x_b^T D x_b at pixel b. The covariance with the steps of the tables' `rows`, whose
+    gradients are from the same tokens, is included in the change."""
     rule = optimizer.others
     size = ((gradient @ pixels) * pixels).sum(0)
     total_size, count = float(size.sum()), pixels.shape[1]
@@ -311,27 +301,27 @@ def _patches(
     if rule == "sgd":
         coherent = pixels @ pixels.T
         total = coherent @ gradient @ coherent
-        told = Told(d * total_size, total_size / count)
+        step_size = StepSize(d * total_size, total_size / count)
     else:
-        there = size > 1e-18 * size.max(initial=0.0)
-        root = np.where(there, np.sqrt(np.where(there, size, 1.0)), 1.0)
-        scaled = np.where(there, pixels / root, 0.0)
+        nonzero = size > 1e-18 * size.max(initial=0.0)
+        root = np.where(nonzero, np.sqrt(np.where(nonzero, size, 1.0)), 1.0)
+        scaled = np.where(nonzero, pixels / root, 0.0)
         coherent = SIGN_MEAN * scaled @ pixels.T
         corr = np.clip(scaled.T @ gradient @ scaled, -1.0, 1.0)
         total = pixels @ (2 / np.pi * np.arcsin(corr)) @ pixels.T
         along, noise = optimizer.pulled((pixels @ pixels.T) * gradient / count)
-        slope = SIGN_MEAN * d * along * float((root * there).sum())
-        told = Told(slope, noise * float(there.mean()))
+        slope = SIGN_MEAN * d * along * float((root * nonzero).sum())
+        step_size = StepSize(slope, noise * float(nonzero.mean()))
         coherent, total = along * coherent, noise * total
     shared = np.zeros_like(gradient)
     for own in rows:
-        met = own.table.amplitude * own.table.same @ gradient @ pixels
+        cross = own.table.amplitude * own.table.same @ gradient @ pixels
         if rule != "sgd":
             spread = np.full(count, noise**0.5)
-            met = _of_signs(met, own.deviations, own.noises, deviations, spread)
-        shared += own.rate * step * met @ pixels.T
+            cross = _of_signs(cross, own.deviations, own.noises, deviations, spread)
+        shared += own.rate * step * cross @ pixels.T
     total = step * step * total + shared + shared.T
-    return dataclasses.replace(Change.of(step * coherent), total=total), told
+    return dataclasses.replace(Change.of(step * coherent), total=total), step_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,8 +329,8 @@ class Ending:
     """The logits after a step.
 
     Attributes:
-        loss: expected mean cross-entropy by this module's own reading of the logits' law.
-        change: mean square of the change of a logit, over tokens and rows.
+        loss: expected mean cross-entropy of Gaussian logits (`_loss`).
+        change: mean square of the change of a logit, over tokens and words.
         after: mean square of a logit.
         effects: steps of the head's own parameters at learning rate 1, by name.
     """
@@ -348,7 +338,7 @@ class Ending:
     loss: float
     change: float
     after: float
-    effects: tuple[tuple[str, Told], ...]
+    effects: tuple[tuple[str, StepSize], ...]
 
 
 def ending(
@@ -361,12 +351,12 @@ def ending(
     tied: Array,
     kept: Array,
 ) -> Ending:
-    """The logits and the loss behind a step.
+    """The logits and the loss after a step.
 
     Args:
-        change: of what the matrix reads.
-        gradient: E delta delta there.
-        kept: (T,) what the last norm leaves of the token's own row, relative to before.
+        change: of the input of the matrix to the logits.
+        gradient: E delta delta of that input.
+        kept: (T,) factor of the token's own row behind the last norm, relative to before the step.
     """
     readout = reading.readout
     if readout.softcap is not None or readout.smoothing:
@@ -378,22 +368,21 @@ def ending(
     step = rate * optimizer.factor(name)
     decay = optimizer.left(name, rate)
     blocks, sent = _row_blocks(reading, words, tied), words.sent
-    found = _RowSteps.of(optimizer, blocks, words.rows, len(kernel), words.rows)
-    moved, total_rows = found.pulled.T, float(words.rows.sum())
-    met = change.met(kernel)
-    own = -step * scale**2 * d * (met @ (moved * sent))
+    steps = _RowSteps.of(optimizer, blocks, words.rows, len(kernel), words.rows)
+    pulled, total_rows = steps.pulled.T, float(words.rows.sum())
+    own = -step * scale**2 * d * (change.met(kernel) @ (pulled * sent))
     table = reading.main.token_table
     if reading.tied and table is not None:
-        # rows that tokens read also follow what those tokens receive
+        # rows that tokens look up also step along the gradients of these tokens
         amplitude = table.amplitude
         k = words.carried / amplitude
         received = tied * k[:, None] - (change.coherent @ gradient) * k[None, :]
-        own -= step * scale * d * amplitude * (received @ (moved * words.reads))
+        own -= step * scale * d * amplitude * (received @ (pulled * words.reads))
     through = -(scale**2) * d * variance * decay * (change.coherent @ sent)
     mean = own + through
     effects = []
     if not reading.tied:
-        effects.append((name, Told(d * found.slope, found.square / total_rows)))
+        effects.append((name, StepSize(d * steps.slope, steps.square / total_rows)))
     if reading.model.head.bias:
         sums = sent.sum(0)
         shift = sums if optimizer.others == "sgd" else np.sign(sums)
@@ -405,7 +394,7 @@ def ending(
         mean = mean - factor * shift
         gained = float((words.rows * np.abs(sums * shift)).sum())
         square = float((words.rows * shift**2).sum() / total_rows)
-        effects.append(("head.bias", Told(gained, square)))
+        effects.append(("head.bias", StepSize(gained, square)))
     size = scale**2 * d * variance * np.diag(change.total)
     changed = float(np.mean((mean**2 @ words.rows) / total_rows + size))
     every = np.arange(len(kernel))
@@ -421,19 +410,18 @@ _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(24)
 
 
 def _loss(mean: Array, variance: Array, words: Words) -> float:
-    """E mean_t [log sum_v exp z_tv - z_t,target] of Gaussian logits of these means.
+    """E mean_t [log sum_v exp z_tv - z_t,target] of Gaussian logits of these means and variances.
 
-    The target's logit is averaged over; the others' sum, of many, is at its mean.
+    The mean over the target's logit is by quadrature; the sum of the others is at its mean.
     """
-    judged = True if words.judged is None else words.judged
-    seen = np.flatnonzero((words.target >= 0) & judged)
-    target, weights = words.target[seen], _WEIGHTS / _WEIGHTS.sum()
-    logits = mean[seen] + np.log(words.rows)
-    logits = logits + variance[seen, None] / 2
-    aim = mean[seen, target]
-    logits[np.arange(len(seen)), target] = -np.inf
-    # of a word that stands for several rows, the target is one
+    evaluated = True if words.evaluated is None else words.evaluated
+    tokens = np.flatnonzero((words.target >= 0) & evaluated)
+    target, weights = words.target[tokens], _WEIGHTS / _WEIGHTS.sum()
+    logits = mean[tokens] + np.log(words.rows)
+    logits = logits + variance[tokens, None] / 2
+    aim = mean[tokens, target]
+    logits[np.arange(len(tokens)), target] = -np.inf
     others = np.logaddexp.reduce(logits, axis=1)
-    at = aim[:, None] + np.sqrt(variance[seen])[:, None] * _NODES
+    at = aim[:, None] + np.sqrt(variance[tokens])[:, None] * _NODES
     both = np.logaddexp(others[:, None], at)
     return float(np.mean(both @ weights - aim))

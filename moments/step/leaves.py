@@ -1,4 +1,4 @@
-"""Which drawn block (`drawn`) a component is, at the kernels of a prediction."""
+"""The drawn block (`drawn`) of a component, at the kernels of a prediction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .drawn import AttentionHead, Block, Convolution, Units
 from .sites import ENCODER, Reading, Site
 
 SHARED_KEY = "shared"
-"""The part of the keys that all heads of latent attention share, rows of the matrix `kv_down`."""
+"""Section of the keys that all heads of latent attention share: rows of the matrix `kv_down`."""
 
 
 def drawn_block(
@@ -41,10 +41,10 @@ def drawn_block(
     received: Array | None = None,
     **options: Any,
 ) -> Block:
-    """Draws of a block, which steps of all rates share."""
+    """Draws of a block, shared by steps at all rates."""
     known, prefix = {}, ENCODER if leaving.name.startswith(ENCODER) else ""
     for name, matrix in matrices.items():
-        # norms are those of one batch
+        # predicted norms are those of a single batch
         square = reading.norms().get((leaving.layer, prefix + matrix.name))
         if square is not None and name != SHARED_KEY and reading.batches is None:
             known[name] = square
@@ -60,8 +60,8 @@ def drawn_block(
 def block_of(
     leaf: Any, reading: Reading, entering: Site, leaving: Site, memory: Site | None = None
 ) -> Block:
-    """Draws of a leaf that is a function of preactivations behind matrices that all read what
-    enters, but for keys and values of a `memory`."""
+    """Draws of a leaf that is a function of preactivations, whose matrices read its input or, for
+    keys and values, `memory`."""
     raise DomainError(f"{type(leaf).__name__} ({leaf.label}) is not drawn")
 
 
@@ -107,12 +107,12 @@ def attention_block(
     heads: Any = leaf if gates is None else gates.first
     if not isinstance(heads, SelfAttention | CrossAttention):
         raise DomainError(f"the first step does not cover gates on {type(heads).__name__}")
-    there = entering if memory is None else memory
+    source = entering if memory is None else memory
     width = int(heads.heads * heads.d_head)
     shared = int(float(heads.kv_heads or heads.heads) * heads.d_head)
     has = ("query", "key", "value") if heads.has_bias is True else heads.has_bias or ()
     if heads.rotary is None and heads.qk_norm is None and heads.logit_softcap is None:
-        # a bias common to all keys cancels in the softmax, unless one of its keys is no token
+        # a bias common to all keys cancels in the softmax, unless there is a sink
         has = tuple(one for one in has if one != "key" or getattr(heads, "sink", None) is not None)
     matrices = {
         name: LawMatrix(
@@ -141,7 +141,7 @@ def attention_block(
         )
         each = rows // int(heads.heads)
     kernels = {
-        name: there.kernel if name in ("key", "value") else entering.kernel for name in matrices
+        name: source.kernel if name in ("key", "value") else entering.kernel for name in matrices
     }
     sizes = None
     if over_all_heads(heads):
@@ -152,18 +152,20 @@ def attention_block(
                 m.fan_in * m.variance * own + (m.bias or 0.0) + heads.norm_epsilon
             )
     head, sequences = AttentionHead(heads, None, each, sizes), int(heads.sequences)
-    sent, size = entering.sent(heads, there), float(width)
-    return drawn_block(reading, leaving, head, matrices, kernels, size, sequences, gradients=sent)
+    gradients, size = entering.sent(heads, source), float(width)
+    return drawn_block(
+        reading, leaving, head, matrices, kernels, size, sequences, gradients=gradients
+    )
 
 
 class Latent(NamedTuple):
     """One of the latents of `latent_block`.
 
     Attributes:
-        name, variance: of the matrix to it.
-        norm: behind that.
-        at, behind: before and after the norm.
-        readers: sections that read it.
+        name, variance: of the matrix that gives it.
+        norm: applied to it.
+        at, behind: sites before and after the norm.
+        readers: sections whose matrices read it.
     """
 
     name: str
@@ -177,7 +179,7 @@ class Latent(NamedTuple):
 def latent_block(
     leaf: LatentHeads, reading: Reading, entering: Site, leaving: Site
 ) -> tuple[Block, list[Latent]]:
-    """Heads that read latents, and those."""
+    """The heads of latent attention as a block, and the latents that they read."""
     heads, block, tokens = leaf.attention, leaf.block, entering.signal
     assert tokens is not None
     d, count = int(heads.d_model), int(heads.heads)
@@ -229,8 +231,8 @@ def latent_block(
 def mixture_block(
     leaf: Mixture, reading: Reading, entering: Site, leaving: Site
 ) -> tuple[Block, Site, LawMatrix, Array]:
-    """Hidden features of all experts behind their gates, what the one matrix to the sum reads, that
-    matrix, and draws of the gates (N, T, E)."""
+    """The gated hidden features of all experts as a block, their site, the joint output matrix that
+    reads them, and draws of the gates (N, T, E)."""
     *hidden, out = leaf.expert.children
     first, unit = hidden[0], hidden[-1]
     assert isinstance(out, Linear)
@@ -260,7 +262,7 @@ def mixture_block(
     kernels, received = dict.fromkeys(matrices, entering.kernel), d * variance * leaving.gradient
     block = drawn_block(reading, leaving, head, matrices, kernels, float(many), received=received)
     gates = reading.once(
-        Units, leaving.index, make=lambda: head.gates(block.draws.entering[leaf.name])
+        Units, leaving.index, make=lambda: head.gates(block.draws.preactivations[leaf.name])
     )
     added = float(given.get("bias_variance", 0.0)) if out.has_bias else None
     shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)

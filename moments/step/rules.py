@@ -5,13 +5,14 @@ With x of kernel K the matrix's input (n features) and delta of kernel D the gra
 U(G) x' has the coherent part sum_s P_ts delta_s and the kernel Q. In the coordinates of
 z = L^(-1) x, K = L L^T, with L^T D L = O diag(lam) O^T, are
 
-    rule   P                            Q less what is noise           noise
+    rule   P                            Q without its noise            noise
     SGD    n                            n^2 lam                        n tr(KD) K'
     sign   n c E[z_i^2/rho]             n (n-1) c^2 lam E[z_i^2/rho^2] n K'          c^2 = 2/pi
-    Muon   n f_i/sigma_i                n^2 (f_i/sigma_i)^2 lam        |f|^2/m of what x' has new
+    Muon   n f_i/sigma_i                n^2 (f_i/sigma_i)^2 lam        |f|^2/m of x' outside of x
 
 rho^2 = sum_i lam_i z_i^2 of a row, sigma^2 = n m lam and f the optimizer's map of singular values,
-of draws (`Orthogonal`). Adam's first step is the sign rule's, damped where |g| is near epsilon.
+averaged over draws (`Orthogonal`). Adam's first step is the sign rule's, damped where |g| is near
+epsilon.
 
 See docs/theory/first-step.md.
 """
@@ -50,8 +51,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of Muon's quintic (Jordan 2024), applied five times."""
 
 
-class Told(NamedTuple):
-    """What is told of a parameter's step of learning rate 1, as in `Effect`."""
+class StepSize(NamedTuple):
+    """Size of a parameter's step at learning rate 1; fields as in `Effect`."""
 
     slope: float
     square: float
@@ -59,15 +60,15 @@ class Told(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What a step of learning rate 1 does at a matrix's output.
+    """A step of learning rate 1, at a matrix's output.
 
     Attributes:
         coherent, total: P and Q on the updated input.
         slope: minus the derivative of the loss in the learning rate.
         square: E U^2 of an entry of the step.
-        aligned: the kernel of U x on the old input over K E U^2, of their traces.
-        along: of Q what the step is given delta; None where that is linear in it, or not known.
-        followed: how far P follows one draw's overlaps of x, per unit of them.
+        aligned: trace of the kernel of U x on the old input over that of K E U^2.
+        along: part of Q that is a function of delta; None if that is linear, or not known.
+        followed: response of P to one draw's overlaps of x.
     """
 
     coherent: Array
@@ -81,14 +82,14 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """L of K = L L^T, by Cholesky with pivots, so that tokens that read the same take no room.
+    """L of K = L L^T, by Cholesky with pivots, so that identical tokens do not raise its rank.
 
-    Rounding may choose the pivots, and with them L up to a rotation: for what does not see one.
+    Rounding can decide the pivots: L is only defined up to a rotation.
 
     Attributes:
         lower: (T, rank) L.
         order: (rank,) the tokens whose rows of L are a triangle.
-        single: L, as precise as the tokens ask (`precision`).
+        single: L in `precision`.
     """
 
     lower: Array
@@ -114,22 +115,21 @@ class Root:
 
     def solved(self, right: Array) -> Array:
         """Z of L Z = A, for A whose columns are combinations of L's."""
-        seen = right[self.order]
-        return np.asarray(solve_triangular(self._triangle, seen, lower=True, check_finite=False))
+        rows = right[self.order]
+        return np.asarray(solve_triangular(self._triangle, rows, lower=True, check_finite=False))
 
     @functools.cached_property
     def _triangle(self) -> Array:
         return np.asfortranarray(self.lower[self.order])
 
-    def whitened(self, met: Array) -> Array:
+    def whitened(self, overlap: Array) -> Array:
         """E x' z of z = L^(-1) x, from E x' x^T."""
-        return self.solved(met.T).T
+        return self.solved(overlap.T).T
 
 
 def spread(kernel: Array) -> Array:
-    """(..., T, T) the symmetric root of K, by which tokens are drawn: as independent numbers behind
-    it vary with K continuously, at any rank. (Behind L the draws of tokens of one variance would be
-    others with every rounding.)"""
+    """(..., T, T) symmetric root of K, by which tokens are drawn: these are continuous in K at any
+    rank, while rounding can change the pivots of `Root` and so all draws by L."""
     values, vectors = np.linalg.eigh(kernel)
     roots = np.sqrt(np.maximum(values, 0.0))[..., None, :]
     return np.asarray((vectors * roots) @ np.swapaxes(vectors, -1, -2))
@@ -137,13 +137,13 @@ def spread(kernel: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """What a step needs of K and D.
+    """K and D of a matrix, and the spectrum of L^T D L.
 
     Attributes:
         kernel, gradient: K and D.
         root: of K.
         total: tr(K D).
-        inner: L^T D L over it, so that single precision holds them.
+        inner: L^T D L / total, in the range of single precision.
     """
 
     kernel: Array
@@ -154,7 +154,7 @@ class Spectrum:
 
     @classmethod
     def of(cls, kernel: Array, gradient: Array, root: Root | None = None) -> Spectrum:
-        """`root`: of the kernel, where it is known."""
+        """`root`: of the kernel, if known."""
         found = Root.of(kernel) if root is None else root
         total, lower = max(float(np.vdot(kernel, gradient)), 0.0), found.single
         inner = lower.T @ (gradient / (total or 1.0)).astype(lower.dtype) @ lower
@@ -172,7 +172,7 @@ class Spectrum:
 
     @functools.cached_property
     def signs(self) -> Signs:
-        """Under the sign rule, of rows and columns that are Gaussian."""
+        """The sign rule for Gaussian rows and columns."""
         (mean, by_root, by_square), turned = self.inverse_moments, self._eigen[1]
         kind = turned.dtype
         coherent, square = (
@@ -205,7 +205,7 @@ class Spectrum:
 
 
 class Sides(NamedTuple):
-    """What a matrix meets in every one of N draws of the network.
+    """Overlaps at a matrix's input and output in N draws of the network.
 
     Attributes:
         read: (N, T, T) x x^T/n.
@@ -247,8 +247,8 @@ class Orthogonal(NamedTuple):
         sigma^2 = n m lam, the step is U = delta^T (L R O diag(f/sigma) O^T) Q.
 
         Args:
-            sides: the draws; None: of n and m features independent of each other.
-            parts: (k, T) of k steps what each multiplies the gradients of tokens by; None: one.
+            sides: the draws; None: n and m independent features.
+            parts: (k, T) factors of the tokens' gradients in each of k steps; None: one step.
         """
         lower, gradient = spectrum.root.lower, spectrum.gradient
         draws = _independent(spectrum, n, m) if sides is None else sides
@@ -279,11 +279,11 @@ class Orthogonal(NamedTuple):
             size[k] = float((left * (received @ left)).sum())
             met = float(((left @ inner) * left).sum()) * n * n
             aligned[k] = met / (float((left * left).sum()) * square[k] / (n * m))
-        # a draw's slope by its gradient's size, which is known
+        # mean slope relative to the gradient's size, times the predicted size
         along = float(slope.mean() / np.sqrt(n * m * size.mean())) * (n * m) ** 0.5
         along *= spectrum.total**0.5
-        # where a draw's delta is large its step is small: what mean kernels meet is on the scale at
-        # which m tr(P D) is the mean of f sigma
+        # where a draw's delta is large its P is small: P, which multiplies the mean D, is scaled so
+        # that m tr(P D) is the mean of f sigma
         coherent *= along / (m * float(((coherent @ gradient) * lower.T).sum()))
         return cls(
             coherent,
@@ -295,8 +295,8 @@ class Orthogonal(NamedTuple):
 
 
 _FLAT = 1e-5
-"""Share of the largest singular value near which single precision loses one, some hundred times its
-rounding; Newton and Schulz make 5e-3 of it."""
+"""Share of the largest singular value near which single precision loses others, some hundred times
+its rounding; the Newton-Schulz iteration maps it to 5e-3."""
 
 
 def _independent(spectrum: Spectrum, n: float, m: float) -> Sides:
@@ -312,7 +312,7 @@ def _independent(spectrum: Spectrum, n: float, m: float) -> Sides:
 
 
 def wishart_root(count: int, features: float, rng: np.random.Generator) -> Array:
-    """(count, .) a root of Z Z^T/features, Z of independent normal entries: Bartlett's."""
+    """(count, .) a root of Z Z^T/features, Z of independent normal entries (Bartlett)."""
     if features < count:
         width = max(1, round(features))
         return np.asarray(rng.standard_normal((count, width)) / width**0.5)
@@ -323,12 +323,11 @@ def wishart_root(count: int, features: float, rng: np.random.Generator) -> Array
 
 
 class Drawn(NamedTuple):
-    """Draws that are not Gaussian, and Gaussian ones of the same kernel that go with them.
+    """Non-Gaussian draws, with correlated Gaussian draws of the same kernel as control variates.
 
     Attributes:
-        values, twins: (N, T) both.
-        share: of the kernel that they have in common; what is exactly known of the twins counts
-            by it (a control variate).
+        values, twins: (N, T) non-Gaussian and Gaussian draws.
+        share: of the kernel that both have in common, the coefficient of the control variate.
     """
 
     values: Array
@@ -337,14 +336,12 @@ class Drawn(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """What the sign of a gradient does at a matrix's output where its rows are not Gaussian.
-
-    In the coordinates of z = L^(-1) x on the old input.
+    """The sign rule's step at a matrix's output, in the coordinates z = L^(-1) x of its input.
 
     Attributes:
         mean: E rho.
         coherent: P/(n sqrt(2/pi)), times the root of tr(K D).
-        square: of it the kernel, over n (n - 1) 2/pi.
+        square: kernel of the coherent part, over n (n - 1) 2/pi.
     """
 
     mean: float
@@ -352,7 +349,7 @@ class Signs(NamedTuple):
     square: Array
 
     def by_draws(self, draws: Drawn, seen: Callable[[Array], Signs]) -> Signs:
-        """What draws show, with what their Gaussian twins miss of this."""
+        """Averages over draws, corrected by the known error of those over their Gaussian twins."""
         values, share = seen(draws.values), draws.share
         if share == 0.0:
             return values
@@ -422,10 +419,10 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
 
 
 _NOTHING = 1e-12
-"""Share of the mean square below which a gradient is rounding."""
+"""Share of the mean square below which a squared gradient is rounding."""
 
 _RANGE = 1e-9
-"""What is left of a token below this share of the largest is nothing: it reads what others do."""
+"""Share of the largest pivot below which a token is a combination of others."""
 
 
 @dataclass(frozen=True)
@@ -479,19 +476,19 @@ class Optimizer:
         return damping(max(float(product.sum()), 0.0) ** 0.5, self.epsilon)
 
     def left(self, name: str, rate: float) -> float:
-        """What weight decay leaves of a parameter."""
+        """Factor of a parameter by weight decay."""
         steps = 1 if self.updates is None else self.updates.steps
         return (1.0 - rate * self.multiplier(name) * self.weight_decay) ** steps
 
     def factor(self, name: str, n: float = 1.0, m: float = 1.0) -> float:
-        """What multiplies the learning rate of a parameter, an (m, n) matrix where it is hidden."""
+        """Factor of the learning rate of a parameter; n and m are features of a hidden matrix."""
         rate = self.gain * self.multiplier(name)
         if self.rule == "muon" and group_of(name) == "matrices":
             rate *= MUON_SCALES[self.adjust](n, m)
         return rate
 
     def multiplier(self, name: str) -> float:
-        """The user's, of the parameter itself or else of its group."""
+        """The user's multiplier of the parameter or else of its group."""
         return float(self.multipliers.get(name, self.multipliers.get(group_of(name), 1.0)))
 
     def rule_of(self, name: str) -> str:
@@ -599,7 +596,7 @@ def group_of(name: str) -> str:
 
 
 def newton_schulz(values: Array) -> Array:
-    """What five steps of Muon's quintic make of singular values."""
+    """Five steps of Muon's quintic on singular values."""
     a, b, c = NEWTON_SCHULZ
     for _ in range(5):
         square = values * values
@@ -616,7 +613,7 @@ def _signs_alone(product: Array) -> tuple[float, float]:
 
 
 def damping(deviation: float, epsilon: float) -> tuple[float, float]:
-    """By how much Adam's epsilon lowers E y u and E u^2, u = y/(|y| + eps) for y of a row of G.
+    """Factors of E y u and E u^2 by Adam's epsilon, u = y/(|y| + eps) for y of a row of G.
 
     `deviation`: root mean square of y. 1 and 1 without epsilon.
     """

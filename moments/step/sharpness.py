@@ -8,8 +8,8 @@ it is
 
 K the Gram matrix over tokens of the input of W_k, B that of the gradient at the output of W_l, P
 the root mean square of an entry of a matrix's gradient (Adam's preconditioner once it has settled;
-1 for SGD), and T the linearised network between the two. The directions in which a matrix acts as a lower
-and as an upper one are treated as independent: the Hessian acts on (lower steps, upper steps) as
+1 for SGD), and T the linearised network between the two. The directions in which a matrix acts as a
+lower and as an upper one are treated as independent: on (lower, upper) steps the Hessian acts as
 
     [ Q + G   M^T ]
     [   M      0  ],

@@ -1,8 +1,7 @@
-"""What a step reads of a prediction: the only module here that knows how the engine keeps it.
+"""Inputs of a step from a prediction: the only module here that depends on the engine's storage.
 
-A `Site` is one point of the network with the kernels that both passes left there, as plain
-matrices over all tokens of the batch. Sites come in the order of the forward pass, which is that of
-the declaration.
+A `Site` is one point of the network with the kernels of signal and gradient, as plain matrices over
+all tokens of the batch. Sites are in the order of the forward pass, that of the declaration.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 ENCODER = "encoder."
-"""Stands before the names of an encoder's sites and parameters beside a decoder's."""
+"""Prefix of the names of an encoder's sites and parameters in a model with a decoder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +44,14 @@ class Site:
     """One point of the network.
 
     Attributes:
-        index: its place in the forward pass; inside a component, with a name.
+        index: position in the forward pass; inside a component, with a name.
         layer, name: of the point.
-        signal: what passes; None where the tables are summed, before anything is recorded.
+        signal: the recorded signal; None at the sum of the tables, which is not recorded.
         kernel: E x_t x_s per feature.
         gradient: E delta delta per feature, of the loss on the whole batch.
         width: features.
-        attended: the way back of the attention that reads it; None: none does.
-        weights: (T,) what multiplied the gradients of its tokens; None: nothing.
+        attended: backward pass of the attention that reads it, or None.
+        weights: (T,) factors by which its tokens' gradients were multiplied, or None.
     """
 
     index: Any
@@ -66,17 +65,17 @@ class Site:
     weights: Array | None = None
 
     def weighted(self, batches: Batches) -> Site:
-        """With gradients weighted by batch."""
+        """The site with gradients weighted by batch."""
         factors = batches.factors(len(self.kernel))
         gradient = self.gradient * np.outer(factors, factors)
         return dataclasses.replace(self, gradient=gradient, weights=factors)
 
     def behind(self, name: str, kernel: Array, gradient: Array, width: float) -> Site:
-        """What a matrix of that name reads inside the component that this site enters."""
+        """The input of a matrix of that name inside the component that reads this site."""
         return Site((self.index, name), self.layer, name, None, kernel, gradient, width)
 
     def plus(self, other: Site) -> Site:
-        """Of the sum of two branches that read one tensor, which receive one gradient."""
+        """The sum of two branches that read one tensor; both have the gradient of the sum."""
         assert self.signal is not None
         assert other.signal is not None
         total = added(self.signal, other.signal, 1.0, 1.0, parallel=True)
@@ -133,8 +132,8 @@ class Site:
 
 
 def over_tokens(kernel: Kernel) -> Array:
-    """(T, T) of a kernel by token; of one on classes what is linear in log position between nodes,
-    by whether two tokens are of one sequence and of one word."""
+    """(T, T) matrix of a kernel; one on classes is interpolated between its nodes, linearly in log
+    position, by whether two tokens share a sequence and a word."""
     classes = kernel.classes
     if classes is None:
         return np.asarray(kernel.off_diagonal, float)
@@ -187,22 +186,22 @@ class Table:
 
     @functools.cached_property
     def places(self) -> tuple[Any, Any, Any]:
-        """Of the rows that are read the first token, of every token its row among them, and how
-        many tokens each has."""
-        found = np.unique(self.rows, return_index=True, return_inverse=True, return_counts=True)
-        return found[1:]
+        """First token of each row that is looked up, index among these rows of each token's, and
+        number of tokens of each."""
+        result = np.unique(self.rows, return_index=True, return_inverse=True, return_counts=True)
+        return result[1:]
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """What one stream of tokens enters by and goes through.
+    """The embedding, components and inputs of one stream of tokens.
 
     Attributes:
-        embedding, layers, ending: what the walk goes through.
+        embedding, layers, ending: components, in order.
         before, received: (T, T) kernels of the summed tables and of the gradient there.
         tables: what tokens look up, the token table first.
-        patch: (T, pixels) what a patch projection reads; None: there is none.
-        token_ids: (T,) the text; -1 where there is none.
+        patch: (T, pixels) input of a patch projection, or None.
+        token_ids: (T,) the text; -1 for images.
     """
 
     embedding: Chain
@@ -249,7 +248,7 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A prediction as a step reads it.
+    """The parts of a prediction that a step depends on.
 
     Attributes:
         model: the declaration.

@@ -1,7 +1,7 @@
-"""The third walk over the engine: after the signal's pass and the gradient's, the step's.
+"""The third pass over a model: after those of the signal and the gradient, that of the step.
 
-It carries a `Change` through the declaration in the order of the forward pass, meets at every site
-the kernels that both passes left there, and adds what the parameters of each component do.
+It propagates a `Change` through the components in the order of the forward pass, using the kernels
+of both passes at every site, and adds the steps of each component's parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .rules import (
     Sides,
     Signs,
     Spectrum,
-    Told,
+    StepSize,
     effect,
     gain_effect,
     sign_of_columns,
@@ -60,10 +60,10 @@ class SiteStep(NamedTuple):
     """A site before and after the step.
 
     Attributes:
-        layer, site: where.
+        layer, site: layer and name of the site.
         before: tr K, the tensor's square summed over tokens.
         overlap, changed: tr M and tr U of the step.
-        coherent, gradient: P, and E delta delta before.
+        coherent, gradient: P, and E delta delta before the step.
     """
 
     layer: int
@@ -79,14 +79,14 @@ class WeightStep(NamedTuple):
     """A parameter's step.
 
     Attributes:
-        layer, weight: which.
+        layer, weight: layer and name of the parameter.
         rate: its learning rate, all factors included.
         slope: its share of minus the loss's derivative in the learning rate.
-        square: E of an entry of its step squared, at that rate.
-        variance: of an entry before; nan where the parameter starts at a constant.
+        square: mean square of an entry of its step, at that rate.
+        variance: of an entry before the step; nan if the parameter starts at a constant.
         width: features of the input.
-        aligned: kernel of the step's output over that of its input and the square.
-        chosen: of one expert's matrices, `aligned` of the tokens that go to it over that of all.
+        aligned: as in `Effect`.
+        chosen: for matrices of experts, `aligned` over each expert's tokens relative to all tokens.
     """
 
     layer: int
@@ -102,20 +102,20 @@ class WeightStep(NamedTuple):
 
 @dataclass
 class Walk:
-    """One step of one learning rate.
+    """One step at one learning rate.
 
     Attributes:
-        optimizer: which.
+        optimizer: the optimizer.
         rate: its learning rate.
-        tied: E h_t delta_s along the stream's identity path.
-        reading: every site, in order, and what all rates share.
-        along: of the tables' step, what it has of the stream (`ends.Entered`).
-        prefix: of the names of parameters in the stream that is walked.
-        memory: what an encoder's last tokens do, and where they are.
-        sites, weights: what every site and every parameter does, and `end` the logits behind.
-        moved: by the index of a site, its updated tensor in terms of the old one, and its kernel.
-        overlaps: of the tokens that the current residual branch reads; None: outside of any.
-        response: how the kernel follows those overlaps.
+        tied: `ends.tied_overlap`.
+        reading: every site, in order, and results that do not depend on the rate.
+        along: as in `ends.Entered`.
+        prefix: of the names of parameters in the current stream.
+        memory: change of the encoder's output, and its site.
+        sites, weights, end: steps of every site and parameter so far, and the logits.
+        moved: by index of a site, E x' z and E x' x' of its updated tensor x' (`effect`).
+        overlaps: scatter at the input of the current residual branch; None: outside of any.
+        response: (T, T) response of the current kernel to those overlaps.
     """
 
     optimizer: Optimizer
@@ -138,10 +138,12 @@ class Walk:
     def through(
         self, component: Component, change: Change, entering: Site, points: Iterator[Site]
     ) -> tuple[Change, Site]:
-        """The change behind a component, and the site it is at."""
+        """The change of a component's output, and its site."""
         if isinstance(component, Chain):
-            for part, behind in itertools.zip_longest(component.children, component.children[1:]):
-                self._unit = behind if isinstance(behind, Activation) else None
+            for part, following in itertools.zip_longest(
+                component.children, component.children[1:]
+            ):
+                self._unit = following if isinstance(following, Activation) else None
                 change, entering = self.through(part, change, entering, points)
             return change, entering
         if isinstance(component, Layer):
@@ -151,8 +153,8 @@ class Walk:
             return self._residual(component, change, entering, points)
         if isinstance(component, Parallel):
             return self._parallel(component, change, entering, points)
-        inside = isinstance(component, Product)  # whose own sites are passed by
-        leaving = next(at for at in points if not inside or at.name.endswith(component.label))
+        skips = isinstance(component, Product)  # skip the sites inside a product
+        leaving = next(at for at in points if not skips or at.name.endswith(component.label))
         return self.noted(self.leaf(component, change, entering, leaving), leaving)
 
     def _residual(
@@ -161,99 +163,97 @@ class Walk:
         overlaps = Overlaps.of(entering.kernel, entering.width)
         self.overlaps = overlaps
         first = self.response = np.outer(overlaps.sizes, overlaps.sizes)
-        # what a branch's matrices send back is another delta than the stream's
+        # the gradients of a branch's matrices are not the stream's delta
         inner = dataclasses.replace(change, beyond=None)
         branch, _ = self.through(node.branch, inner, entering, points)
         leaving = next(points)
         scales = float(node.skip_scale) ** 2, float(node.branch_scale) ** 2
         received = leaving.gradient
         change = change.parted(entering.gradient, scales[0] * received)
-        kept, added = change.times(scales[0]), branch.times(scales[1])
-        found = kept.plus(added, received)
-        both = scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
-        # per unit of the sum's own scatter: what of it is the input's, through skip and branch
-        size = np.sqrt(np.diag(leaving.kernel))
-        here = (scales[0] * first + scales[1] * self.response) / np.outer(size, size)
-        self.overlaps = None
-        # what the branch adds along delta meets the stream's own words
-        overlap = found.overlap - added.coherent @ self.tied.T
-        if np.any(self.along):
-            # tables of a tied head move along what the branch gives too
-            given = leaving.kernel - scales[0] * entering.kernel
-            both = both - self.along @ added.overlap.T
-            overlap = overlap - self.along @ given
-        found = dataclasses.replace(
-            found,
-            overlap=overlap,
-            total=found.total + both + both.T,
-            scattered=here * found.scattered,
+        skip, added = change.times(scales[0]), branch.times(scales[1])
+        total = skip.plus(added, received)
+        cross = (
+            scales[0] * scales[1] * overlaps.square(change.scattered, branch.scattered, received)
         )
-        return self.noted(found, leaving)
+        # the sum's scatter that is due to the input's, through skip and branch
+        size = np.sqrt(np.diag(leaving.kernel))
+        response = (scales[0] * first + scales[1] * self.response) / np.outer(size, size)
+        self.overlaps = None
+        # the branch's change along delta overlaps with the words that tokens look up
+        overlap = total.overlap - added.coherent @ self.tied.T
+        if np.any(self.along):
+            # tables of a tied head also move along the branch's output
+            output = leaving.kernel - scales[0] * entering.kernel
+            cross = cross - self.along @ added.overlap.T
+            overlap = overlap - self.along @ output
+        total = dataclasses.replace(
+            total,
+            overlap=overlap,
+            total=total.total + cross + cross.T,
+            scattered=response * total.scattered,
+        )
+        return self.noted(total, leaving)
 
     def _parallel(
         self, node: Parallel, change: Change, entering: Site, points: Iterator[Site]
     ) -> tuple[Change, Site]:
         first = self.response
-        found, leaving = self.through(node.branches[0], change, entering, points)
+        total, leaving = self.through(node.branches[0], change, entering, points)
         for branch in node.branches[1:]:
             before, self.response = self.response, first
             other, last = self.through(branch, change, entering, points)
             self.response = before + self.response
-            # a sum hands both the gradient that it receives
-            total = found.plus(other, leaving.gradient)
+            # all terms of a sum have its gradient
+            both = total.plus(other, leaving.gradient)
             if self.overlaps is not None:
-                more = self.overlaps.square(found.scattered, other.scattered, leaving.gradient)
-                total = dataclasses.replace(total, total=total.total + more + more.T)
-            found, leaving = total, leaving.plus(last)
-        return found, leaving
+                cross = self.overlaps.square(total.scattered, other.scattered, leaving.gradient)
+                both = dataclasses.replace(both, total=both.total + cross + cross.T)
+            total, leaving = both, leaving.plus(last)
+        return total, leaving
 
     @property
     def _draws(self) -> Draws | None:
-        """Of the network, where steps follow those."""
+        """Draws of the network, for optimizers whose steps are computed from them."""
         return Draws.shared(self.reading) if self.optimizer.rule == "muon" else None
 
     def noted(self, change: Change, at: Site) -> tuple[Change, Site]:
         if at.name in ("", ENCODER):
             return change, at
-        before, met, changed = (
+        before, overlap, changed = (
             float(np.trace(part)) for part in (at.kernel, change.overlap, change.total)
         )
         self.sites.append(
-            SiteStep(at.layer, at.name, before, met, changed, change.coherent, at.gradient)
+            SiteStep(at.layer, at.name, before, overlap, changed, change.coherent, at.gradient)
         )
         return change, at
 
     # --- parameters ----------------------------------------------------------------------------
 
     def entry(
-        self, layer: int, name: str, factor: float, found: Effect | Told, variance: float, n: float
+        self,
+        layer: int,
+        name: str,
+        factor: float,
+        step: Effect | StepSize,
+        variance: float,
+        n: float,
     ) -> float:
-        """Note a parameter's step; its learning rate."""
+        """Record a parameter's step and return its learning rate."""
         rate = self.rate * factor
-        self.weights.append(
-            WeightStep(
-                layer,
-                name,
-                rate,
-                factor * found.slope,
-                rate * rate * found.square,
-                variance,
-                n,
-                found.aligned,
-            )
-        )
+        slope, square = factor * step.slope, rate * rate * step.square
+        self.weights.append(WeightStep(layer, name, rate, slope, square, variance, n, step.aligned))
         return rate
 
     def _neurons(
         self, laws: ComponentLaws, kernels: tuple[Array, ...], leaving: Site
     ) -> Neurons | None:
-        """Of the hidden units whose output is that site."""
+        """Draws of the hidden units whose output is the site `leaving`."""
         return self.reading.once(
             Neurons, leaving.index, make=lambda: Neurons.of(laws, kernels, leaving.gradient)
         )
 
     def kept(self, name: str) -> float:
-        """What weight decay leaves of a parameter."""
+        """Factor of a parameter by weight decay."""
         return self.optimizer.left(name, self.rate)
 
     def matrix(
@@ -268,32 +268,34 @@ class Walk:
         signs: Callable[[Spectrum], Signs] | None = None,
         writes: bool = False,
     ) -> Change:
-        """Behind an (m, n) matrix of random entries, its own step included.
+        """The change of the output of an (m, n) matrix of random entries, its own step included.
 
-        `change` is that of its input, at the site `entering`, and `gradient` E delta delta at its
-        output; `shape` is n and m. `signs` gives what is not Gaussian across tokens at it; `writes`
-        says that a residual sum is next.
+        `change` is that of its input, at the site `entering`, `gradient` E delta delta at its
+        output, and `shape` n and m. `signs` is given if its input or gradient is not Gaussian
+        across tokens; `writes` if its output is added to the residual stream.
         """
         n, m = shape
         kernel, gain = entering.kernel, n * variance
         name, rule = self.prefix + name, self.optimizer.rule_of(self.prefix + name)
-        # the matrices that read a site, and steps of every rule, share its root
+        # the root of a site's kernel is shared by all matrices that read it and by all rules
         once, key = self.reading.once, (entering.index, layer, name, rule)
         root = once(Root, entering.index, make=lambda: Root.of(kernel))
         spectrum = once(Spectrum, *key, make=lambda: Spectrum.of(kernel, gradient, root))
-        carried = change.times(gain)
-        left = self.kept(name)
-        if left != 1.0:
-            same = np.full(len(kernel), left)
-            carried = carried.rescaled(gain * kernel, same, same - 1.0)
+        through = change.times(gain)
+        decay = self.kept(name)
+        if decay != 1.0:
+            factor_by_token = np.full(len(kernel), decay)
+            through = through.rescaled(gain * kernel, factor_by_token, factor_by_token - 1.0)
         block = self.reading.made.get((Block, entering.index))
         not_gaussian = orthogonal = None
         if rule == "sign" and signs is not None and spectrum.total > 0:
             not_gaussian = once(Signs, *key, make=lambda: signs(spectrum))
         elif rule == "muon":
-            met = self._met(layer, name, len(kernel))
-            orthogonal = once(Orthogonal, *key, make=lambda: Orthogonal.of(spectrum, n, m, *met))
-        found = effect(
+            sampled = self._muon_draws(layer, name, len(kernel))
+            orthogonal = once(
+                Orthogonal, *key, make=lambda: Orthogonal.of(spectrum, n, m, *sampled)
+            )
+        step = effect(
             spectrum,
             rule,
             *self._moved(change, entering),
@@ -305,60 +307,61 @@ class Walk:
             orthogonal,
         )
         factor = self.optimizer.factor(name, n, m)
-        rate = self.entry(layer, name, factor, found, variance, n)
-        # W delta_x = W W^T delta_y: the coherent part appears as if W were independent, and once
-        # more as a mean, beside which the matrix's own stands
-        own = rate * found.coherent
-        cross = between(carried.coherent, gradient, carried.coherent / 2 + own)
-        total = carried.total + rate * rate * found.total + cross + cross.T
-        scattered = carried.scattered
+        rate = self.entry(layer, name, factor, step, variance, n)
+        # W delta_x = W W^T delta_y: the coherent part appears once as if W were independent, and
+        # once more as a mean, to which the matrix's own step adds
+        own = rate * step.coherent
+        cross = between(through.coherent, gradient, through.coherent / 2 + own)
+        total = through.total + rate * rate * step.total + cross + cross.T
+        scattered = through.scattered
         if self.overlaps is not None:
-            mine = rate * found.followed * self.response
-            beside = self.overlaps.square(carried.scattered, carried.scattered / 2 + mine, gradient)
-            total = total + beside + beside.T
-            scattered = scattered + mine
+            followed = rate * step.followed * self.response
+            both = through.scattered / 2 + followed
+            cross = self.overlaps.square(through.scattered, both, gradient)
+            total = total + cross + cross.T
+            scattered = scattered + followed
         beyond = None
-        if found.along is not None and writes:
+        if step.along is not None and writes:
             linear = between_trace(own, gradient)
-            whole = rate * rate * float(np.trace(found.along))
+            whole = rate * rate * float(np.trace(step.along))
             if whole > linear:
-                rest = rate * rate * (1 - linear / whole) * found.along
+                rest = rate * rate * (1 - linear / whole) * step.along
                 beyond = Beyond.of(rest, linear / whole)
-        return Change(carried.coherent + own, carried.overlap, total, scattered, beyond)
+        return Change(through.coherent + own, through.overlap, total, scattered, beyond)
 
     def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
-        """The updated input in terms of the old one, and its kernel."""
+        """E x' z and E x' x' of the updated input x' (`effect`)."""
         if entering.index not in self.moved:
             root = self.reading.made[Root, entering.index]
-            met = root.whitened(change.met(entering.kernel))
-            self.moved[entering.index] = met, change.new(entering.kernel)
+            onto = root.whitened(change.met(entering.kernel))
+            self.moved[entering.index] = onto, change.new(entering.kernel)
         return self.moved[entering.index]
 
-    def _met(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
-        """What Muon needs of a matrix: draws of both sides, and the steps' parts of the tokens."""
+    def _muon_draws(self, layer: int, name: str, tokens: int) -> tuple[Sides | None, Array | None]:
+        """The arguments `sides` and `parts` of `Orthogonal.of`."""
         draws, batches = self._draws, self.optimizer.batches
         sides = None if draws is None else draws.sides.get((layer, name))
         return sides, None if batches is None else batches.momenta(tokens)
 
     def bias(self, name: str, change: Change, gradient: Array, m: float, layer: int) -> Change:
-        """With a bias's step."""
+        """Add the step of a bias to a change."""
         name = self.prefix + name
         rule = self.optimizer.rule_of(name)
-        found = vector_effect(gradient, rule, m, self.optimizer.pulled)
-        rate = self.entry(layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
-        shift = float(found.coherent.flat[0]), float(found.total.flat[0])
-        return change.shifted(rate * shift[0], rate * rate * shift[1], gradient)
+        step = vector_effect(gradient, rule, m, self.optimizer.pulled)
+        rate = self.entry(layer, name, self.optimizer.factor(name), step, np.nan, 1.0)
+        coherent, total = float(step.coherent.flat[0]), float(step.total.flat[0])
+        return change.shifted(rate * coherent, rate * rate * total, gradient)
 
     # --- components ----------------------------------------------------------------------------
 
     @functools.singledispatchmethod
     def leaf(self, leaf: Any, change: Change, entering: Site, leaving: Site) -> Change:
-        """The change behind a leaf, its parameters' own steps included, by its class.
+        """The change of a leaf's output, its parameters' steps included, by its class.
 
-        `Walk.leaf.register(MyLeaf, function)` adds one of a user's own.
+        `Walk.leaf.register(MyLeaf, function)` adds a class.
 
         Raises:
-            DomainError: a leaf of no class that is known.
+            DomainError: the class is not registered.
         """
         known = Walk.__dict__["leaf"].dispatcher.registry
         names = ", ".join(sorted(one.__name__ for one in known if one is not object))
@@ -368,9 +371,9 @@ class Walk:
 
     @leaf.register(Linear)
     def linear(self, leaf: Linear, change: Change, entering: Site, leaving: Site) -> Change:
-        given = leaf.parameters
-        shape = float(given["fan_in"]), float(given["fan_out"])
-        variance = float(given["weight_variance"])
+        law = leaf.parameters
+        shape = float(law["fan_in"]), float(law["fan_out"])
+        variance = float(law["weight_variance"])
         signs = None
         before = self.reading.made.get((Neurons, entering.index))
         if self._unit is not None:
@@ -383,65 +386,54 @@ class Walk:
             signs = functools.partial(columns_of, before.given)
         elif (block := self.reading.made.get((Block, entering.index))) is not None:
             signs = functools.partial(columns_of, block.columns)
-        found = self.matrix(
-            leaf.weight,
-            change,
-            entering,
-            leaving.gradient,
-            leaving.layer,
-            shape,
-            variance,
-            signs,
-            self._unit is None,
+        layer, gradient, writes = leaving.layer, leaving.gradient, self._unit is None
+        change = self.matrix(
+            leaf.weight, change, entering, gradient, layer, shape, variance, signs, writes
         )
         self.response = shape[0] * variance * self.response
         if not leaf.has_bias:
-            return found
-        return self.bias(f"{leaf.weight}.bias", found, leaving.gradient, shape[1], leaving.layer)
+            return change
+        return self.bias(f"{leaf.weight}.bias", change, gradient, shape[1], layer)
 
     @leaf.register(GatedLinear)
     def gated(self, leaf: GatedLinear, change: Change, entering: Site, leaving: Site) -> Change:
         if leaf.shift or leaf.clamp:
             raise DomainError("the first step covers shift and clamp of routed experts alone")
         n, m = float(leaf.fan_in), float(leaf.fan_out)
-        inner = {
+        variances = {
             f"{leaf.prefix}gate": (float(leaf.gate), float(leaf.gate_bias)),
             f"{leaf.prefix}ffn_in": (float(leaf.ffn_in), float(leaf.bias)),
         }
-        both = tuple(n * v * entering.kernel + b for v, b in inner.values())
-        unit = gated(leaf.activation, *both)
-        units = self._neurons(leaf.activation, both, leaving)
-        moved = []
-        for place, name in enumerate(inner):
-            gradient = unit.slopes[place] * leaving.gradient
-            variance = inner[name][0]
-            signs = None
-            if units is not None:
-                signs = functools.partial(_rows_of, units, place)
-            found = self.matrix(
-                name, change, entering, gradient, leaving.layer, (n, m), variance, signs
-            )
+        kernels = tuple(n * v * entering.kernel + b for v, b in variances.values())
+        unit = gated(leaf.activation, *kernels)
+        units = self._neurons(leaf.activation, kernels, leaving)
+        changes = []
+        for place, (name, (variance, _)) in enumerate(variances.items()):
+            gradient, layer = unit.slopes[place] * leaving.gradient, leaving.layer
+            signs = None if units is None else functools.partial(_rows_of, units, place)
+            result = self.matrix(name, change, entering, gradient, layer, (n, m), variance, signs)
             if leaf.has_bias:
-                found = self.bias(f"{name}.bias", found, gradient, m, leaving.layer)
-            moved.append(found)
-        found = unit.carried(moved[0], moved[1], leaving.gradient)
-        ways = sum(v * way for (v, _), way in zip(inner.values(), unit.slopes, strict=True))
-        self.response = n * ways * self.response
+                result = self.bias(f"{name}.bias", result, gradient, m, layer)
+            changes.append(result)
+        result = unit.propagated(changes[0], changes[1], leaving.gradient)
+        slopes = sum(
+            v * slope for (v, _), slope in zip(variances.values(), unit.slopes, strict=True)
+        )
+        self.response = n * slopes * self.response
         if units is None:
-            return found
-        more = units.beyond_pairs((moved[0].coherent, moved[1].coherent))
-        return dataclasses.replace(found, total=found.total + more)
+            return result
+        more = units.beyond_pairs((changes[0].coherent, changes[1].coherent))
+        return dataclasses.replace(result, total=result.total + more)
 
     @leaf.register(Activation)
     def activation(self, leaf: Activation, change: Change, entering: Site, leaving: Site) -> Change:
-        old = entering.kernel
-        found, slope = activated(leaf.laws, change, old, leaving.kernel)
+        result, slope = activated(leaf.laws, change, entering.kernel, leaving.kernel)
         self.response = slope * self.response
         units = self._neurons(leaf.laws, (entering.kernel,), leaving)
         if units is None:
-            return found
+            return result
         more = units.beyond_pairs((change.coherent,))
-        return dataclasses.replace(found, total=found.total + more)
+        return dataclasses.replace(result, total=result.total + more)
 
     @leaf.register(FiniteNormalization)
     def norm(
@@ -455,39 +447,37 @@ class Walk:
         # r = s/s' and r - 1 = -grown/(s' (s + s'))
         s, s_new = np.sqrt(before), np.sqrt(before + grown)
         r, less = s / s_new, -grown / (s_new * (s + s_new))
-        found = change.rescaled(kernel, r, less)
-        # on the scale of the output, with the package's corrections of order 1/width
+        result = change.rescaled(kernel, r, less)
+        # on the scale of the output, with the engine's corrections of order 1/width
         square = float(leaf.gain) ** 2
-        passed = square / np.outer(s, s)
-        there = np.abs(kernel) * passed > 1e-6 * square
-        fix = np.where(there, leaving.kernel / np.where(there, kernel, 1.0), passed)
-        fix = np.clip(fix, 0.8 * passed, 1.25 * passed)
-        found = found.each(lambda part: fix * part, lambda part: passed * part)
-        self.response = passed * self.response
-        if not leaf.affine:
-            return found
-        return self._affine(leaf, found, leaving)
+        slope = square / np.outer(s, s)
+        resolved = np.abs(kernel) * slope > 1e-6 * square
+        ratio = np.where(resolved, leaving.kernel / np.where(resolved, kernel, 1.0), slope)
+        ratio = np.clip(ratio, 0.8 * slope, 1.25 * slope)
+        result = result.each(lambda part: ratio * part, lambda part: slope * part)
+        self.response = slope * self.response
+        return self._affine(leaf, result, leaving) if leaf.affine else result
 
     def _affine(self, leaf: Any, change: Change, leaving: Site) -> Change:
         square, gradient = float(leaf.gain) ** 2, leaving.gradient
         name = f"{self.prefix}{leaf.label}.gain"
-        kept = self.kept(name)
-        if kept != 1.0:
-            same = np.full(len(gradient), kept)
-            change = change.rescaled(leaving.kernel, same, same - 1.0)
-        normal, inner = leaving.kernel / square, change.times(1 / square)
-        found = gain_effect(
+        decay = self.kept(name)
+        if decay != 1.0:
+            factor = np.full(len(gradient), decay)
+            change = change.rescaled(leaving.kernel, factor, factor - 1.0)
+        normal, before = leaving.kernel / square, change.times(1 / square)
+        step = gain_effect(
             normal,
             gradient,
             self.optimizer.rule_of(name),
-            inner.met(normal),
-            inner.new(normal),
+            before.met(normal),
+            before.new(normal),
             leaving.width,
             self.optimizer.pulled,
         )
-        rate = self.entry(leaving.layer, name, self.optimizer.factor(name), found, np.nan, 1.0)
-        nothing = 0 * gradient
-        own = Change(rate * found.coherent, nothing, rate * rate * found.total, nothing)
+        rate = self.entry(leaving.layer, name, self.optimizer.factor(name), step, np.nan, 1.0)
+        zeros = 0 * gradient
+        own = Change(rate * step.coherent, zeros, rate * rate * step.total, zeros)
         change = change.plus(own, gradient)
         if leaf.bias:
             change = self.bias(f"{leaf.label}.bias", change, gradient, leaving.width, leaving.layer)
@@ -495,14 +485,14 @@ class Walk:
 
     @leaf.register(Dropout)
     def dropout(self, leaf: Dropout, change: Change, entering: Site, leaving: Site) -> Change:
-        kept = 1.0 - float(leaf.parameters["drop_prob"])
-        if kept == 1.0:
+        keep = 1.0 - float(leaf.parameters["drop_prob"])
+        if keep == 1.0:
             return change
         units = self.reading.made.get((Neurons, entering.index))
         if units is not None:
-            self.reading.once(Neurons, leaving.index, make=lambda: units.dropped(kept))
+            self.reading.once(Neurons, leaving.index, make=lambda: units.dropped(keep))
         change = change.parted(entering.gradient, leaving.gradient)
-        return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / kept - 1))
+        return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / keep - 1))
 
     @leaf.register(Scale)
     def scale(self, leaf: Scale, change: Change, entering: Site, leaving: Site) -> Change:
@@ -515,33 +505,30 @@ class Walk:
         )
         received, responses = cut.received(leaving.gradient), [self.response]
         changes = [change]
-        for place, one in enumerate(cut.matrices):
-            at, gradient = entering, received[one.name]
-            if not np.array_equal(cut.before(one.name), entering.kernel):
-                at = entering.behind(
-                    one.name,
-                    cut.before(one.name),
-                    one.fan_out * one.variance * gradient,
-                    float(one.fan_in),
-                )
-            self.response = sum(cut.carried(place, k, part) for k, part in enumerate(responses))
-            found = self.matrix(
-                one.name,
+        for place, matrix in enumerate(cut.matrices):
+            name, gradient = matrix.name, received[matrix.name]
+            n, m, at = float(matrix.fan_in), float(matrix.fan_out), entering
+            if not np.array_equal(cut.before(name), entering.kernel):
+                at = entering.behind(name, cut.before(name), m * matrix.variance * gradient, n)
+            self.response = sum(
+                cut.push_forward(place, k, part) for k, part in enumerate(responses)
+            )
+            result = self.matrix(
+                name,
                 cut.gathered(place, changes, at.gradient),
                 at,
                 gradient,
                 leaving.layer,
-                (float(one.fan_in), float(one.fan_out)),
-                max(one.variance, 1e-60),
+                (n, m),
+                max(matrix.variance, 1e-60),
                 writes=place + 1 == len(cut.matrices),
             )
-            if one.bias is not None:
-                width = float(one.fan_out)
-                found = self.bias(f"{one.name}.bias", found, gradient, width, leaving.layer)
-            changes.append(found)
-            responses.append(one.fan_in * one.variance * self.response)
+            if matrix.bias is not None:
+                result = self.bias(f"{name}.bias", result, gradient, m, leaving.layer)
+            changes.append(result)
+            responses.append(matrix.fan_in * matrix.variance * self.response)
         last = len(cut.matrices)
-        self.response = sum(cut.carried(last, k, part) for k, part in enumerate(responses))
+        self.response = sum(cut.push_forward(last, k, part) for k, part in enumerate(responses))
         return cut.gathered(last, changes, leaving.gradient)
 
     @leaf.register(Pool)
