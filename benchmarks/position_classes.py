@@ -321,7 +321,9 @@ def compared(model: Any, given: dict[str, Any], tokens: bool | None = None) -> d
     ratio = ratio.drop("key.bias", level=1, errors="ignore")
     sharp = ratio.index.get_level_values(1).str.startswith(("query", "key"))
     return {
-        "classes": 1 if found.layout.classes is None else len(found.layout.classes.inside.nodes),
+        "classes": 1
+        if found.layout.classes is None
+        else len(found.layout.classes.one_document.nodes),
         "variance": largest(found.variance, exact.variance),
         "correlation": float(np.abs(found.correlation - exact.correlation).max()),
         "gradient": largest(found.grad_variance, exact.grad_variance),
@@ -405,7 +407,7 @@ def halved(model: Any) -> dict[str, Any]:
     ratio, names = ratio[names != "key.bias"], names[names != "key.bias"]
     sharp = names.str.startswith(("query", "key"))
     return {
-        "classes": [len(p.layout.classes.inside.nodes) for p in (found, fine)],
+        "classes": [len(p.layout.classes.one_document.nodes) for p in (found, fine)],
         "variance": largest(found.variance, fine.variance),
         "correlation": float(np.abs(found.correlation - fine.correlation).max()),
         "gradient": largest(found.grad_variance, fine.grad_variance),

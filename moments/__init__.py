@@ -240,17 +240,17 @@ def check(
         MomentsError: a module that cannot be read or run.
     """
     from .errors import DomainError, Undeclared
-    from .show.health import check_declared, declared, is_factory, made_by
+    from .show.health import call_factory, check_declared, declared, is_factory
 
     if plan is not None and scheme is not None:
         raise DomainError("plan and scheme both say what is meant: pass one of them")
     meant = scheme if plan is None else plan
     if is_factory(subject):
-        from .torch.factory import made
+        from .torch.factory import constructed
 
-        subject, given = made(subject)
+        subject, given = constructed(subject)
     else:
-        subject, given = made_by(subject)
+        subject, given = call_factory(subject)
     batch = given if batch is None else batch
     try:
         model = declared(subject)

@@ -23,7 +23,7 @@ from moments.layers.attention.self_attention import SelfAttention
 from moments.layers.elementary import Activation, Linear, Scale
 from moments.layers.gated import GatedLinear
 from moments.layers.normalization import FiniteNormalization
-from moments.prediction.stack import alike, gaussian
+from moments.prediction.stack import exchangeable_kernel, gaussian
 
 TOKENS, WIDTH, HIDDEN, DRAWS = 24, 48, 96, 2500
 SITES = ("heads", "sum", "norm", "gated")
@@ -79,7 +79,7 @@ def predicted(causal: bool) -> tuple[dict[str, Signal], Record]:
     )
     gated = GatedLinear("gated", activation_laws("silu"), WIDTH, HIDDEN, 1 / WIDTH, 1 / WIDTH)
     parts = Residual(Chain((norm, heads, projection))), norm, gated
-    signal = gaussian(alike(1.0, 0.1, TOKENS, causal), TOKENS, WIDTH, True)
+    signal = gaussian(exchangeable_kernel(1.0, 0.1, TOKENS, causal), TOKENS, WIDTH, True)
     _, record = forward(Chain((Layer(Chain(parts), 1),)), signal)
     done = record.backward(Gradient(Kernel(1.0, 0.0), TOKENS) if not causal else _white())
     return {one.point.site: one.output for one in done.sites()}, done
@@ -177,7 +177,7 @@ def test_parallel_branches_follow_one_stream(causal: bool) -> None:
         Chain((norm, attended, linear(WIDTH, WIDTH, 1.0, "projection"))),
         Chain((norm, linear(WIDTH, HIDDEN, 1.0, "in"), unit, linear(HIDDEN, WIDTH, 4.0, "out"))),
     )
-    signal = gaussian(alike(1.0, 0.1, TOKENS, causal), TOKENS, WIDTH, True)
+    signal = gaussian(exchangeable_kernel(1.0, 0.1, TOKENS, causal), TOKENS, WIDTH, True)
     both = Residual(Parallel(branches))
     last, _ = forward(Chain((Layer(both, 1), Layer(both, 2))), signal)
     assert pairs_of(overlap_variance(last)) == pytest.approx(off(seen), rel=0.1)
@@ -249,12 +249,12 @@ def test_a_gradient_that_falls_with_norms_meets_shorter_tokens() -> None:
     """A matrix before a norm sums g x^T, and the gradient g falls with the norms of W x and of x:
     against draws of narrow tokens, 7 % less than if it did not."""
     width, draws, rng = 24, 8_000, np.random.default_rng(1)
-    tokens = gaussian(alike(1.0, 0.3, 2, True), 2, width, True)
+    tokens = gaussian(exchangeable_kernel(1.0, 0.3, 2, True), 2, width, True)
     parameters = {"fan_in": width, "fan_out": width, "weight_variance": 1 / width}
     linear = Linear(LINEAR, "refined", "linear", parameters, width, "matrix")
     norm = FiniteNormalization(RMSNORM, "norm", centres=False)
     _, record = forward(Chain((linear, norm)), tokens)
-    first = record.backward(Gradient(alike(1.0, 0.0, 2, True), 2)).children[0]
+    first = record.backward(Gradient(exchangeable_kernel(1.0, 0.0, 2, True), 2)).children[0]
     found = float(np.sum(first.weights()["matrix"]))
     root = np.linalg.cholesky(tokens.kernel.off_diagonal)
     x = root @ rng.normal(size=(draws, 2, width))
@@ -282,7 +282,7 @@ def test_what_other_tokens_send_falls_with_their_norms() -> None:
     norm = FiniteNormalization(RMSNORM, "norm", centres=False)
     averages = SelfAttention("heads", width, 1, width, 0.0, 0.0, 2 / width, 0.0, kv_heads=1)
     branch = Residual(Chain((norm, averages, linear(width, "projection"))))
-    tokens = gaussian(alike(1.0, 0.0, length, False), length, few, True)
+    tokens = gaussian(exchangeable_kernel(1.0, 0.0, length, False), length, few, True)
     _, record = forward(Chain((linear(few, "matrix"), *(branch,) * blocks, norm)), tokens)
     first = record.backward(Gradient(Kernel(1.0, 0.0), length)).children[0]
 

@@ -26,7 +26,7 @@ from moments.layers.elementary import Activation, Dropout, Linear
 from moments.layers.gated import GatedLinear
 from moments.layers.normalization import FiniteNormalization
 from moments.noise.overlap import stack_overlaps
-from moments.prediction.stack import alike, gaussian
+from moments.prediction.stack import exchangeable_kernel, gaussian
 
 TOKENS, WIDTH, HIDDEN = 48, 64, 96
 Draw = np.random.Generator
@@ -56,7 +56,7 @@ def measured(network: Map, draws: int = 150) -> float:
 
 
 def predicted(*parts: Component) -> float:
-    signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
+    signal = gaussian(exchangeable_kernel(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
     _, record = forward(Chain((Layer(Chain(parts), 1),)), signal)
     return stack_overlaps(record.backward(Gradient(Kernel(1.0, 0.0), TOKENS))).last
 
@@ -157,7 +157,7 @@ def test_averages_of_a_causal_mask_share_overlaps_with_their_tokens() -> None:
         moved = (one @ one.T / WIDTH - mean) * (two @ two.T / WIDTH - pairs)
         shared.append(moved.sum())
     leaf = SelfAttention("heads", WIDTH, 1, WIDTH, 0.0, 0.0, 1 / WIDTH, 0.0, causal=True)
-    tokens = gaussian(alike(1.0, 0.0, TOKENS, True), TOKENS, WIDTH, True)
+    tokens = gaussian(exchangeable_kernel(1.0, 0.0, TOKENS, True), TOKENS, WIDTH, True)
     own = np.trace(mean) / (TOKENS - 1), np.trace(pairs) / (TOKENS - 1)
     met = (
         averaging_elasticity(uniform_rows(leaf, tokens), tokens)
@@ -184,7 +184,7 @@ def test_what_tokens_have_of_their_own_varies_with_what_they_share() -> None:
         overlap = x @ x.T / WIDTH
         own.append(1 - (overlap.sum() - TOKENS) / (TOKENS * (TOKENS - 1)))
     squares = (np.array(own) / np.mean(own) - 1) ** 2
-    signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
+    signal = gaussian(exchangeable_kernel(1.0, 0.0, TOKENS, False), TOKENS, WIDTH, True)
     parts = [part for _ in range(4) for part in (relu_block(2.0), NORM)]
     output, _ = forward(Chain((Layer(Chain((NORM, *parts)), 1),)), signal)
     error = squares.std() / math.sqrt(draws)
@@ -267,7 +267,7 @@ def test_gradients_around_a_unit(gated: bool) -> None:
     values = {"fan_in": hidden, "fan_out": width, "weight_variance": 1 / hidden}
     last = Linear(LINEAR, "refined", "out", values, width, "ffn_out")
     stack = Chain((Layer(Chain((norm, *inner, last)), 1),))
-    signal = gaussian(alike(1.0, 0.0, TOKENS, False), TOKENS, width, True)
+    signal = gaussian(exchangeable_kernel(1.0, 0.0, TOKENS, False), TOKENS, width, True)
     done = forward(stack, signal)[1].backward(Gradient(Kernel(1.0, 0.5), TOKENS))
     growth = stack_overlaps(done).growth
     plain = {name: value for one in done.leaves() for name, value in one.weights().items()}
@@ -299,7 +299,7 @@ def test_units_that_all_tokens_share_count_for_less(name: str, shared: float) ->
     square, size = (one * two).sum(1) ** 2, 0.5 * ((one**2).sum(1) + (two**2).sum(1))
     nu, error = square.mean() / size.mean() ** 2, square.std() / size.mean() ** 2 / draws**0.5
 
-    signal = gaussian(alike(1.0, shared, 4, False), 4, width, True)
+    signal = gaussian(exchangeable_kernel(1.0, shared, 4, False), 4, width, True)
     at, walk = UnsharedOverlap(1 / width), OverlapWalk()
     if "gate" in name:
         leaf: Component = GatedLinear("gated", laws, width, hidden, 1 / width, 1 / width)
@@ -371,7 +371,7 @@ def test_query_and_key_gradients_at_small_width(resolved: bool, logits: float) -
         causal=resolved,
         has_bias=True,
     )
-    tokens = Kernel.of_matrix(kernel) if resolved else alike(1.0, 0.2, TOKENS, False)
+    tokens = Kernel.of_matrix(kernel) if resolved else exchangeable_kernel(1.0, 0.2, TOKENS, False)
     _, pullback = leaf.forward(gaussian(tokens, TOKENS, SMALL, True))
     pulled = pullback(Gradient(tokens, TOKENS))
     weights = pulled.weights()

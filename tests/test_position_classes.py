@@ -78,9 +78,9 @@ def test_sums_over_positions(length: int, power: float, shift: float) -> None:
             key_counts.rows[row] @ (held / classes.nodes), later.sum(), rtol=off
         )
         later = later / positions[node - 1 :]
-        found = key_counts.later[row, row] @ (held / classes.nodes**2)
+        found = key_counts.rows_of_pair[row, row] @ (held / classes.nodes**2)
         np.testing.assert_allclose(found, later.sum(), rtol=off)
-    np.testing.assert_allclose(classes.spread_out(held), every, rtol=2e-4)
+    np.testing.assert_allclose(classes.at_every_position(held), every, rtol=2e-4)
     np.testing.assert_allclose(classes.count.sum(), length, rtol=1e-9)
 
 
@@ -107,7 +107,9 @@ def test_gradients_that_fall_by_orders_of_magnitude_from_position_to_position() 
     every = 1e-6 * np.arange(1.0, 33.0) ** -7
     every[0] = 50.0
     both = np.stack([every, np.append(every[:-1], 0.0)])  # the last predicts nothing
-    np.testing.assert_allclose(classes.spread_out(both[:, classes.nodes - 1]), both, rtol=1e-9)
+    np.testing.assert_allclose(
+        classes.at_every_position(both[:, classes.nodes - 1]), both, rtol=1e-9
+    )
 
 
 def test_a_million_positions_cost_nothing() -> None:
@@ -281,7 +283,7 @@ def test_what_rows_send_is_split_where_they_begin_and_cease_to_see_the_other_key
     for key, other in np.ndindex(seen.shape[0], seen.shape[0]):
         rows = seen[key] / size * np.where(seen[other], 1.0, 0.2)
         at_nodes = np.where(seen[other], 1.0, 0.2)[classes.nodes - 1] / key_counts.size
-        held = key_counts.sending[key, other]
+        held = key_counts.rows_split[key, other]
         few = seen[key] & ~seen[other] & (place > classes.nodes[other])
         if few.any() and not few[classes.nodes - 1].any():  # no node is among them
             continue
@@ -457,7 +459,7 @@ def test_counts_of_windows_are_sums_over_every_token() -> None:
                 key_counts.split[s, p] @ held, key_counts.keys[p] @ held, rtol=2e-2
             )
             both = later & (positions < other + 150)
-            found = key_counts.later[p, s] @ (held / key_counts.size**2)
+            found = key_counts.rows_of_pair[p, s] @ (held / key_counts.size**2)
             expected = (every / size**2)[both].sum()
             few = np.sum((inner >= node) & (inner < other + 150)) < 2
             np.testing.assert_allclose(found, expected, rtol=0.05 if few else 3e-3)
@@ -602,7 +604,7 @@ def test_halving_the_classes_of_a_long_context(name: str, monkeypatch: pytest.Mo
     fine = PositionClasses.for_length(8192, per_octave=3.0 if name == "gpt2" else 2.0)
     coarse = predicted(model)
     assert coarse.layout.classes is not None
-    assert len(coarse.layout.classes.inside.nodes) < len(fine.nodes)
+    assert len(coarse.layout.classes.one_document.nodes) < len(fine.nodes)
     monkeypatch.setattr(PositionClasses, "for_length", classmethod(lambda *_, **__: fine))
     finer = predicted(model)
     np.testing.assert_allclose(coarse.variance, finer.variance, rtol=2e-3)
@@ -743,14 +745,14 @@ def shares_of_one_token(lengths: tuple[int, ...], ids: np.ndarray) -> tuple[floa
 def test_counts_of_several_documents(lengths: tuple[int, ...]) -> None:
     """Of tokens and pairs as many as there are, and of pairs of one word as many as a text has."""
     classes = documents_on(PositionClasses.for_length(max(lengths)), lengths)
-    every, size = np.array(lengths), len(classes.inside.nodes)
+    every, size = np.array(lengths), len(classes.one_document.nodes)
     np.testing.assert_allclose(classes.count.sum(), every.sum(), rtol=1e-9)
     whole = float(every.sum() * (every.sum() - 1))
     np.testing.assert_allclose(classes.pair_count.sum(), whole, rtol=5e-4)
     np.testing.assert_allclose(classes.inside_count.sum(), every @ (every - 1.0), rtol=1e-9)
     # of a function that is smooth in log position
     place = np.log(np.arange(1.0, max(lengths) + 1) + 3.0)
-    held = np.tile(np.log(classes.inside.nodes + 3.0), 2)
+    held = np.tile(np.log(classes.one_document.nodes + 3.0), 2)
     direct = sum(place[:length].sum() for length in lengths)
     np.testing.assert_allclose((classes.count * held).sum(), direct, rtol=1e-4)
     pairs = sum(np.outer(place[:a], place[:b]).sum() for a in lengths for b in lengths)
@@ -885,7 +887,7 @@ def test_sums_over_what_rows_see_on_both_sides(window: int) -> None:
     np.testing.assert_allclose(sums, seen @ (values / sizes), rtol=2e-3)
     both = np.einsum("pi,qi->pqi", seen, seen)
     np.testing.assert_allclose(key_counts.shared @ held, both @ values, rtol=0.01, atol=0.1)
-    sums = np.einsum("pqr,r->pq", key_counts.later, held / key_counts.size**2)
+    sums = np.einsum("pqr,r->pq", key_counts.rows_of_pair, held / key_counts.size**2)
     np.testing.assert_allclose(sums, both @ (values / sizes**2), rtol=0.02, atol=2e-3)
 
 

@@ -20,7 +20,7 @@ from moments.formulas.linear import LINEAR
 from moments.formulas.normalization import LAYERNORM
 from moments.layers.elementary import Linear
 from moments.layers.normalization import FiniteNormalization
-from moments.prediction.stack import alike, gaussian
+from moments.prediction.stack import exchangeable_kernel, gaussian
 
 pytest.importorskip("torch")
 
@@ -145,7 +145,7 @@ def test_normalisation_backward_is_the_mean_over_draws() -> None:
     normal = centred / scale
     pulled = g - g.mean(-1, keepdims=True) - normal * (g * normal).mean(-1, keepdims=True)
     pulled /= scale
-    signal = gaussian(alike(1.0, r, 2, False), 2, d, True)
+    signal = gaussian(exchangeable_kernel(1.0, r, 2, False), 2, d, True)
     _, pullback = FiniteNormalization(LAYERNORM, "norm").forward(signal)
     sent = pullback(Gradient(Kernel(2.0, 1.0), 2)).gradient.kernel
     # leading order in 1/d: what is left is of order 1/d^2

@@ -120,7 +120,7 @@ def test_texts_word_by_word(
     short = model.replace(seq_len=given["token_ids"].shape[-1])
     by_token, by_word = (predicted(short, tokens=kind, **given) for kind in (True, None))
     assert isinstance(by_word.layout.classes, TextClasses)
-    assert len(by_word.layout.classes.ends) == 2
+    assert len(by_word.layout.classes.document_lengths) == 2
     alike = name == "that begin alike"
     np.testing.assert_allclose(by_word.variance, by_token.variance, rtol=5e-3)
     np.testing.assert_allclose(
@@ -166,14 +166,14 @@ def test_pairs_of_two_texts_are_counted_by_word() -> None:
     read, met = ids[there], other[there]
     off = ~np.eye(len(read), dtype=bool)
     same = (read[:, None] == read[None, :]) & off
-    np.testing.assert_allclose(classes.sum_of_pairs(classes.one_word), same.sum(), rtol=3e-3)
+    np.testing.assert_allclose(classes.sum_of_pairs(classes.same_word), same.sum(), rtol=3e-3)
     place = np.nonzero(there)[1]
     placed = (place[:, None] == place[None, :]) & off
-    np.testing.assert_allclose(classes.sum_of_pairs(classes.at_one_place), placed.sum(), rtol=3e-3)
+    np.testing.assert_allclose(classes.sum_of_pairs(classes.same_position), placed.sum(), rtol=3e-3)
     hit = (met[:, None] == read[None, :]) & off
     found = classes.pair_means(other, ids)
     np.testing.assert_allclose(classes.sum_of_pairs(found), hit.sum(), rtol=3e-3)
-    both = classes.sum_of_pairs(found * classes.one_word)
+    both = classes.sum_of_pairs(found * classes.same_word)
     np.testing.assert_allclose(both, (hit & same).sum(), rtol=2e-2)
 
 
@@ -198,7 +198,7 @@ def test_zipfs_law_is_a_text_by_it() -> None:
     words repeat as often, and as often with a third."""
     classes = zipf_classes(one_class(4000), 5000)
     texts = [text_classes(one_class(4000), zipf_text(seed, length=4000)) for seed in range(40)]
-    for name, atol in (("share", 2e-4), ("others", 3e-3)):
+    for name, atol in (("share", 2e-4), ("same_word_share", 3e-3)):
         found = np.array([np.mean(getattr(one, name)) for one in texts])
         error = found.std() / len(found) ** 0.5
         assert abs(found.mean() - np.mean(getattr(classes, name))) < 3 * error + atol / 10
@@ -225,11 +225,11 @@ def test_pairs_are_counted_by_word() -> None:
     classes = text_classes(PositionClasses.for_length(200), ids)
     off = ~np.eye(200, dtype=bool)
     same = (ids[:, None] == ids[None, :]) & off
-    np.testing.assert_allclose(classes.sum_of_pairs(classes.one_word), same.sum(), rtol=1e-9)
+    np.testing.assert_allclose(classes.sum_of_pairs(classes.same_word), same.sum(), rtol=1e-9)
     met = (other[:, None] == ids[None, :]) & off
     found = classes.pair_means(other, ids)
     np.testing.assert_allclose(classes.sum_of_pairs(found), met.sum(), rtol=1e-9)
-    both = classes.sum_of_pairs(found * classes.one_word)
+    both = classes.sum_of_pairs(found * classes.same_word)
     np.testing.assert_allclose(both, (met & same).sum(), rtol=1e-9)
     assert classes.following_pairs.min() >= 0.0
 
@@ -248,8 +248,8 @@ def test_a_law_is_scaled_as_if_token_by_token() -> None:
     ids = np.concatenate([np.arange(30), 100 + np.repeat(np.arange(6), 5)])
     length, repeated = len(ids), ids >= 100
     classes = text_classes(one_class(length), ids)
-    mixture = Mixture(classes.share, classes.read_again)
-    assert classes.read_again == pytest.approx(0.5)
+    mixture = Mixture(classes.share, classes.repeated_share)
+    assert classes.repeated_share == pytest.approx(0.5)
     aims = np.where(repeated, 0.7, 1.3)
     others, same, own = 0.8, 3.0, (4.0, 5.0)
     dense = dense_law((others, same, own), ids, repeated)
@@ -295,7 +295,7 @@ def test_matrices_of_words_multiply_as_by_token() -> None:
         same /= often
         others /= length
         dense.append(np.where(one_word, same, others) * off + np.diag(np.full(length, own)))
-        by_word = classes.of_relations(np.full((1, 1), others), np.full((1, 1), same))
+        by_word = classes.from_word_blocks(np.full((1, 1), others), np.full((1, 1), same))
         found.append(ClassMatrix(np.full(2, own), by_word, classes))
     both, product = dense[0] @ dense[1], found[0] @ found[1]
     others, same = (part.item() for part in classes.by_word(product.off_diagonal))
@@ -317,7 +317,7 @@ def test_parts_multiply_by_themselves() -> None:
     ids = np.repeat(np.arange(words), often)
     length = len(ids)
     classes = text_classes(one_class(length), ids)
-    mixture = Mixture(classes.share, classes.read_again)
+    mixture = Mixture(classes.share, classes.repeated_share)
     rng = np.random.default_rng(1)
     law = [rng.uniform(0.1, 1.0, 3) for _ in range(2)]
     law[0][1:] /= length / 4
@@ -330,7 +330,7 @@ def test_parts_multiply_by_themselves() -> None:
     for own, others, same in law:
         pairs = [np.full((1, 1), value) for value in (others, same)]
         parts.append(mixture.parts_of([np.full(1, own + same)], pairs, np.diagonal))
-    counts = [float(length), length * classes.others]
+    counts = [float(length), length * classes.same_word_share]
     found = []
     for count, (a, left), (b, right) in zip(counts, *parts, strict=True):
         found.append((a * b, a[:, None] * right + left * b + count * left * right))

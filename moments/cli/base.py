@@ -611,8 +611,8 @@ def model_and_inputs(
 
 def shortened(model: Transformer, seq_len: int | None) -> Transformer:
     """Shorten a model that is resolved token by token if `seq_len` is None, with a note."""
+    from ..prediction.resolution import at_default_length as at_few
     from ..prediction.resolution import most_tokens
-    from ..prediction.resolution import shortened as at_few
 
     found = model if seq_len is not None else at_few(model)
     if found is not model:

@@ -289,7 +289,7 @@ def _user_module(argument: str, name: str) -> tuple[Any, Any] | None:
 def load_user_module(file: str, name: str, argument: str) -> tuple[Any, Any]:
     """Load FILE.py and return its module `name`, and the batch, if it comes with one."""
     from ..show.health import is_factory
-    from ..torch.factory import made as call_factory
+    from ..torch.factory import constructed as call_factory
 
     path = Path(file)
     if not path.is_file():

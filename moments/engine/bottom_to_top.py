@@ -13,8 +13,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from .composition import Carry, Component, Residual, Solve
-from .fluctuation import followed
-from .response import SINGLE, Around, Sequence, Sublayer, heads_width
+from .fluctuation import overlap_covariance
+from .response import SINGLE, GradientUnits, Sequence, Sublayer, heads_width
 from .state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
@@ -49,10 +49,10 @@ class BottomToTop(Component):
         ffn = self.ffn.propagate(norm.output, run)
         children = attention, norm, ffn
         output = self._sum(signal, ffn.output, self._carried(children))
-        return run.passed(Record(self, run.layer, signal, output, children))
+        return run.record_forward(Record(self, run.layer, signal, output, children))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         attention, norm, ffn = record.children
         signal, carried = record.input, self._carried(record.children)
         shared = signal.kernel.weighted(carried, 1.0).mean_diagonal()
@@ -90,7 +90,7 @@ class BottomToTop(Component):
         """Amplitude a of the input in u, per token."""
         amplitude: Array = 1.0
         for child in children:
-            amplitude = child.component.carried(child, amplitude)
+            amplitude = child.component.amplitude_of_input(child, amplitude)
         return amplitude
 
     def _sum(self, signal: Signal, inner: Signal, carried: Array) -> Signal:
@@ -105,7 +105,7 @@ class BottomToTop(Component):
             grown = at_both(before, (1 + carried) ** 2) - at_both(before, carried**2)
             return behind + grown + mixed
 
-        fluctuation, overlaps, behind = None, followed(signal), followed(inner)
+        fluctuation, overlaps, behind = None, overlap_covariance(signal), overlap_covariance(inner)
         if overlaps is not None and behind is not None:
             overlaps = summed(overlaps, behind)
         if signal.fluctuation is not None and inner.fluctuation is not None:
@@ -123,7 +123,7 @@ class BottomToTop(Component):
             centred=centred,
         )
 
-    def response(self, record: Record, around: Around) -> Sublayer:
+    def response(self, record: Record, around: GradientUnits) -> Sublayer:
         # The parts add the noise of their own residual sums; this one adds that of its cross term.
         parts = Sequence(tuple(one.component.response(one, around) for one in record.children))
         carried = around.by_token(self._carried(record.children), record.input.kernel)
@@ -134,10 +134,10 @@ class BottomToTop(Component):
         fields = 0.0, 0.0, width, heads_width(record)
         return Sublayer(parts, True, skip, 1.0, *kernels, *fields, inside=inside)
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
         inner = amplitude
         for child in record.children:
-            inner = child.component.carried(child, inner)
+            inner = child.component.amplitude_of_input(child, inner)
         return amplitude + inner
 
 

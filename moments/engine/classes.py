@@ -82,7 +82,7 @@ class PositionClasses:
         return np.asarray(self.causal.key_counts().keys[-1])
 
     @property
-    def inside(self) -> PositionClasses:
+    def one_document(self) -> PositionClasses:
         """Classes of a single document."""
         return self
 
@@ -92,7 +92,7 @@ class PositionClasses:
         return self
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def document_lengths(self) -> tuple[int, ...]:
         """Number of tokens of each document."""
         return (self.length,)
 
@@ -101,7 +101,7 @@ class PositionClasses:
         document, else a second one for pairs of different documents."""
         return ((diagonal, off_diagonal),)
 
-    def blocks_by_relation(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
+    def blocks_by_word(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """Split as `blocks`, and by whether the two tokens are the same word if there is a text."""
         return self.blocks(diagonal, off_diagonal)
 
@@ -110,15 +110,15 @@ class PositionClasses:
         return blocks[0]
 
     @property
-    def of_one(self) -> PositionClasses:
+    def one_document_with_words(self) -> PositionClasses:
         """Classes of a single document that still distinguish words, those of a `ClassMatrix`."""
-        return self.inside
+        return self.one_document
 
-    def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
+    def within_block(self, diagonal: Array, off_diagonal: Array) -> Matrix:
         """The block of pairs within one document, on the classes `of_one`."""
         return self.blocks(diagonal, off_diagonal)[0]
 
-    def between(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
+    def across_block(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
         """The block of pairs of different documents, on the classes `of_one`, with the pairs at one
         position on its diagonal; None if there is a single document."""
         _, *across = self.blocks(diagonal, off_diagonal)
@@ -133,16 +133,16 @@ class PositionClasses:
         return product
 
     @property
-    def there(self) -> NDArray[np.bool_]:
+    def is_real(self) -> NDArray[np.bool_]:
         """(L,) or (documents, longest): whether a document has that position."""
         return np.ones(self.length, dtype=bool)
 
-    def within(self, off_diagonal: Array) -> Array:
+    def block_diagonal(self, off_diagonal: Array) -> Array:
         """The matrix with this block within documents and 0 across them."""
         return off_diagonal
 
     @property
-    def at_one_place(self) -> Array:
+    def same_position(self) -> Array:
         """1 for pairs at the same position of two documents, else 0."""
         return np.zeros(())
 
@@ -150,7 +150,7 @@ class PositionClasses:
     def following_pairs(self) -> Array:
         """(P, P) share of the pairs (i, j) with j = i + 1, scaled to their exact number: at nodes
         one position apart, and beyond these within a class."""
-        one = self.inside
+        one = self.one_document
         neighbours = np.diff(one.nodes) == 1
         result = np.diag(neighbours.astype(float), 1)
         in_class = np.append(~neighbours, False)
@@ -158,26 +158,26 @@ class PositionClasses:
         pairs = np.maximum(np.diagonal(one.pair_count), 0.0)
         several = in_class & (pairs > 0.0)
         result[several, several] = np.minimum(one.count[several] / pairs[several], 1.0)
-        result = self.within(result)
-        total = float(self.there.sum() - len(np.atleast_2d(self.there)))
+        result = self.block_diagonal(result)
+        total = float(self.is_real.sum() - len(np.atleast_2d(self.is_real)))
         return np.minimum(result * factor_to_total(result * self.pair_count, total), 1.0)
 
     @property
-    def documents(self) -> Matrix | None:
+    def document_counts(self) -> Matrix | None:
         """Number of documents that reach a class, and of documents or pairs of documents that reach
         two; None if all documents have the same length. Attention sums gradients over rows, and
         short documents have none at late positions."""
         return None
 
-    def everywhere(self, matrix: Matrix) -> Matrix:
+    def same_within_and_across(self, matrix: Matrix) -> Matrix:
         """The matrix with this block both within and across documents."""
-        return self.joined(*[matrix] * min(len(self.ends), 2))
+        return self.joined(*[matrix] * min(len(self.document_lengths), 2))
 
     def as_one_document(self, sums: Array) -> Array:
         """(..., P) sums over the tokens of each class, all counted as one document's."""
         return sums
 
-    def repeated(self, values: Array) -> Array:
+    def tiled(self, values: Array) -> Array:
         """(..., nodes) values of one document's classes, repeated for all stored nodes."""
         return values
 
@@ -264,7 +264,7 @@ class PositionClasses:
         count = np.outer(size, size) - self.basis @ self.basis.T
         return [PairSums(matching, count, self.pair_count)]
 
-    def spread_out(self, values: Array) -> Array:
+    def at_every_position(self, values: Array) -> Array:
         """(..., L) mean squares at every position, interpolated from (..., P).
 
         Their logarithms are interpolated: Post-LN gradients fall so fast from one position to the
@@ -394,15 +394,15 @@ class DocumentClasses(PositionClasses):
     lengths: tuple[int, ...]
 
     @property
-    def inside(self) -> PositionClasses:
+    def one_document(self) -> PositionClasses:
         return self.one
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def document_lengths(self) -> tuple[int, ...]:
         return self.lengths
 
     @functools.cached_property
-    def present(self) -> Array:
+    def documents_per_class(self) -> Array:
         """(P,) number of documents that reach a class, averaged over its positions."""
         return self.one.cell_means(self._documents_at.astype(np.float64))
 
@@ -413,12 +413,14 @@ class DocumentClasses(PositionClasses):
         return np.asarray(len(self.lengths) - np.cumsum(ends)[:-1])
 
     @functools.cached_property
-    def together(self) -> tuple[Array, Array]:
+    def documents_per_pair(self) -> tuple[Array, Array]:
         """(P, P) number of documents that reach both positions, and of ordered pairs of different
         documents, the first of which reaches the first position and the second the second."""
-        size = len(self.present)
-        inside = self.present[np.maximum.outer(np.arange(size), np.arange(size))]
-        across = np.maximum(np.outer(self.present, self.present) - inside, 0.0)
+        size = len(self.documents_per_class)
+        inside = self.documents_per_class[np.maximum.outer(np.arange(size), np.arange(size))]
+        across = np.maximum(
+            np.outer(self.documents_per_class, self.documents_per_class) - inside, 0.0
+        )
         return inside, np.where(across > LEAST_SHARED * inside, across, 0.0)
 
     @functools.cached_property
@@ -427,7 +429,7 @@ class DocumentClasses(PositionClasses):
         return self.one.cell_means(self._documents_at * (self._documents_at - 1.0))
 
     @functools.cached_property
-    def at_one_place(self) -> Array:
+    def same_position(self) -> Array:
         size = len(self.one.nodes)
         return np.eye(2 * size, k=size) + np.eye(2 * size, k=-size)
 
@@ -500,16 +502,16 @@ class DocumentClasses(PositionClasses):
         )
 
     @functools.cached_property
-    def documents(self) -> Matrix | None:
+    def document_counts(self) -> Matrix | None:
         if len(set(self.lengths)) == 1:
             return None
-        inside, across = self.together
-        return self.joined((self.present, inside), (self._document_pairs_at, across))
+        inside, across = self.documents_per_pair
+        return self.joined((self.documents_per_class, inside), (self._document_pairs_at, across))
 
     def as_one_document(self, sums: Array) -> Array:
         return np.asarray(2.0 * sums[..., : len(self.one.nodes)])
 
-    def repeated(self, values: Array) -> Array:
+    def tiled(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
 
     def mean(self, values: Array) -> Array:
@@ -539,17 +541,17 @@ class DocumentClasses(PositionClasses):
         )
         return np.concatenate([diagonal] * 2, axis=-1), np.concatenate([top, bottom], axis=-2)
 
-    def within(self, off_diagonal: Array) -> Array:
+    def block_diagonal(self, off_diagonal: Array) -> Array:
         zeros = np.zeros_like(off_diagonal)
         return np.block([[off_diagonal, zeros], [zeros, off_diagonal]])
 
     @functools.cached_property
-    def there(self) -> NDArray[np.bool_]:
+    def is_real(self) -> NDArray[np.bool_]:
         return np.asarray(np.arange(self.one.length) < np.array(self.lengths)[:, None])
 
     def cell_means(self, values: Array) -> Array:
         """(2 P,) means of (documents, longest) values over the real positions of each class."""
-        sums = self.one.basis @ np.where(self.there, values, 0.0).sum(0)
+        sums = self.one.basis @ np.where(self.is_real, values, 0.0).sum(0)
         return np.tile(sums / (self.one.basis @ self._documents_at), 2)
 
     def from_pair_means(self, *means: Array) -> Array:
@@ -559,7 +561,7 @@ class DocumentClasses(PositionClasses):
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
         """Count matching pairs of (documents, longest) values: within a document, across documents
         at different positions, and across documents at one position."""
-        basis, real = self.one.basis, self.there
+        basis, real = self.one.basis, self.is_real
         weights, longest = real + 0.0, real.shape[1]
         distinct, index = np.unique(np.stack([first, second]), return_inverse=True)
         one, two = np.reshape(index, (2, *real.shape))
@@ -605,9 +607,9 @@ class DocumentClasses(PositionClasses):
         expected = self.inside_count, self.across_count[1], self.across_count[0]
         return [PairSums(*block) for block in zip(matching, totals, expected, strict=True)]
 
-    def spread_out(self, values: Array) -> Array:
+    def at_every_position(self, values: Array) -> Array:
         """(..., longest) mean squares at every position."""
-        return self.one.spread_out(values[..., : len(self.one.nodes)])
+        return self.one.at_every_position(values[..., : len(self.one.nodes)])
 
 
 LEAST_SHARED = 1e-9
@@ -709,36 +711,36 @@ class KeyCounts:
 
     Attributes:
         window: largest number of keys of a row.
-        ends: (P,) position of the last key of each row.
+        last_key: (P,) position of the last key of each row.
         size: (P,) number of keys of each row.
         keys: (P, P) counts [p, q] of the keys of row p.
         shared: (P, P, P) counts [p, s, q] of the keys that rows p and s have in common.
         split: (P, P, P) counts [s, p, q] of the keys of row p, for summands that jump at the ends
             of row s: behind x_s if x_s < x_p, before its first key if x_s > x_p.
         rows: (P, P) counts [q, p] of the rows that attend to key q, for summands ~ 1/size.
-        sending: (P, P, P) counts [q, r, p] likewise, for summands that jump where rows start or
+        rows_split: (P, P, P) counts [q, r, p] likewise, for summands that jump where rows start or
             stop attending to key r.
-        later: (P, P, P) counts [q, r, p] of the rows that attend to both q and r, for summands
-            ~ 1/size^2.
-        begins: (P,) index of the first node that is a key of each row.
+        rows_of_pair: (P, P, P) counts [q, r, p] of the rows that attend to both q and r, for
+            summands ~ 1/size^2.
+        first_key: (P,) index of the first node that is a key of each row.
     """
 
     classes: PositionClasses
     window: int
-    ends: NDArray[np.intp]
+    last_key: NDArray[np.intp]
     size: Array
     keys: Array
     shared: Array
     split: Array
     rows: Array
-    sending: Array
-    later: Array
-    begins: NDArray[np.intp]
+    rows_split: Array
+    rows_of_pair: Array
+    first_key: NDArray[np.intp]
 
     @functools.cached_property
-    def later_diagonal(self) -> Array:
+    def rows_of_pair_diagonal(self) -> Array:
         """(P, P) counts [q, p] of the rows that attend to key q, for summands ~ 1/size^2."""
-        return diagonal_of(np.swapaxes(self.later, 0, 2)).T
+        return diagonal_of(np.swapaxes(self.rows_of_pair, 0, 2)).T
 
     @functools.cached_property
     def visible(self) -> NDArray[np.bool_]:
@@ -918,8 +920,8 @@ class ClassMatrix:
         diagonal: (..., nodes) entries of a token with itself.
         off_diagonal: (..., nodes, nodes) entries of two different tokens.
         classes: of a single document, with or without words, or one class.
-        crowded: (..., P, P) for attention weights on a text, the ratio of the joint weight of two
-            keys of the same word to that of two different words; None otherwise.
+        same_word_ratio: (..., P, P) for attention weights on a text, the ratio of the joint weight
+            of two keys of the same word to that of two different words; None otherwise.
     """
 
     __array_ufunc__ = None
@@ -937,7 +939,7 @@ class ClassMatrix:
             diagonal = np.broadcast_to(diagonal, (*shape, size))
             off_diagonal = np.broadcast_to(off_diagonal, (*shape, size, size))
         self.diagonal, self.off_diagonal = diagonal, off_diagonal
-        self.classes, self.crowded = classes, crowded
+        self.classes, self.same_word_ratio = classes, crowded
 
     @classmethod
     def of_rows(
@@ -957,7 +959,7 @@ class ClassMatrix:
             several, inside * neighbours, inside * seen / count
         )
         diagonal = np.where(several, inside, off_diagonal[..., index, index])
-        return cls(*classes.everywhere((diagonal, off_diagonal)), classes, crowded)
+        return cls(*classes.same_within_and_across((diagonal, off_diagonal)), classes, crowded)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -968,7 +970,7 @@ class ClassMatrix:
         return int(self.off_diagonal.size)
 
     def astype(self, kind: Any) -> ClassMatrix:
-        crowded = None if self.crowded is None else self.crowded.astype(kind)
+        crowded = None if self.same_word_ratio is None else self.same_word_ratio.astype(kind)
         return ClassMatrix(
             self.diagonal.astype(kind), self.off_diagonal.astype(kind), self.classes, crowded
         )
@@ -982,7 +984,7 @@ class ClassMatrix:
 
     def row_sums(self) -> Array:
         """(..., P) sums over the second token."""
-        return self.classes.repeated(self.excess + self.mean @ self.classes.inside.count)
+        return self.classes.tiled(self.excess + self.mean @ self.classes.one_document.count)
 
     def trace(self) -> Array:
         return np.asarray((self.diagonal * self.classes.count).sum(-1))
@@ -1000,7 +1002,7 @@ class ClassMatrix:
     @functools.cached_property
     def counted(self) -> Array:
         """(..., P, P) `mean` times the number of tokens of the first class."""
-        return np.asarray(self.classes.inside.count[:, None] * self.mean)
+        return np.asarray(self.classes.one_document.count[:, None] * self.mean)
 
     def __getitem__(self, index: Any) -> ClassMatrix:
         return ClassMatrix(self.diagonal[index], self.off_diagonal[index], self.classes)
@@ -1016,9 +1018,9 @@ class ClassMatrix:
         if not isinstance(other, ClassMatrix):  # columns (..., P, n)
             columns = np.asarray(other)[..., : mean.shape[-1], :]
             result = excess[..., None] * columns + mean @ (
-                self.classes.inside.count[:, None] * columns
+                self.classes.one_document.count[:, None] * columns
             )
-            return np.swapaxes(self.classes.repeated(np.swapaxes(result, -1, -2)), -1, -2)
+            return np.swapaxes(self.classes.tiled(np.swapaxes(result, -1, -2)), -1, -2)
         off_diagonal = excess[..., :, None] * other.mean + mean * other.excess[..., None, :]
         off_diagonal = off_diagonal + mean @ other.counted
         product = excess * other.excess + diagonal_of(off_diagonal), off_diagonal

@@ -18,9 +18,9 @@ import numpy as np
 
 from ..errors import DomainError, MomentsError
 from .directions import at_tokens, isotropic, orthogonal_parts, persistence, shared_persistence
-from .fluctuation import OverlapWalk, UnsharedOverlap, summed, unshared_variance
+from .fluctuation import OverlapWalk, UnsharedOverlap, overlap_of_sum, unshared_variance
 from .layout import Padding
-from .response import Around, Elementwise, Response, Sequence, Sublayer, Sum, sum_of
+from .response import Elementwise, GradientUnits, Response, Sequence, Sublayer, Sum, sum_of
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from .trace import Record, Run
 
@@ -29,7 +29,7 @@ def _nothing() -> None: ...
 
 
 @dataclass(slots=True, eq=False)
-class Pulled:
+class PullbackResult:
     """Result of a pullback: the gradient at the input, and functions evaluated on demand.
 
     Attributes:
@@ -46,14 +46,14 @@ class Pulled:
     response: Callable[[], Kernel | None] = _nothing
 
 
-def weights_of(*parts: Pulled) -> Mapping[str, Array]:
+def weights_of(*parts: PullbackResult) -> Mapping[str, Array]:
     """The `weights` of several pullbacks."""
     return {name: norm for part in parts for name, norm in part.weights().items()}
 
 
-Pullback = Callable[[Gradient], Pulled]
+Pullback = Callable[[Gradient], PullbackResult]
 OfEntry = Callable[[tuple[Array, Array], float], tuple[Array, Array]]
-ReaderPullback = Callable[[Gradient], tuple[Pulled, Gradient]]
+ReaderPullback = Callable[[Gradient], tuple[PullbackResult, Gradient]]
 
 
 class Addition(NamedTuple):
@@ -62,13 +62,13 @@ class Addition(NamedTuple):
     Attributes:
         kept: record whose input is the first addend.
         added: record whose output is the second addend.
-        keeping, adding: squared factors of the addends.
+        kept_scale, added_scale: squared factors of the addends.
     """
 
     kept: Record
     added: Record
-    keeping: Any
-    adding: Any
+    kept_scale: Any
+    added_scale: Any
 
 
 class Hidden(NamedTuple):
@@ -107,7 +107,7 @@ class Component(abc.ABC):
             at = walk.through(child, at)
         return at
 
-    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
+    def entry_moments(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
         """A function of (mean, variance) of an input entry, and of a factor on the variances of the
         `matrices` of these names, that returns those of an output entry; None: there is no such
         function."""
@@ -121,14 +121,14 @@ class Component(abc.ABC):
         """The addends, if the component is a residual sum."""
         return None
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
         """Amplitude of a tensor in the output, per token, given its amplitude in the input; images
         under random matrices do not count."""
         return 0.0 * amplitude
 
     # --- fluctuations (`moments.noise`) ----------------------------------------------------------
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         """Adjoints for sensitivities, around a record of both passes.
 
         Raises:
@@ -136,16 +136,20 @@ class Component(abc.ABC):
         """
         raise MomentsError(f"no band of one draw through a {type(self).__name__} in a branch")
 
-    def unplaced(self) -> Any:
+    def without_positions(self) -> Any:
         """The component without masks and positions, for exchangeable tokens."""
-        return self.mapped(lambda leaf: leaf.unplaced()) if self.children else self
+        return self.with_leaves(lambda leaf: leaf.without_positions()) if self.children else self
 
     def apart(self) -> Any:
         """The component as it acts on tokens of different, infinitely long sequences."""
-        return self.mapped(lambda leaf: leaf.apart()) if self.children else self.unplaced()
+        return (
+            self.with_leaves(lambda leaf: leaf.apart())
+            if self.children
+            else self.without_positions()
+        )
 
     @property
-    def masks(self) -> bool:
+    def is_dropout(self) -> bool:
         """Whether it applies a random mask, independent for every token."""
         return False
 
@@ -159,15 +163,15 @@ class Component(abc.ABC):
     def with_children(self, children: tuple[Component, ...]) -> Component:
         return self
 
-    def way_back(self, records: tuple[Record, ...]) -> Iterable[Record]:
+    def in_backward_order(self, records: tuple[Record, ...]) -> Iterable[Record]:
         """The children's records in the order of the backward pass."""
         return reversed(records)
 
-    def mapped(self, function: Callable[[Any], Any]) -> Any:
+    def with_leaves(self, function: Callable[[Any], Any]) -> Any:
         """The component with every leaf replaced by a function of it."""
         if not self.children:
             return function(self)
-        return self.with_children(tuple(child.mapped(function) for child in self.children))
+        return self.with_children(tuple(child.with_leaves(function) for child in self.children))
 
     @property
     def hidden(self) -> Hidden | None:
@@ -188,7 +192,7 @@ class Component(abc.ABC):
         """The component with the weight variances of the named `matrices` times a factor."""
         if not self.children:
             return self
-        return self.mapped(lambda leaf: leaf.with_variances(names, factor))
+        return self.with_leaves(lambda leaf: leaf.with_variances(names, factor))
 
     def residuals(self) -> tuple[Residual, ...]:
         """Its residual connections, in the order of the forward pass."""
@@ -229,7 +233,7 @@ class Component(abc.ABC):
         return False
 
     @property
-    def splits(self) -> bool:
+    def ends_in_branches(self) -> bool:
         """Whether it ends in parallel branches, each of which applies `returned` itself."""
         return False
 
@@ -263,13 +267,13 @@ Carry = Callable[[Component, Signal], Signal]
 class Leaf(Component):
     """A component without parts, which transforms moments by its laws."""
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
         if not self.rescales:
             return 0.0 * amplitude
         before, after = record.input.kernel.diagonal, record.output.kernel.diagonal
         return amplitude * np.sqrt(ratio_or_zero(after, before))
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         grad_out, grad_in = around.grad_out(record), record.grad_out
         return Elementwise.of(self.forward, record.input, grad_in, grad_out)
 
@@ -279,10 +283,10 @@ class Leaf(Component):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         output, pullback = self.forward(signal)
-        return run.passed(Record(self, run.layer, signal, output, (), pullback))
+        return run.record_forward(Record(self, run.layer, signal, output, (), pullback))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         pulled = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled)
 
@@ -294,7 +298,7 @@ class Reader(Component):
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """Moments of the output, and the pullback of its gradient to both inputs."""
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         # With a fixed memory it acts on every query token separately.
         memory, grad_out = record.memory, around.grad_out(record)
         assert memory is not None
@@ -310,10 +314,10 @@ class Reader(Component):
         if memory is None:
             raise DomainError("cross-attention has nothing to read: declare model.encoder")
         output, pullback = self.attend(signal, memory)
-        return run.passed(Record(self, run.layer, signal, output, (), pullback, memory))
+        return run.record_forward(Record(self, run.layer, signal, output, (), pullback, memory))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         pulled, to_memory = record.pullback(gradient)
         return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
 
@@ -339,9 +343,9 @@ class Chain(Component):
             grad_in = children[-1].grad_in
         return record.completed(gradient, grad_in, tuple(reversed(children)))
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
         for child in record.children:
-            amplitude = child.component.carried(child, amplitude)
+            amplitude = child.component.amplitude_of_input(child, amplitude)
         return amplitude
 
     @property
@@ -360,12 +364,12 @@ class Chain(Component):
             result = [one + path for one in result for path in child.paths()]
         return result
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         return Sequence(tuple(one.component.response(one, around) for one in record.children))
 
     @property
-    def splits(self) -> bool:
-        return self.components[-1].splits
+    def ends_in_branches(self) -> bool:
+        return self.components[-1].ends_in_branches
 
 
 @dataclass(frozen=True)
@@ -389,11 +393,11 @@ class Parallel(Component):
             addend = gradient.with_kernel(gradient.kernel)
             if signal.fluctuation is not None:
                 share = ratio_or_zero(child.output.kernel.diagonal, output.kernel.diagonal)
-                addend = gradient.at_addend(gradient.kernel, share, gradient.persistence)
+                addend = gradient.for_addend(gradient.kernel, share, gradient.persistence)
             children.append(child.component.backpropagate(child, addend, run))
             kernel = children[-1].grad_in.kernel
             if signal.fluctuation is not None:
-                kernel = returned(kernel, addend, child.component, signal.width)
+                kernel = with_width_corrections(kernel, addend, child.component, signal.width)
             kernels.append(kernel)
             alone.append(kernel.diagonal * sent_alone(children[-1].grad_in, child.component))
         total = sum_of(kernels)
@@ -418,18 +422,18 @@ class Parallel(Component):
     def with_children(self, children: tuple[Component, ...]) -> Parallel:
         return Parallel(children, self.label)
 
-    def way_back(self, records: tuple[Record, ...]) -> Iterable[Record]:
+    def in_backward_order(self, records: tuple[Record, ...]) -> Iterable[Record]:
         return records
 
     def record_paths(self, record: Record) -> list[tuple[Record, ...]]:
         return [path for child in record.children for path in child.paths()]
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         inner = tuple(one.component.response(one, around) for one in record.children)
         return Sum(inner, around.grad_out(record))
 
     @property
-    def splits(self) -> bool:
+    def ends_in_branches(self) -> bool:
         return True
 
 
@@ -458,7 +462,7 @@ class Residual(Component):
     def propagate(self, signal: Signal, run: Run) -> Record:
         branch = self.branch.propagate(signal, run)
         output = self.sum(signal, branch.output)
-        return run.passed(Record(self, run.layer, signal, output, (branch,)))
+        return run.record_forward(Record(self, run.layer, signal, output, (branch,)))
 
     def sum(self, signal: Signal, branch: Signal) -> Signal:
         """The sum of the skip connection and the branch."""
@@ -466,7 +470,7 @@ class Residual(Component):
         return added(signal, branch, *scales, keeps_mean=True)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         (child,) = record.children
 
         def back(addend: Gradient) -> Record:
@@ -507,13 +511,15 @@ class Residual(Component):
         response = (1.0 - share) * gradient.norm_response
         shared = shared_persistence(signal, response, gradient.kernel, self.branch.documents)
         grown = persistence(signal, response)
-        addend = gradient.at_addend(to_branch, share, (grown, shared))
+        addend = gradient.for_addend(to_branch, share, (grown, shared))
         done = self.branch.backpropagate(child, addend, run)
         alone = sent_alone(done.grad_in, self.branch)
         # what other tokens send falls with their norms, and with this one as far as both share them
         common = ratio_or_zero(shared, grown.diagonal)
         falls = 1.0 + response * (alone + (1.0 - alone) * common)
-        grad_in = entered(returned(done.grad_in.kernel, addend, self.branch, signal.width))
+        grad_in = entered(
+            with_width_corrections(done.grad_in.kernel, addend, self.branch, signal.width)
+        )
         total = kept + grad_in
         kept_share = ratio_or_zero(kept.diagonal, total.diagonal)
         mean_share = ratio_or_zero(kept.mean_diagonal(), total.mean_diagonal())
@@ -536,14 +542,14 @@ class Residual(Component):
         gained = unshared_variance(child.output, walk.real) * self.branch_scale**2
         return at.added(inner, (kept, gained), at, width)
 
-    def response(self, record: Record, around: Around) -> Sublayer:
+    def response(self, record: Record, around: GradientUnits) -> Sublayer:
         return around.added(record, record.children[0], self.skip_scale**2, self.branch_scale**2)
 
     def addition(self, record: Record) -> Addition:
         scales = square(self.skip_scale), square(self.branch_scale)
         return Addition(record, record.children[0], *scales)
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
         return amplitude * self.skip_scale
 
     def _scale_free(
@@ -560,7 +566,7 @@ class Residual(Component):
         total = record.output.kernel.mean_diagonal()
         scale = square(self.branch_scale)
         share = ratio_or_zero(child.output.kernel.mean_diagonal() * scale, total)
-        done = back(gradient.at_addend(to_branch, share))
+        done = back(gradient.for_addend(to_branch, share))
         grad_in = done.grad_in
         if isotropic(gradient.radial):
             merged = _merged(gradient, kept, grad_in.kernel, True)
@@ -595,12 +601,12 @@ class Layer(Component):
         run.layer = self.number
         run.kept[self.number - 1] = signal
         body = self.body.propagate(signal, run)
-        record = run.passed(Record(self, self.number, signal, body.output, (body,)))
+        record = run.record_forward(Record(self, self.number, signal, body.output, (body,)))
         run.layer_done()
         return record
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         (child,) = record.children
         done = self.body.backpropagate(child, gradient, run)
         run.layer_done()
@@ -608,8 +614,8 @@ class Layer(Component):
         grad_in = done.grad_in if sent is None else done.grad_in.joined(sum_of(sent))
         return record.completed(gradient, grad_in, (done,))
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
-        return self.body.carried(record.children[0], amplitude)
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
+        return self.body.amplitude_of_input(record.children[0], amplitude)
 
 
 def forward(
@@ -643,7 +649,7 @@ def added(
         keeps_mean: whether the first's `centred` part is passed on.
     """
     kernel = signal.kernel.mixed(skip, branch.kernel, scale)
-    fluctuation = summed(signal, branch, skip, scale, parallel)
+    fluctuation = overlap_of_sum(signal, branch, skip, scale, parallel)
     if fluctuation is None:
         return Signal(kernel, signal.seq_len, width=signal.width)
     centred = signal.centred.scaled(skip) if keeps_mean and signal.centred is not None else None
@@ -656,7 +662,9 @@ def added(
     )
 
 
-def returned(kernel: Kernel, addend: Gradient, branch: Component, width: Array) -> Kernel:
+def with_width_corrections(
+    kernel: Kernel, addend: Gradient, branch: Component, width: Array
+) -> Kernel:
     """The gradient `kernel` at a normalised branch's input, corrected to order 1/width.
 
     It grows by `Gradient.persistence`; through attention, which averages the gradients of other
@@ -664,7 +672,7 @@ def returned(kernel: Kernel, addend: Gradient, branch: Component, width: Array) 
     average, (1 - radial)/width; activations account for that themselves, and the normalisation for
     the direction of the token itself.
     """
-    if addend.persistence is None or branch.splits:
+    if addend.persistence is None or branch.ends_in_branches:
         return kernel
     grown, shared = addend.persistence
     if not branch.mixes_tokens:

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from ..formulas.algebra import is_number
-from .layout import one_document
+from .layout import same_document
 from .state import Array, Gradient, Kernel, Signal, ratio_or_zero
 
 # --- short vectors --------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def without(kernel: Kernel, signal: Signal, lost: Array) -> Kernel:
     return kernel.weighted(1 - one, 1 - of_pairs(first, second, signal.cosine_square()))
 
 
-def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Array) -> Kernel:
+def with_alignment(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Array) -> Kernel:
     """The gradient `kernel` behind an activation f, whose squares correlate with its slopes'.
 
     It loses (1 - radial + k)(alignment - 1)/width, with alignment = E f^2 f'^2/(E f^2 E f'^2) and
@@ -124,7 +124,7 @@ def realigned(kernel: Kernel, output: Signal, gradient: Gradient, alignment: Arr
     return kernel.weighted(1 / (1 + of_one * (one + response)), 1 / (1 + of_two * off_diagonal))
 
 
-def shortened(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
+def weighted_by_gradient(tokens: Kernel, spread: Kernel, response: Array) -> Kernel:
     """Second moments of tokens, weighted by squared gradients that decrease with their norms.
 
     E |x|^2 |g|^2 = E |x|^2 E |g|^2 (1 - response v) with the relative variance v of |x|^2, of which
@@ -144,12 +144,12 @@ def persistence(signal: Signal, response: Array) -> Kernel:
     k (v_i + v_j + 2 c_ij)/4 with the response k and the relative variance v and covariance c of
     squared norms.
     """
-    single, common = relative_spread(signal)
+    single, common = relative_norm_variance(signal)
     kernel = signal.kernel
     one, first, second = at_tokens(kernel, response)
     v, w = kernel.over_tokens(single)
     off_diagonal = (first * v + second * w + (first + second) * common) / 4
-    return Kernel.joined(one * single, off_diagonal, kernel.resolved)
+    return Kernel.of_parts(one * single, off_diagonal, kernel.resolved)
 
 
 def shared_persistence(
@@ -160,7 +160,7 @@ def shared_persistence(
     k_i c_ij averaged over the tokens i of j's sequence, or document in packed rows (B, L), weighted
     by the gradient's variance `above`; that not all of them attend to j is neglected.
     """
-    single, common = relative_spread(signal)
+    single, common = relative_norm_variance(signal)
     length = signal.seq_len
     if not signal.resolved:
         return response * (single + (length - 1) * common) / length
@@ -172,7 +172,7 @@ def shared_persistence(
         (diagonal, inside), *_ = classes.blocks(single, common)
         excess = diagonal - np.diagonal(inside, axis1=-2, axis2=-1)
         sums = (share[..., None, :] @ inside)[..., 0, :]
-        return classes.repeated(sums + share * excess / count)
+        return classes.tiled(sums + share * excess / count)
     leading, count = common.shape[:-2], common.shape[-1]
     blocks = common.reshape(*leading, count // length, length, count // length, length)
     sequences = np.einsum("...bibj->...bij", blocks)
@@ -180,14 +180,14 @@ def shared_persistence(
     weights = np.broadcast_to(above.diagonal, (*leading, count)).reshape(*by_sequence)
     total = weights.sum(-1, keepdims=True) + 0.0 * weights
     if documents is not None:
-        same = one_document(documents) + 0.0
+        same = same_document(documents) + 0.0
         total, sequences = np.einsum("...bi,bij->...bj", weights, same), sequences * same
     weights = weights * np.broadcast_to(response, (*leading, count)).reshape(*by_sequence)
     result = np.einsum("...bi,...bij->...bj", weights, sequences)
     return ratio_or_zero(result, total).reshape(*leading, count)
 
 
-def relative_spread(signal: Signal, features: bool = True) -> tuple[Array, Array]:
+def relative_norm_variance(signal: Signal, features: bool = True) -> tuple[Array, Array]:
     """Relative variance of squared norms, and covariance of those of two tokens.
 
     Without `features`, minus that of independent Gaussian features, 2/width and 2 r^2/width.

@@ -56,14 +56,14 @@ def norm_variance(signal: Signal) -> Array:
     return np.maximum(result, 0.0)
 
 
-def followed(signal: Signal) -> Kernel | None:
+def overlap_covariance(signal: Signal) -> Kernel | None:
     """Y of a signal; None if it is not tracked."""
     return None if signal.fluctuation is None else signal.fluctuation.overlaps
 
 
 def overlap_variance(signal: Signal) -> Array | None:
     """Var o_ij for every pair of different tokens; None if it is not tracked."""
-    square = followed(signal)
+    square = overlap_covariance(signal)
     if square is None:
         return None
     kernel = signal.second_moment()
@@ -83,7 +83,7 @@ def overlap_variance(signal: Signal) -> Array | None:
     return np.maximum(fixed, 0.0) if np.ndim(fixed) else max(fixed, 0.0)
 
 
-def step_within(kernel: Kernel, variance: Array) -> Array:
+def overlap_step(kernel: Kernel, variance: Array) -> Array:
     """sqrt(Var o_ij), limited such that the two tokens become at most parallel or opposite."""
     first, second = kernel.over_tokens(kernel.diagonal)
     limit = (first * second) ** 0.5 - abs(kernel.off_diagonal)
@@ -92,7 +92,7 @@ def step_within(kernel: Kernel, variance: Array) -> Array:
     return np.minimum(variance**0.5, np.maximum(limit, 0.0))
 
 
-class MovedOverlaps(NamedTuple):
+class ShiftedOverlaps(NamedTuple):
     """A signal with its overlaps o_ij shifted up and down by `step`, sqrt(Var o_ij): the mean of a
     function over both equals its mean over draws to third order."""
 
@@ -101,18 +101,18 @@ class MovedOverlaps(NamedTuple):
     below: Signal
 
 
-def moved_overlaps(signal: Signal) -> MovedOverlaps | None:
+def shifted_overlaps(signal: Signal) -> ShiftedOverlaps | None:
     """Shift the overlaps of a signal; None if their fluctuations are not tracked."""
     variance, kernel = overlap_variance(signal), signal.second_moment()
     if variance is None:
         return None
-    step = step_within(kernel, variance)
+    step = overlap_step(kernel, variance)
     pairs = (kernel.off_diagonal + side * step for side in (1.0, -1.0))
-    moved = (Kernel.joined(kernel.diagonal, one, kernel.resolved) for one in pairs)
+    moved = (Kernel.of_parts(kernel.diagonal, one, kernel.resolved) for one in pairs)
     ends = [
         Signal(one, signal.seq_len, mean=0.0 * kernel.diagonal, width=signal.width) for one in moved
     ]
-    return MovedOverlaps(step, *ends)
+    return ShiftedOverlaps(step, *ends)
 
 
 # --- through components --------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def scaled_shared(signal: Signal, gain: Array, of_norms: Array | None = None) ->
     return overlaps.scaled(gain), norms.scaled(gain if of_norms is None else of_norms)
 
 
-def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
+def overlap_of_product(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
     """Fluctuation behind a random matrix of this gain, which adds 2 B o B/width."""
     assert signal.fluctuation is not None
     moment, added = output.second_moment(), 2 / output.width
@@ -148,7 +148,7 @@ def mapped(signal: Signal, output: Signal, gain: Array) -> Fluctuation:
     return Fluctuation(norms, overlaps, shared=scaled_shared(signal, gain))
 
 
-def summed(
+def overlap_of_sum(
     signal: Signal, branch: Signal, skip: Any, scale: Any, parallel: bool = False
 ) -> Fluctuation | None:
     """Fluctuation of a sum, whose kernels are multiplied by `skip` and `scale`.
@@ -202,7 +202,7 @@ def of_averages(signal: Signal, weights: Array | None, gain: Any) -> Fluctuation
             tokens.
         gain: of an average's overlap in the values.
     """
-    overlaps = followed(signal)
+    overlaps = overlap_covariance(signal)
     if signal.fluctuation is None or overlaps is None:
         return None
     tokens, square = signal.second_moment(), gain * gain
@@ -274,7 +274,7 @@ def _times_entries(rows: Any, kernel: Kernel, size: Array) -> Any:
     if not isinstance(rows, ClassRows):
         return rows * ratio_or_zero(kernel.off_diagonal, size[..., None, :])
     assert kernel.classes is not None
-    count = len(kernel.classes.inside.nodes)
+    count = len(kernel.classes.one_document.nodes)
     inside = kernel.off_diagonal[..., :count, :count] / size[..., None, :count]
     return ClassRows(rows.weights * inside, rows.key_counts)
 
@@ -307,7 +307,7 @@ def _uniform_averages(
     return Kernel(mixed, mixed), Kernel(averaged * inverse, averaged * inverse)
 
 
-def normalised(
+def overlap_of_normalised(
     signal: Signal, kernel: Kernel, normal: Kernel, epsilon: Any, square: Any
 ) -> Fluctuation:
     """Fluctuation behind a normalisation and a gain.
@@ -318,7 +318,7 @@ def normalised(
         square: mean square of the gain.
     """
     fixed = normal.scaled(0.0)
-    overlaps = followed(signal)
+    overlaps = overlap_covariance(signal)
     if signal.fluctuation is None or overlaps is None:
         return Fluctuation(fixed)
     lifted, _ = kernel.lift(epsilon)
@@ -337,7 +337,9 @@ INDEPENDENT = 1e-9
 """Relative difference, by rounding, of squared norms' variance from that of independent entries."""
 
 
-def activated(signal: Signal, output: Signal, kurtosis: Array, slope: Array) -> Fluctuation:
+def overlap_of_activation(
+    signal: Signal, output: Signal, kurtosis: Array, slope: Array
+) -> Fluctuation:
     """Fluctuation behind an activation, of independent entries.
 
     If norms vary by independent entries alone, as behind a normalisation, the relative fluctuation
@@ -383,10 +385,10 @@ def _by_parts(kernel: Kernel, unshared: Array, common: Array) -> Kernel:
     (one, _), (shared, two) = kernel.lift(unshared), kernel.lift(common)
     mean, _ = kernel.lift(kernel.mean_off_diagonal())
     diagonal = kernel.diagonal * one + mean * (shared - one)
-    return Kernel.joined(diagonal, kernel.off_diagonal * two, kernel.resolved)
+    return Kernel.of_parts(diagonal, kernel.off_diagonal * two, kernel.resolved)
 
 
-def dropped(signal: Signal, drop_prob: Any) -> Fluctuation:
+def overlap_of_dropout(signal: Signal, drop_prob: Any) -> Fluctuation:
     """Fluctuation behind dropout, whose masks are independent for every token and entry.
 
     |x'|^2 = sum x^2 mask/q^2: the norm's own fluctuation over q^2, and on the diagonal the masks'

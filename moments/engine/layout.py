@@ -90,7 +90,7 @@ def by_document(values: Any, where: np.ndarray) -> np.ndarray:
     return result
 
 
-def one_document(documents: Any) -> np.ndarray:
+def same_document(documents: Any) -> np.ndarray:
     """(..., L, L) whether two tokens belong to the same document."""
     numbers = np.asarray(documents, dtype=np.int64)
     first, second = numbers[..., :, None], numbers[..., None, :]
@@ -204,7 +204,7 @@ class SequenceLayout:
         axes: tuple[int, ...] = (-3, -2, -1)
         if self.sequences == 1:
             documents, axes = documents[0], axes[1:]
-        real, pairs = (documents > 0) + 0.0, one_document(documents) + 0.0
+        real, pairs = (documents > 0) + 0.0, same_document(documents) + 0.0
         pairs -= np.eye(pairs.shape[-1]) * real[..., None]
         variance = (kernel.diagonal * real).sum(axes[1:]) / real.sum()
         return variance, (kernel.off_diagonal * pairs).sum(axes) / max(pairs.sum(), 1.0)
@@ -243,7 +243,7 @@ class SequenceLayout:
         result = self.by_sequence(diagonal)
         return result if self.sequences == 1 else self._over_rows(result)
 
-    def placed(self, values: Array, padding: float | None = None) -> Array:
+    def by_position(self, values: Array, padding: float | None = None) -> Array:
         """(..., L) averages over sequences, of (..., longest) values by position in a document.
 
         Args:

@@ -70,12 +70,12 @@ class Response(Protocol):
 def ratio(numerator: Array, denominator: Array) -> Array:
     """A ratio in the numerator's precision, 0 where the denominator is."""
     numerator, denominator = np.asarray(numerator), np.asarray(denominator)
-    present = denominator != 0
-    if present.all():
+    any_nonzero = denominator != 0
+    if any_nonzero.all():
         result = numerator / denominator
     else:
-        result = numerator / np.where(present, denominator, denominator.dtype.type(1))
-        result = np.where(present, result, 0)
+        result = numerator / np.where(any_nonzero, denominator, denominator.dtype.type(1))
+        result = np.where(any_nonzero, result, 0)
     return np.asarray(result, numerator.dtype)
 
 
@@ -88,8 +88,8 @@ Matrix = Any
 def matrix_of(kernel: Kernel, seq_len: int) -> Matrix:
     """A kernel as a matrix; exchangeable tokens are one class of `seq_len`."""
     if kernel.classes is not None:  # other documents are treated as sequences of a batch
-        diagonal, off_diagonal = kernel.classes.alone(kernel.diagonal, kernel.off_diagonal)
-        return ClassMatrix(diagonal, off_diagonal, kernel.classes.of_one)
+        diagonal, off_diagonal = kernel.classes.within_block(kernel.diagonal, kernel.off_diagonal)
+        return ClassMatrix(diagonal, off_diagonal, kernel.classes.one_document_with_words)
     if kernel.resolved:
         return kernel.off_diagonal
     diagonal, off_diagonal = np.broadcast_arrays(kernel.diagonal, kernel.off_diagonal)
@@ -170,12 +170,16 @@ def stacked(matrices: Several[Matrix], axis: Any = np.concatenate) -> Matrix:
     if isinstance(first, ClassMatrix):
         diagonal = axis([one.diagonal for one in matrices])
         off_diagonal = axis([one.off_diagonal for one in matrices])
-        crowded = None if first.crowded is None else axis([one.crowded for one in matrices])
+        crowded = (
+            None
+            if first.same_word_ratio is None
+            else axis([one.same_word_ratio for one in matrices])
+        )
         return ClassMatrix(diagonal, off_diagonal, first.classes, crowded)
     return axis(matrices)
 
 
-def present(matrix: Matrix) -> bool:
+def any_nonzero(matrix: Matrix) -> bool:
     """Whether any entry is nonzero."""
     if isinstance(matrix, ClassMatrix):
         return bool(np.any(matrix.diagonal) or np.any(matrix.off_diagonal))
@@ -190,7 +194,7 @@ def sum_of(matrices: Several[Any]) -> Any:
     return result
 
 
-def grown(matrix: Matrix, first: Matrix) -> Matrix:
+def added_to_first(matrix: Matrix, first: Matrix) -> Matrix:
     """Add a matrix of the first targets to one of all targets."""
     if len(first) == len(matrix):
         return matrix + first
@@ -224,7 +228,7 @@ def per_unit(matrix: Matrix, unit: Array) -> Matrix:
     return entrywise(ratio, matrix, np.asarray(unit)[..., None, None])
 
 
-def paired(sensitivity: Matrix, first: Matrix, second: Matrix) -> Array:
+def trace_of_products(sensitivity: Matrix, first: Matrix, second: Matrix) -> Array:
     """tr(Lambda A Lambda B) of symmetric matrices."""
     left = sensitivity @ first
     right = left if second is first else sensitivity @ second
@@ -281,7 +285,7 @@ class Elementwise:
         kernel = signal.second_moment()
         base = signal.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
         first, second = kernel.over_tokens(kernel.diagonal)
-        scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
+        scale = Kernel.of_parts(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
         decorrelated = base.replace(kernel=kernel - scale.scaled(STEP).weighted(0.0, 1.0))
         enlarged = base.replace(
             kernel=kernel.scaled(1 + STEP), fluctuation=_grown(signal.fluctuation)
@@ -307,7 +311,7 @@ class Elementwise:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         weights = sensitivity * self.gradient
-        by_pair = self.factor_slope * weights if present(self.factor_slope) else None
+        by_pair = self.factor_slope * weights if any_nonzero(self.factor_slope) else None
         exposure = by_pair, self._by_size(self.factor_growth * weights)
         return GradientAdjoint(self.factor * sensitivity, exposure, coherence=self._coherence)
 
@@ -317,7 +321,7 @@ class Elementwise:
         size[: len(by_size)] += by_size
         result = self.slope * sensitivity
         if by_pair is not None:
-            result = grown(result, by_pair)
+            result = added_to_first(result, by_pair)
         return SignalAdjoint(result + diagonal_matrix(size, result))
 
     @functools.cached_property
@@ -483,7 +487,7 @@ class Sublayer:
 
 
 @dataclass(frozen=True)
-class Around:
+class GradientUnits:
     """Converts a record's kernels to matrices, gradients in a common unit.
 
     Attributes:
@@ -596,7 +600,7 @@ def fixed_behind(path: Several[Record], common: set[Record]) -> bool:
 
 def last_matrix(path: Several[Record]) -> Record:
     """The last leaf of a path that is not dropout, whose masks average out over tokens."""
-    return next(leaf for leaf in reversed(path) if not leaf.component.masks)
+    return next(leaf for leaf in reversed(path) if not leaf.component.is_dropout)
 
 
 def _kappa_of_sum(kappas: Several[Array], shares: Several[Array]) -> Array:

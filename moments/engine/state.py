@@ -71,7 +71,7 @@ class Kernel:
         return Kernel(diagonal, matrix, True)
 
     @classmethod
-    def joined(
+    def of_parts(
         cls, diagonal: Array, off_diagonal: Array, resolved: bool | PositionClasses
     ) -> Kernel:
         """A kernel from a diagonal and an off-diagonal computed separately."""
@@ -101,7 +101,7 @@ class Kernel:
 
     def weighted(self, diagonal: Array, off_diagonal: Array) -> Kernel:
         """The kernel with separate factors on the diagonal and off-diagonal entries."""
-        return Kernel.joined(
+        return Kernel.of_parts(
             self.diagonal * diagonal, self.off_diagonal * off_diagonal, self.resolved
         )
 
@@ -113,7 +113,7 @@ class Kernel:
         off_diagonal = np.broadcast_to(
             other.lift(self.off_diagonal)[1], np.shape(other.off_diagonal)
         )
-        return Kernel.joined(diagonal, off_diagonal, other.resolved)
+        return Kernel.of_parts(diagonal, off_diagonal, other.resolved)
 
     def mixed(self, share: Array, other: Kernel, other_share: Array) -> Kernel:
         """share * self + other_share * other."""
@@ -265,8 +265,8 @@ class Signal:
         kurtosis: fourth moment of an entry over its squared second moment; 3 means Gaussian.
         diagnostics: further statistics by the component that produced the signal.
         notes: warnings by that component about the accuracy of the moments.
-        apart: if the signal is the mean of several streams, the kernel of a stream's deviation
-            from it; None: a single stream, or copies.
+        stream_deviation: if the signal is the mean of several streams, the kernel of a stream's
+            deviation from it; None: a single stream, or copies.
     """
 
     kernel: Kernel
@@ -279,7 +279,7 @@ class Signal:
     kurtosis: Array = 3.0
     diagnostics: Mapping[str, Array] | None = None
     notes: tuple[str, ...] = ()
-    apart: Kernel | None = None
+    stream_deviation: Kernel | None = None
 
     @property
     def algebra(self) -> Any:
@@ -334,7 +334,7 @@ class Gradient:
         persistence: relative growth that a branch's parts have to apply to the gradient they
             return: (kernel, value per token) for parts that act on tokens separately and for
             attention (`directions.persistence`, `directions.shared_persistence`).
-        apart: as `Signal.apart`.
+        stream_deviation: as `Signal.stream_deviation`.
         alone: share of what a branch returns to a token that comes from what this token itself
             receives; None: all of it, or nothing if the branch mixes tokens.
     """
@@ -345,7 +345,7 @@ class Gradient:
     centred_share: Array = 0.0
     norm_response: Array = 0.0
     persistence: tuple[Kernel, Array] | None = None
-    apart: Kernel | None = None
+    stream_deviation: Kernel | None = None
     alone: Array | None = None
 
     @property
@@ -392,7 +392,7 @@ class Gradient:
         sizes = kernel.diagonal
         return ratio_or_zero(kernel.average(value * sizes), kernel.average(sizes))
 
-    def at_addend(
+    def for_addend(
         self, kernel: Kernel, share: Array, persistence: tuple[Kernel, Array] | None = None
     ) -> Gradient:
         """The gradient at one of two independent addends, of `share` of the sum's variance.

@@ -18,7 +18,7 @@ from .state import Fluctuation, Gradient, Kernel, Signal
 _VALUES = (Kernel, Fluctuation, Signal, Gradient)
 
 
-class Unlike(Exception):
+class DifferentStructure(Exception):
     """Raised for values of different structure."""
 
 
@@ -44,7 +44,7 @@ def flattened(value: Any, numbers: list[Any], axes: bool = False) -> Any:
         numbers.append(value)
         return float
     if kind is Kernel and value.resolved:
-        raise Unlike("tokens distinguished")
+        raise DifferentStructure("tokens distinguished")
     names = _fields(kind)
     if names is not None:
         return (kind, *[(name, flattened(getattr(value, name), numbers, axes)) for name in names])
@@ -56,7 +56,7 @@ def flattened(value: Any, numbers: list[Any], axes: bool = False) -> Any:
         numbers.append(float(value))
         return float
     if isinstance(value, np.ndarray):
-        raise Unlike("a state with axes")
+        raise DifferentStructure("a state with axes")
     return value
 
 
@@ -97,6 +97,6 @@ def joined(values: Sequence[Any], join: Callable[[str, tuple[Any, ...]], Any]) -
     structure, *others = (flattened(*one, True) for one in zip(values, numbers, strict=True))
     for other in others:
         if other != structure:
-            raise Unlike(f"{structure!r} is not {other!r}")
+            raise DifferentStructure(f"{structure!r} is not {other!r}")
     columns = zip(fields_of(structure), zip(*numbers, strict=True), strict=True)
     return unflattened(structure, (join(*column) for column in columns))

@@ -53,17 +53,18 @@ class TextClasses(PositionClasses):
     Attributes:
         one: the classes of positions, without words.
         share: (P, P) share of the pairs of different tokens that are the same word.
-        read_again: share of tokens whose word is repeated.
-        others: share of a document's other tokens that are of the same word as a same-word pair.
-        others_across: likewise for same-word pairs of two documents.
+        repeated_share: share of tokens whose word is repeated.
+        same_word_share: share of a document's other tokens that are of the same word as a
+            same-word pair.
+        same_word_share_across: likewise for same-word pairs of two documents.
         ids: (L,) or (documents, longest) token ids of the text; None: words by Zipf's law.
     """
 
     one: PositionClasses
     share: Array
-    read_again: float
-    others: float
-    others_across: float
+    repeated_share: float
+    same_word_share: float
+    same_word_share_across: float
     ids: NDArray[np.int64] | None = None
 
     @property
@@ -71,16 +72,16 @@ class TextClasses(PositionClasses):
         return self.one.causal
 
     @property
-    def inside(self) -> PositionClasses:
-        return self.one.inside
+    def one_document(self) -> PositionClasses:
+        return self.one.one_document
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        return self.one.ends
+    def document_lengths(self) -> tuple[int, ...]:
+        return self.one.document_lengths
 
     @property
-    def there(self) -> NDArray[np.bool_]:
-        return self.one.there
+    def is_real(self) -> NDArray[np.bool_]:
+        return self.one.is_real
 
     @functools.cached_property
     def size(self) -> int:
@@ -101,18 +102,18 @@ class TextClasses(PositionClasses):
     def as_one_document(self, sums: Array) -> Array:
         return self.one.as_one_document(sums[..., : self.size])
 
-    def within(self, off_diagonal: Array) -> Array:
-        return np.tile(self.one.within(off_diagonal), (2, 2))
+    def block_diagonal(self, off_diagonal: Array) -> Array:
+        return np.tile(self.one.block_diagonal(off_diagonal), (2, 2))
 
-    def spread_out(self, values: Array) -> Array:
-        return self.one.spread_out(values[..., : self.size])
+    def at_every_position(self, values: Array) -> Array:
+        return self.one.at_every_position(values[..., : self.size])
 
     @property
-    def documents(self) -> Matrix | None:
-        counts = self.one.documents
+    def document_counts(self) -> Matrix | None:
+        counts = self.one.document_counts
         if counts is None:
             return None
-        return self._twice(counts[0]), self.of_relations(counts[1], counts[1])
+        return self._twice(counts[0]), self.from_word_blocks(counts[1], counts[1])
 
     @functools.cached_property
     def pair_count(self) -> Array:
@@ -120,19 +121,19 @@ class TextClasses(PositionClasses):
         return np.block([[different, 0.5 * same], [0.5 * same, np.zeros_like(same)]])
 
     @functools.cached_property
-    def one_word(self) -> Array:
+    def same_word(self) -> Array:
         """(2 P, 2 P) 1 for pairs of the same word, else 0."""
-        return self.of_relations(np.zeros_like(self.share), np.ones_like(self.share))
+        return self.from_word_blocks(np.zeros_like(self.share), np.ones_like(self.share))
 
     @functools.cached_property
-    def at_one_place(self) -> Array:
-        same_position = self.one.at_one_place + 0.0 * self.share
-        return self.of_relations(same_position, same_position)
+    def same_position(self) -> Array:
+        same_position = self.one.same_position + 0.0 * self.share
+        return self.from_word_blocks(same_position, same_position)
 
     @functools.cached_property
     def following_pairs(self) -> Array:
-        result = self.of_relations(self.one.following_pairs, self.one.following_pairs)
-        total = float(self.length - len(self.ends))
+        result = self.from_word_blocks(self.one.following_pairs, self.one.following_pairs)
+        total = float(self.length - len(self.document_lengths))
         return np.minimum(result * factor_to_total(result * self.pair_count, total), 1.0)
 
     def mean_of_pairs(self, off_diagonal: Array) -> Array:
@@ -146,21 +147,21 @@ class TextClasses(PositionClasses):
         return tuple((diagonal, np.clip(share, 0.0, 1.0)) for diagonal, share in result)
 
     @functools.cached_property
-    def most_of_a_cell(self) -> float:
+    def largest_same_word_share(self) -> float:
         """Largest share of same-word pairs in a cell: that of tokens of repeated words, else 1."""
-        return self.read_again or 1.0
+        return self.repeated_share or 1.0
 
     @functools.cached_property
     def crowded(self) -> float:
-        """Share of a row's pairs of keys of one word beyond `most_of_a_cell`, mean of rows."""
-        inside, size = self.one.inside, len(self.one.inside.nodes)
-        beyond = np.maximum(self.share[:size, :size] - self.most_of_a_cell, 0.0)
+        """Share of pairs of keys of one word beyond `largest_same_word_share`, mean over rows."""
+        inside, size = self.one.one_document, len(self.one.one_document.nodes)
+        beyond = np.maximum(self.share[:size, :size] - self.largest_same_word_share, 0.0)
         keys = inside.key_counts().keys
         keys = keys / keys.sum(1, keepdims=True)
         return float(inside.mean(np.einsum("pq,qr,pr->p", keys, beyond, keys)))
 
-    def repeated(self, values: Array) -> Array:
-        return self._twice(self.one.repeated(values))
+    def tiled(self, values: Array) -> Array:
+        return self._twice(self.one.tiled(values))
 
     def _twice(self, values: Array) -> Array:
         return np.concatenate([values, values], axis=-1)
@@ -170,7 +171,7 @@ class TextClasses(PositionClasses):
         size = self.size
         return off_diagonal[..., :size, :size], off_diagonal[..., :size, size:]
 
-    def of_relations(self, different: Array, same: Array) -> Array:
+    def from_word_blocks(self, different: Array, same: Array) -> Array:
         """(..., 2 P, 2 P) matrix of the entries of different-word and of same-word pairs."""
         different, same = np.broadcast_arrays(different, same)
         rows = (different, same), (same, different)
@@ -186,24 +187,24 @@ class TextClasses(PositionClasses):
         return self.one.blocks(diagonal[..., : self.size], self.word_mean(off_diagonal))
 
     @functools.cached_property
-    def of_one(self) -> TextClasses:
-        if len(self.ends) == 1:
+    def one_document_with_words(self) -> TextClasses:
+        if len(self.document_lengths) == 1:
             return self
-        one, (_, share) = self.inside, self.shares[0]
-        counts = self.read_again, self.others, self.others_across
+        one, (_, share) = self.one_document, self.shares[0]
+        counts = self.repeated_share, self.same_word_share, self.same_word_share_across
         return TextClasses(one.length, np.tile(one.nodes, 2), one, share, *counts)
 
-    def alone(self, diagonal: Array, off_diagonal: Array) -> Matrix:
-        if len(self.ends) == 1:
+    def within_block(self, diagonal: Array, off_diagonal: Array) -> Matrix:
+        if len(self.document_lengths) == 1:
             return diagonal, off_diagonal
-        different, _, same, _ = self.blocks_by_relation(diagonal, off_diagonal)
-        return self.of_one.joined(different, same)
+        different, _, same, _ = self.blocks_by_word(diagonal, off_diagonal)
+        return self.one_document_with_words.joined(different, same)
 
-    def between(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
-        if len(self.ends) == 1:
+    def across_block(self, diagonal: Array, off_diagonal: Array) -> Matrix | None:
+        if len(self.document_lengths) == 1:
             return None
-        (_, (share_at_position, share)), inside = self.shares, self.of_one
-        _, (at_position, different), _, (same_at_position, same) = self.blocks_by_relation(
+        (_, (share_at_position, share)), inside = self.shares, self.one_document_with_words
+        _, (at_position, different), _, (same_at_position, same) = self.blocks_by_word(
             diagonal, off_diagonal
         )
         # `inside` weights same-word pairs by its own share: keep the mean over words.
@@ -215,42 +216,44 @@ class TextClasses(PositionClasses):
     def word_product(self, product: Matrix, left: ClassMatrix, right: ClassMatrix) -> Matrix:
         """Multiplies separately the excess over different-word entries of the diagonal and of
         same-word entries. `crowded` corrects attention weights w, left of w C or right of R w."""
-        (diagonal, off_diagonal), share, count = product, self.share, self.inside.count
+        (diagonal, off_diagonal), share, count = product, self.share, self.one_document.count
         left_diagonal, left_excess = self._excess(left)
         right_diagonal, right_excess = self._excess(right)
         excess = left_diagonal[..., :, None] * right_excess
         excess = excess + left_excess * right_diagonal[..., None, :]
-        excess = excess + left_excess @ ((self.others * count)[:, None] * right_excess)
-        if left.crowded is not None:
-            change = ((left.crowded - 1.0) * left.mean) @ (count[:, None] * share * right_excess)
+        excess = excess + left_excess @ ((self.same_word_share * count)[:, None] * right_excess)
+        if left.same_word_ratio is not None:
+            change = ((left.same_word_ratio - 1.0) * left.mean) @ (
+                count[:, None] * share * right_excess
+            )
             diagonal, off_diagonal = diagonal + diagonal_of(change), off_diagonal + change
-        if right.crowded is not None:
+        if right.same_word_ratio is not None:
             weights = count[:, None] * right.mean
-            root = np.sqrt((weights * right.crowded).sum(-2) / weights.sum(-2))
+            root = np.sqrt((weights * right.same_word_ratio).sum(-2) / weights.sum(-2))
             excess = excess + (root[..., :, None] * root[..., None, :] - 1.0) * off_diagonal
         different = off_diagonal - share * excess
         # In a diagonal entry, an intermediate token is the same word in both factors or in neither.
         spread = share * (1.0 - share) * (count - np.eye(len(count)))
         diagonal = diagonal + (left_excess * spread * np.swapaxes(right_excess, -1, -2)).sum(-1)
-        return self._twice(diagonal), self.of_relations(different, different + excess)
+        return self._twice(diagonal), self.from_word_blocks(different, different + excess)
 
     def _excess(self, matrix: ClassMatrix) -> Matrix:
         """Excess of the diagonal and of same-word entries over different-word entries."""
         different, same = self.by_word(matrix.off_diagonal)
         return matrix.diagonal[..., : self.size] - diagonal_of(different), same - different
 
-    def blocks_by_relation(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
+    def blocks_by_word(self, diagonal: Array, off_diagonal: Array) -> tuple[Matrix, ...]:
         """Split into the blocks of different-word pairs, then those of same-word pairs."""
         single = diagonal[..., : self.size]
         different, same = self.by_word(off_diagonal)
         return *self.one.blocks(single, different), *self.one.blocks(single, same)
 
     def joined(self, *blocks: Matrix) -> Matrix:
-        """Assemble a matrix from `blocks_by_relation`, or from `blocks` for both kinds of pairs."""
-        count = min(len(self.ends), 2)
+        """Assemble a matrix from `blocks_by_word`, or from `blocks` for both kinds of pairs."""
+        count = min(len(self.document_lengths), 2)
         diagonal, different = self.one.joined(*blocks[:count])
         _, same = self.one.joined(*blocks[-count:])
-        return self._twice(diagonal), self.of_relations(different, same)
+        return self._twice(diagonal), self.from_word_blocks(different, same)
 
     def cell_means(self, values: Array) -> Array:
         return self._twice(self.one.cell_means(values))
@@ -279,13 +282,13 @@ class TextClasses(PositionClasses):
             different.append(scaled_means(matches, block.total - pairs.matching, expected[0]))
             same.append(scaled_means(same_word.matching, pairs.matching, expected[1]))
         means = (self.one.from_pair_means(*one) for one in (different, same))
-        return self.of_relations(*means)
+        return self.from_word_blocks(*means)
 
 
 def text_classes(one: PositionClasses, ids: NDArray[np.int64]) -> TextClasses:
     """Classes of a text (L,), or of several (documents, longest)."""
     share = np.clip(one.pair_means(ids, ids), 0.0, 1.0)
-    real = np.atleast_2d(one.there)
+    real = np.atleast_2d(one.is_real)
     text, document = np.atleast_2d(ids)[real], np.nonzero(real)[0]
     (words, where), count = np.unique([text, document], axis=1, return_counts=True)
     lengths, tokens = real.sum(1).astype(float), float(len(text))

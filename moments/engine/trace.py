@@ -80,7 +80,7 @@ class Record:
     def walk_back(self) -> Iterator[Record]:
         """All records of the tree, parents first: the order of the backward pass."""
         yield self
-        for child in self.component.way_back(self.children):
+        for child in self.component.in_backward_order(self.children):
             yield from child.walk_back()
 
     def notes(self) -> list[tuple[int, str, str]]:
@@ -167,12 +167,12 @@ class Run:
         points = [one.point if isinstance(one, Record) else one for one in self.reached]
         return [p._replace(gradient=gradients.get((p.layer, p.site))) for p in points]
 
-    def passed(self, record: Record) -> Record:
+    def record_forward(self, record: Record) -> Record:
         """Record a site in the forward pass."""
         self.reached.append(record)
         return record
 
-    def returning(self, record: Record, gradient: Gradient) -> None:
+    def record_backward(self, record: Record, gradient: Gradient) -> None:
         """Record a site in the backward pass."""
         self.returned.append(record)
         self.gradients.append(gradient)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.structure import Unlike
+from ..engine.structure import DifferentStructure
 from ..errors import (
     DomainError,
     MomentsError,
@@ -250,7 +250,7 @@ class _Work:
                 moments,
                 first.arguments.get("batch", 1),
             )
-        except (Unlike, MomentsError, ValueError, TypeError, ArithmeticError):
+        except (DifferentStructure, MomentsError, ValueError, TypeError, ArithmeticError):
             # Code that branches on a number raises for an array.
             return None
         if prediction.warnings:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..engine.composition import Chain, Component, Layer, Residual
 from ..engine.state import Kernel
-from ..engine.structure import Unlike, fields_of, flattened, joined, unflattened
+from ..engine.structure import DifferentStructure, fields_of, flattened, joined, unflattened
 from ..formulas.law import Theory
 from ..layers.architecture import declare, declare_layer
 from ..model.transformer import Transformer
@@ -152,7 +152,7 @@ def _adding_nothing(body: Component) -> Component:
     parts = []
     for part in body.children if isinstance(body, Chain) else (body,):
         if type(part) is not Residual:
-            raise Unlike(part.label)
+            raise DifferentStructure(part.label)
         branch = _with_uniform_attention(part.branch)
         parts.append(dataclasses.replace(part, branch=branch, skip_scale=1.0, branch_scale=0.0))
     return body.with_children(tuple(parts)) if isinstance(body, Chain) else parts[0]

@@ -16,22 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Leaf, Pullback, Pulled
+from ..engine.composition import Leaf, Pullback, PullbackResult
 from ..engine.derivative import Traced, plain, pullback, tangent
 from ..engine.fluctuation import (
     OverlapWalk,
     UnsharedOverlap,
-    followed,
     has_fixed_norms,
+    overlap_covariance,
+    overlap_step,
     overlap_variance,
     signed_root,
-    step_within,
 )
 from ..engine.laws import Applied, LawMatrix, Layout, evaluating, passed
 from ..engine.response import (
     SINGLE,
-    Around,
     GradientAdjoint,
+    GradientUnits,
     Response,
     SignalAdjoint,
 )
@@ -117,13 +117,13 @@ class LawLeaf(Leaf):
         output = Signal(kernel, signal.seq_len, mean=0.0 * kernel.diagonal, width=float(self.width))
         if signal.fluctuation is not None:
             drawn = Fluctuation.of_gaussian(kernel, output.width)
-            overlaps = None if followed(signal) is None else drawn.norms
+            overlaps = None if overlap_covariance(signal) is None else drawn.norms
             output = output.replace(fluctuation=drawn._replace(overlaps=overlaps))
         return output, functools.partial(self._back, signal, layout, x, moves)
 
     def _back(
         self, signal: Signal, layout: Layout, x: Array, moves: Moves | None, gradient: Gradient
-    ) -> Pulled:
+    ) -> PullbackResult:
         """Gradients at the input, of moments `x`, and in the covariance of every weight."""
         grad_out = layout.array(gradient.kernel) * (self.width / signal.width)
         shape = np.broadcast_shapes(grad_out.shape, x.shape)
@@ -137,7 +137,7 @@ class LawLeaf(Leaf):
 
         _, pull = pullback(law, np.broadcast_to(x, shape), *zeros)
         grad_in, *weights = map(layout.kernel, pull(np.broadcast_to(grad_out, shape)))
-        return Pulled(
+        return PullbackResult(
             gradient.with_kernel(grad_in), functools.partial(self._weights, signal, weights)
         )
 
@@ -162,8 +162,8 @@ class LawLeaf(Leaf):
         if variance is None:
             return None
         if not self.mixes_tokens:
-            step = Kernel.joined(
-                0.0 * kernel.diagonal, step_within(kernel, variance), kernel.resolved
+            step = Kernel.of_parts(
+                0.0 * kernel.diagonal, overlap_step(kernel, variance), kernel.resolved
             )
             return Moves(layout.array(step)[None])
         result = Moves.of(signal, layout)
@@ -211,7 +211,7 @@ class LawLeaf(Leaf):
             return entrywise_overlap(self, record, at, walk.real)
         return at.mapped(record.output.width)
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         if not self.mixes_tokens:
             return super().response(record, around)
         moments = record.input.second_moment()
@@ -222,7 +222,7 @@ class LawLeaf(Leaf):
         )
 
 
-def _no_way_back(_: Gradient) -> Pulled:
+def _no_way_back(_: Gradient) -> PullbackResult:
     raise DomainError("a law that mixes tokens sends a gradient by token alone: tokens=True")
 
 
@@ -248,7 +248,7 @@ class Moves:
         """Displacements for Cov(o_kl, o_mn) = (y_km y_ln + y_kn y_lm)/2: products of pairs of
         eigenvectors of y; for many tokens sums of all products with random signs, whose mean square
         is the covariance."""
-        kernel, square = signal.second_moment(), followed(signal)
+        kernel, square = signal.second_moment(), overlap_covariance(signal)
         assert square is not None
         values, vectors = np.linalg.eigh(signed_root(square, kernel).off_diagonal)
         root = vectors * np.sqrt(np.maximum(values, 0.0))[..., None, :]

@@ -13,16 +13,22 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled
-from ..engine.directions import isotropic, knows_directions, realigned, shortened, without
+from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, PullbackResult
+from ..engine.directions import (
+    isotropic,
+    knows_directions,
+    weighted_by_gradient,
+    with_alignment,
+    without,
+)
 from ..engine.fluctuation import (
     OverlapWalk,
     UnsharedOverlap,
-    activated,
-    dropped,
     elasticity,
-    followed,
-    mapped,
+    overlap_covariance,
+    overlap_of_activation,
+    overlap_of_dropout,
+    overlap_of_product,
 )
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, bind, evaluate, ratio_or_zero
 from ..engine.trace import Record
@@ -50,7 +56,7 @@ class Lawful(Leaf):
     parameters: Mapping[str, Any] = field(default_factory=dict)
     width: Any = None
 
-    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
+    def entry_moments(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
         laws = self.laws.under(self.theory)
         mean, variance = laws["mean"], laws["variance"]
         values = dict(self.parameters)
@@ -76,7 +82,7 @@ class Lawful(Leaf):
             variance = np.maximum(variance, 0.0)
         off_diagonal = evaluate(laws["covariance"], algebra, two) + 0 * kernel.off_diagonal
         output = Signal(
-            Kernel.joined(variance, off_diagonal, signal.resolved),
+            Kernel.of_parts(variance, off_diagonal, signal.resolved),
             signal.seq_len,
             mean=evaluate(laws["mean"], algebra, one),
             width=signal.width if self.width is None else self.width,
@@ -106,7 +112,7 @@ class Lawful(Leaf):
 
     def _back(
         self, signal: Signal, output: Signal, one: Values, two: Values, gradient: Gradient
-    ) -> Pulled:
+    ) -> PullbackResult:
         """Gradient at the input; `one` and `two` are values of the laws' symbols for a token and
         for a pair."""
         laws, algebra = self.laws.under(self.theory), signal.algebra
@@ -115,9 +121,9 @@ class Lawful(Leaf):
         variance = evaluate(laws["grad_variance"], algebra, one | moments)
         pair = (two if gradient.resolved else one) | moments
         off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
-        kernel = Kernel.joined(variance, off_diagonal, gradient.resolved)
+        kernel = Kernel.of_parts(variance, off_diagonal, gradient.resolved)
         grad_in = self._grad_in(gradient, kernel, signal, output, one)
-        return Pulled(grad_in, functools.partial(self._weights, signal, gradient))
+        return PullbackResult(grad_in, functools.partial(self._weights, signal, gradient))
 
     def _grad_in(
         self, gradient: Gradient, kernel: Kernel, signal: Signal, output: Signal, one: Values
@@ -162,7 +168,7 @@ class Linear(Lawful):
 
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         gain = self.parameters["fan_in"] * self.parameters["weight_variance"]
-        return {"fluctuation": mapped(signal, output, gain)}
+        return {"fluctuation": overlap_of_product(signal, output, gain)}
 
     def _grad_in(
         self, gradient: Gradient, kernel: Kernel, signal: Signal, output: Signal, one: Values
@@ -178,7 +184,7 @@ class Linear(Lawful):
         width = self.parameters["fan_out"]
         tokens = signal.second_moment()
         if signal.fluctuation is not None:
-            tokens = shortened(tokens, signal.fluctuation.norms, gradient.norm_response)
+            tokens = weighted_by_gradient(tokens, signal.fluctuation.norms, gradient.norm_response)
         overlap = (tokens * gradient.kernel).total(signal.seq_len)
         norms = {self.weight: self.parameters["fan_in"] * width * overlap}
         if self.has_bias:
@@ -209,8 +215,11 @@ class Activation(Lawful):
         kurtosis = faintly(self.laws.under(self.theory)["kurtosis"], signal.algebra, values)
         if signal.resolved:
             kurtosis = signal.kernel.average(kurtosis)
-        slope = 0.0 if followed(signal) is None else self._slope(signal, values)
-        return {"fluctuation": activated(signal, output, kurtosis, slope), "kurtosis": kurtosis}
+        slope = 0.0 if overlap_covariance(signal) is None else self._slope(signal, values)
+        return {
+            "fluctuation": overlap_of_activation(signal, output, kurtosis, slope),
+            "kurtosis": kurtosis,
+        }
 
     def _slope(self, signal: Signal, values: Values) -> Array:
         """Derivative of a covariance in that of the input, at the mean correlation."""
@@ -230,7 +239,7 @@ class Activation(Lawful):
         algebra, entering = signal.algebra, signal.kernel
         if output.fluctuation is not None and knows_directions(gradient):
             alignment = faintly(self.laws.under(self.theory)["alignment"], algebra, one)
-            kernel = realigned(kernel, output, gradient, alignment)
+            kernel = with_alignment(kernel, output, gradient, alignment)
         if not np.all(entering.diagonal):
             kernel = self._at_rest(kernel, entering, algebra)
         return gradient.with_kernel(kernel)
@@ -332,7 +341,7 @@ def faintly(law: Law, algebra: Any, values: Values) -> Array:
 class Dropout(Lawful):
     """Dropout with independent masks for every token and entry."""
 
-    masks: ClassVar[bool] = True
+    is_dropout: ClassVar[bool] = True
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -342,7 +351,7 @@ class Dropout(Lawful):
     def _over_draws(self, signal: Signal, output: Signal, values: Values) -> dict[str, Any]:
         drop_prob = self.parameters["drop_prob"]
         return {
-            "fluctuation": dropped(signal, drop_prob),
+            "fluctuation": overlap_of_dropout(signal, drop_prob),
             "centred": signal.centred,
             "kurtosis": signal.kurtosis / (1 - drop_prob),
         }
@@ -389,9 +398,9 @@ class LayerScale(Leaf):
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         return signal, functools.partial(self._back, signal)
 
-    def _back(self, signal: Signal, gradient: Gradient) -> Pulled:
+    def _back(self, signal: Signal, gradient: Gradient) -> PullbackResult:
         """The unchanged gradient; that of the gains is sum_i x_i dL/dy_i in every feature."""
-        return Pulled(gradient, functools.partial(self._weights, signal, gradient.kernel))
+        return PullbackResult(gradient, functools.partial(self._weights, signal, gradient.kernel))
 
     def _weights(self, signal: Signal, gradient: Kernel) -> Values:
         total = (signal.second_moment() * gradient).total(signal.seq_len)

@@ -49,7 +49,7 @@ def check_ids(ids: Any, seq_len: int, name: str) -> np.ndarray:
     return matrix
 
 
-class TablePatterns(NamedTuple):
+class SameRow(NamedTuple):
     """For every table, the probability that two tokens look up the same row: the derivative of the
     tables' summed kernel in the table's variance, and of the squared gradient norm."""
 
@@ -68,7 +68,7 @@ class TablePatterns(NamedTuple):
         documents: np.ndarray | None = None,
         sequences: int = 1,
         theory: Theory = "refined",
-    ) -> TablePatterns:
+    ) -> SameRow:
         """Patterns of a text, at any resolution.
 
         Args:
@@ -93,7 +93,7 @@ class TablePatterns(NamedTuple):
         token: Array = 0.0
         segment: Array = 1.0
         if isinstance(resolved, TextClasses):
-            token = resolved.one_word
+            token = resolved.same_word
         else:
             token, segment = _patterns(embedding, seq_len, theory, token_ids, segment_ids)
         if not resolved:
@@ -106,7 +106,7 @@ class TablePatterns(NamedTuple):
             return cls(*map(Kernel.of_matrix, matrices))
         diagonal = np.ones(len(resolved.nodes))
         ones = np.ones((len(diagonal), len(diagonal)))
-        matrices = ones * token, ones * resolved.at_one_place, ones * segment
+        matrices = ones * token, ones * resolved.same_position, ones * segment
         return cls(*(Kernel(diagonal, matrix, resolved) for matrix in matrices))
 
     def kernel(self, embedding: Embedding) -> Kernel:
@@ -136,10 +136,10 @@ def text_kernel(
         d_model: width; needed for sinusoidal positions.
 
     Raises:
-        DomainError: as `TablePatterns.of`, or sinusoidal positions without d_model.
+        DomainError: as `SameRow.of`, or sinusoidal positions without d_model.
     """
     text = token_ids, segment_ids, resolved, documents
-    total = TablePatterns.of(embedding, seq_len, *text, theory=theory).kernel(embedding)
+    total = SameRow.of(embedding, seq_len, *text, theory=theory).kernel(embedding)
     sequences = len(total.diagonal) // seq_len if resolved is True else None
     classes = resolved if isinstance(resolved, PositionClasses) else None
     fixed = fixed_positions(embedding, seq_len, d_model, sequences, documents, classes)
@@ -199,8 +199,10 @@ def fixed_positions(
         allowed = f"an even number, {WIDEST} at most, for sinusoidal positions"
         raise domain_error("d_model", d_model, allowed)
     if classes is not None:
-        blocks = _fixed_on(d_model, embedding.position_base, classes.inside)
-        return FixedPart(*(Kernel(*classes.everywhere(block), classes) for block in blocks))
+        blocks = _fixed_on(d_model, embedding.position_base, classes.one_document)
+        return FixedPart(
+            *(Kernel(*classes.same_within_and_across(block), classes) for block in blocks)
+        )
     if sequences is None:
         blocks = _fixed_on(d_model, embedding.position_base, one_class(seq_len))
         return FixedPart(*(Kernel(diagonal[0], pairs[0, 0]) for diagonal, pairs in blocks))
@@ -264,7 +266,7 @@ def embedding_gradients(
     if resolved is True:
         sequences = gradient.off_diagonal.shape[-1] // seq_len
     text = token_ids, segment_ids, resolved, documents, sequences
-    patterns = TablePatterns.of(embedding, seq_len, *text)
+    patterns = SameRow.of(embedding, seq_len, *text)
     if resolved is True and len(patterns.token.diagonal) != len(gradient.diagonal):
         allowed = f"{len(gradient.diagonal)}, as the gradient has"
         raise domain_error("token_ids", f"{len(patterns.token.diagonal)} tokens", allowed)

@@ -12,15 +12,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, Pulled, weights_of
-from ..engine.directions import knows_directions, realigned
+from ..engine.composition import Hidden, Leaf, OfEntry, Pullback, PullbackResult, weights_of
+from ..engine.directions import knows_directions, with_alignment
 from ..engine.fluctuation import (
     OverlapWalk,
     UnsharedOverlap,
     elasticity,
-    followed,
-    moved_overlaps,
+    overlap_covariance,
     shared_with,
+    shifted_overlaps,
 )
 from ..engine.state import (
     Array,
@@ -91,10 +91,10 @@ class GatedLinear(Leaf):
         fields = [name for name in ("gate", "ffn_in") if self.prefix + name in names]
         return replace(self, **{name: getattr(self, name) * factor for name in fields})
 
-    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
+    def entry_moments(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
         product = gated(self.activation).under("refined")["variance"]
         mean = self.activation.under("refined")["mean"]
-        gate, factor = (linear.of_entry(algebra, names) for linear in self._maps())
+        gate, factor = (linear.entry_moments(algebra, names) for linear in self._maps())
 
         def result(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
             _, of_gate = gate(entering, times)
@@ -110,7 +110,7 @@ class GatedLinear(Leaf):
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
         upper = gated(self.activation).under("refined")["variance"].domain["x_variance"].upper
-        _, of_gate = self._maps()[0].of_entry(algebra)((mean, variance), 1.0)
+        _, of_gate = self._maps()[0].entry_moments(algebra)((mean, variance), 1.0)
         return of_gate / upper
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
@@ -120,14 +120,14 @@ class GatedLinear(Leaf):
         one, two = bind(inner, {})
         one = one | {"factor_variance": factor.kernel.diagonal}
         two = two | {"factor_covariance": factor.kernel.off_diagonal}
-        moved, sides = moved_overlaps(signal), None
+        moved, sides = shifted_overlaps(signal), None
         if moved is not None:
             with observed(None):  # `explain` shows the laws at the mean overlap
                 sides = self._at_pairs(moved.above), self._at_pairs(moved.below)
         values = _Values(self.activation, kept, one, two, sides)
         algebra = values.algebra
         variance, ends = evaluate(laws["variance"], algebra, one), values.at_ends("covariance")
-        kernel = Kernel.joined(variance, 0.5 * (ends[0] + ends[1]), signal.resolved)
+        kernel = Kernel.of_parts(variance, 0.5 * (ends[0] + ends[1]), signal.resolved)
         kurtosis = faintly(laws["kurtosis"], algebra, one)
         limit = laws["variance"].domain["x_variance"]
         notes: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class GatedLinear(Leaf):
             law = self.activation.under("refined")["mean"]
             mean = self.shift * evaluate(law, algebra, one | {"x_mean": 0.0})
             first, second = kernel.over_tokens(mean + 0.0 * kernel.diagonal)
-            common = Kernel.joined(mean * mean + 0.0 * variance, first * second, kernel.resolved)
+            common = Kernel.of_parts(mean * mean + 0.0 * variance, first * second, kernel.resolved)
             kernel = kernel - common
         output = Signal(
             kernel, signal.seq_len, mean, width=self.fan_out, kurtosis=kurtosis, notes=notes
@@ -158,22 +158,24 @@ class GatedLinear(Leaf):
 
     def _back(
         self, output: Signal, values: _Values, maps: list[Pullback], gradient: Gradient
-    ) -> Pulled:
+    ) -> PullbackResult:
         """Gradient at the input, through both factors and their linear maps."""
         at_gate, at_factor = (values.gradient(x, gradient.kernel) for x in (AT_GATE, AT_FACTOR))
         if output.fluctuation is not None and knows_directions(gradient):
             # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
             law = self.activation.under("refined")["alignment"]
             slopes = faintly(law, values.algebra, values.one)
-            at_gate = realigned(at_gate, output, gradient, 3 * slopes)
-            at_factor = realigned(at_factor, output, gradient, output.kurtosis / 3)
+            at_gate = with_alignment(at_gate, output, gradient, 3 * slopes)
+            at_factor = with_alignment(at_factor, output, gradient, output.kurtosis / 3)
         # The matrices are independent, and so are the gradients through them.
         parts = [
             back(gradient.with_kernel(kernel))
             for back, kernel in zip(maps, (at_gate, at_factor), strict=True)
         ]
         total = parts[0].gradient.kernel + parts[1].gradient.kernel
-        return Pulled(Gradient(total, gradient.seq_len), functools.partial(weights_of, *parts))
+        return PullbackResult(
+            Gradient(total, gradient.seq_len), functools.partial(weights_of, *parts)
+        )
 
     def _bound(self, inner: Signal, factor: Signal) -> tuple[str, ...]:
         """A note if `clamp` bounds too many entries."""
@@ -257,7 +259,7 @@ class GatedLinear(Leaf):
         rate = ratio_or_zero(rate, signal.second_moment().diagonal)
         first, second = of_gate.over_tokens(rate)
         inherited = signal.fluctuation.norms.weighted(rate * rate, first * second)
-        return inherited + Kernel.joined(diagonal, off_diagonal, of_gate.resolved)
+        return inherited + Kernel.of_parts(diagonal, off_diagonal, of_gate.resolved)
 
 
 BOUND = 1e-3
@@ -290,7 +292,7 @@ def _fluctuation(
     between the `ends`, off-diagonal moments at two overlaps a `step` from the mean."""
     if step is None:
         return Fluctuation(norms)
-    overlaps, moment = followed(signal), output.second_moment()
+    overlaps, moment = overlap_covariance(signal), output.second_moment()
     assert overlaps is not None
     change = 0.5 * (ends[0] - ends[1])  # slope times step
     root = overlaps.diagonal**0.5
@@ -304,7 +306,7 @@ def _fluctuation(
 
 
 def _mean_pairs(like: Kernel, off_diagonal: Array) -> Array:
-    return Kernel.joined(0.0 * like.diagonal, off_diagonal, like.resolved).mean_off_diagonal()
+    return Kernel.of_parts(0.0 * like.diagonal, off_diagonal, like.resolved).mean_off_diagonal()
 
 
 AT_GATE = "grad_variance", "grad_covariance"
@@ -314,7 +316,7 @@ AT_FACTOR = "grad_factor", "grad_factor_covariance"
 
 class _Values(NamedTuple):
     """Values of the laws' symbols for a token, for a pair, and for a pair at the two overlaps whose
-    mean is taken (`engine.fluctuation.moved_overlaps`)."""
+    mean is taken (`engine.fluctuation.shifted_overlaps`)."""
 
     activation: ComponentLaws
     kept: Keeping | None
@@ -337,4 +339,4 @@ class _Values(NamedTuple):
         law = gated(self.activation).law(quantities[0])
         diagonal = evaluate(law, self.algebra, self.one | variance)
         above, below = self.at_ends(quantities[1], grad_covariance=gradient.off_diagonal)
-        return Kernel.joined(diagonal, 0.5 * (above + below), gradient.resolved)
+        return Kernel.of_parts(diagonal, 0.5 * (above + below), gradient.resolved)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.composition import Component
-from ..engine.fluctuation import followed
+from ..engine.fluctuation import overlap_covariance
 from ..engine.response import sum_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run
@@ -59,7 +59,7 @@ class InputMix(Component):
         output = signal.replace(
             kernel=kernel, centred=centred, fluctuation=self._fluctuation(signal, points, kernel)
         )
-        return run.passed(Record(self, run.layer, signal, output, (), points))
+        return run.record_forward(Record(self, run.layer, signal, output, (), points))
 
     def _sum(self, kernel: Kernel, points: list[Any], power: int = 2) -> Kernel:
         shares = self.shares if power == 2 else self.fourth
@@ -85,14 +85,14 @@ class InputMix(Component):
 
         signals = [signal, *points]
         norms = summed([s.fluctuation.norms for s in signals])  # type: ignore[union-attr]
-        overlaps = [followed(s) for s in signals]
+        overlaps = [overlap_covariance(s) for s in signals]
         known = [square for square in overlaps if square is not None]
         return Fluctuation(norms, summed(known) if len(known) == len(signals) else None)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
         """A gradient that lacks its part along x' lacks cos^2 of that along x; the relative change
         of |x'| per that of |x| is r x.x'/|x'|^2."""
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         for number, share in zip(self.points, self.shares, strict=True):
             run.send(number, gradient.kernel.scaled(share))
         before, after = (s.kernel.mean_diagonal() for s in (record.input, record.output))
@@ -112,7 +112,7 @@ class InputMix(Component):
         )
         return record.completed(gradient, grad_in, ())
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
         return amplitude * self.carries
 
 

@@ -11,9 +11,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..engine.composition import Leaf, Pullback, Pulled
-from ..engine.directions import at_tokens, expected_cosine, expected_pull, of_pairs, relative_spread
-from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, normalised, signed_root
+from ..engine.composition import Leaf, Pullback, PullbackResult
+from ..engine.directions import (
+    at_tokens,
+    expected_cosine,
+    expected_pull,
+    of_pairs,
+    relative_norm_variance,
+)
+from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, overlap_of_normalised, signed_root
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, evaluate
 from ..engine.trace import Record
 from ..formulas.activation import TANH
@@ -94,12 +100,12 @@ class FiniteNormalization(Leaf):
             )
         spread = one["norm_spread"]
         if np.any(spread > _EXPANDED):
-            normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
+            normal = Kernel.of_parts(variance, off_diagonal, kernel.resolved)
             first, second = kernel.over_tokens(spread)
             far = np.maximum(first, second) > _EXPANDED
             bounded: Array = np.where(far, _possible(normal, inner), off_diagonal)
             off_diagonal = float(bounded) if algebra.scalar else bounded
-        normal = Kernel.joined(variance, off_diagonal, kernel.resolved)
+        normal = Kernel.of_parts(variance, off_diagonal, kernel.resolved)
         square = self.gain * self.gain
         scaled = normal.scaled(square)
         output = Signal(
@@ -107,7 +113,7 @@ class FiniteNormalization(Leaf):
             signal.seq_len,
             mean=0.0 * kernel.diagonal,
             width=width,
-            fluctuation=normalised(signal, kernel, normal, self.epsilon, square),
+            fluctuation=overlap_of_normalised(signal, kernel, normal, self.epsilon, square),
             centred=scaled if self.centres else None,
             kurtosis=evaluate(laws["kurtosis"], algebra, {"d_model": width / self.groups}),
             notes=(_unexpandable(spread) if self.groups == 1 else ()) + _undefined(epsilon),
@@ -122,7 +128,7 @@ class FiniteNormalization(Leaf):
         two: Values,
         epsilon: Array,
         gradient: Gradient,
-    ) -> Pulled:
+    ) -> PullbackResult:
         """Gradient at the input; `normal` is the kernel before the gain, `one` and `two` are values
         of the laws' symbols for a token and for a pair."""
         laws, algebra, width = self.laws.under("refined"), signal.algebra, signal.width
@@ -140,13 +146,15 @@ class FiniteNormalization(Leaf):
         off_diagonal = evaluate(laws["grad_covariance"], algebra, pair)
         if self.groups > 1:
             variance, off_diagonal = self._by_group(signal, grad_out, epsilon)
-        kernel = Kernel.joined(variance, off_diagonal, grad_out.resolved)
+        kernel = Kernel.of_parts(variance, off_diagonal, grad_out.resolved)
         # The output does not depend on the input's norm, so the gradient is orthogonal to it.
         centred = 1.0 if self.centres else gradient.centred_share
         grad_in = Gradient(
             kernel, gradient.seq_len, 0.0, centred, norm_response=1.0, alone=gradient.alone
         )
-        return Pulled(grad_in, functools.partial(affine_weights, self, width, normal, gradient))
+        return PullbackResult(
+            grad_in, functools.partial(affine_weights, self, width, normal, gradient)
+        )
 
     def freedom(self, width: Any) -> float:
         """Degrees of freedom of a group's norm."""
@@ -172,7 +180,7 @@ class FiniteNormalization(Leaf):
         if signal.fluctuation is None:
             return variance, off_diagonal
         # the fluctuation common to all groups
-        diagonal, common = relative_spread(signal, features=False)
+        diagonal, common = relative_norm_variance(signal, features=False)
         v, w = tokens.over_tokens(diagonal)
         return variance * (1 + diagonal), off_diagonal * (1 + 0.375 * (v + w) + common / 4)
 
@@ -313,11 +321,13 @@ class DynamicTanh(Leaf):
         )
         return output, functools.partial(self._back, back, signal.width, normal)
 
-    def _back(self, inner: Pullback, width: Any, normal: Kernel, gradient: Gradient) -> Pulled:
+    def _back(
+        self, inner: Pullback, width: Any, normal: Kernel, gradient: Gradient
+    ) -> PullbackResult:
         """Gradient at the input, through the gain and the entrywise function."""
         pulled = inner(gradient.with_kernel(gradient.kernel.scaled(self.gain * self.gain)))
         weights = functools.partial(affine_weights, self, width, normal, gradient)
-        return Pulled(pulled.gradient, weights)
+        return PullbackResult(pulled.gradient, weights)
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.composition import Chain, Component, Pulled, Residual
+from ..engine.composition import Chain, Component, PullbackResult, Residual
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Run
 from ..formulas.activation import activation_laws
@@ -56,7 +56,7 @@ class ReadRows(Component):
         run.send(0, context.grad_in.kernel)
         zero = Gradient(kernel.scaled(0.0), gradient.seq_len)
         weights = functools.partial(self._table, kernel * record.pullback, gradient.seq_len)
-        return record.completed(gradient, zero, (context,), Pulled(zero, weights))
+        return record.completed(gradient, zero, (context,), PullbackResult(zero, weights))
 
     def _table(self, gradient: Kernel, length: int) -> Mapping[str, Array]:
         """Squared gradient norm of the table, from the gradient's kernel at equal rows."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engine.composition import Component
-from ..engine.directions import knows_directions, realigned
+from ..engine.directions import knows_directions, with_alignment
 from ..engine.fluctuation import OverlapWalk, UnsharedOverlap
 from ..engine.response import (
-    Around,
     GradientAdjoint,
+    GradientUnits,
     Matrix,
     Response,
     SignalAdjoint,
@@ -51,7 +51,7 @@ class Product(Component):
     def propagate(self, signal: Signal, run: Run) -> Record:
         records = self.first.propagate(signal, run), self.gate.propagate(signal, run)
         output = self._product(*(record.output for record in records))
-        return run.passed(Record(self, run.layer, signal, output, records))
+        return run.record_forward(Record(self, run.layer, signal, output, records))
 
     def _product(self, first: Signal, gate: Signal) -> Signal:
         square, kernel = gate.second_moment(), first.kernel
@@ -79,7 +79,7 @@ class Product(Component):
         )
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         (first, gate), length = record.children, gradient.seq_len
         to_first = gradient.kernel * gate.output.second_moment()
         to_gate = (gradient.kernel * first.output.kernel).scaled(self.each)
@@ -87,8 +87,8 @@ class Product(Component):
             entering = gate.children[0].output
             law, (values, _) = self.laws.under("refined")["alignment"], bind(entering, {})
             slopes = faintly(law, entering.algebra, values)
-            to_first = realigned(to_first, record.output, gradient, gate.output.kurtosis)
-            to_gate = realigned(to_gate, record.output, gradient, 3.0 * slopes)
+            to_first = with_alignment(to_first, record.output, gradient, gate.output.kurtosis)
+            to_gate = with_alignment(to_gate, record.output, gradient, 3.0 * slopes)
         back = (
             first.backward(Gradient(to_first, length), run),
             gate.backward(Gradient(to_gate, length), run),
@@ -101,7 +101,7 @@ class Product(Component):
     ) -> UnsharedOverlap:
         return walk.through(record.children[0], at)  # that of the gates is neglected
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         first, gate = record.children
         parts = tuple(child.component.response(child, around) for child in record.children)
         of_gate = matrix_of(gate.output.second_moment(), gate.output.seq_len)

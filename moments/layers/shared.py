@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ..engine import laws
-from ..engine.composition import Chain, Layer, Leaf, Pullback, Pulled
+from ..engine.composition import Chain, Layer, Leaf, Pullback, PullbackResult
 from ..engine.derivative import plain, primitive, pullback
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Run
@@ -90,7 +90,9 @@ class SharedStack(Chain):
             leaving = Signal(kernel, signal.seq_len, width=signal.width, fluctuation=known)
             inner = Record(layer.body, layer.number, entering, leaving)
             run.layer = layer.number
-            records.append(run.passed(Record(layer, layer.number, entering, leaving, (inner,))))
+            records.append(
+                run.record_forward(Record(layer, layer.number, entering, leaving, (inner,)))
+            )
             run.layer_done()
             entering = leaving
         return Record(self, run.layer, signal, entering, tuple(records), pull)
@@ -114,8 +116,8 @@ class SharedStack(Chain):
             layer = record.children[number]
             norms = {n: s[number].sum() for n, s in zip(names[1:], shares, strict=True)}
             (inner,) = layer.children
-            run.returning(layer, received[number])
-            pulled = Pulled(below[number], norms.copy)  # this depth's part of the norms
+            run.record_backward(layer, received[number])
+            pulled = PullbackResult(below[number], norms.copy)  # this depth's part of the norms
             done = inner.completed(received[number], below[number], (), pulled)
             children.append(layer.completed(received[number], below[number], (done,)))
             run.layer_done()

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.polynomial import chebyshev
 
-from ..engine.composition import Addition, Pulled, Residual, added, square
+from ..engine.composition import Addition, PullbackResult, Residual, added, square
 from ..engine.derivative import plain, primitive, pullback
 from ..engine.laws import Layout
-from ..engine.response import Around, Sublayer, matrix_of
+from ..engine.response import GradientUnits, Sublayer, matrix_of
 from ..engine.state import Array, Gradient, Kernel, Signal, Values, ratio_or_zero
 from ..engine.trace import Record, Run
 from ..model.streams import HyperConnections
@@ -177,7 +177,7 @@ class Connection(Residual):
 
     def propagate(self, signal: Signal, run: Run) -> Record:
         kernel = signal.kernel
-        apart = kernel.scaled(0.0) if signal.apart is None else signal.apart
+        apart = kernel.scaled(0.0) if signal.stream_deviation is None else signal.stream_deviation
         read = _Law(self._read, signal, kernel, apart)
         entering = signal.replace(kernel=read.kernels[0], apart=None)
         branch = self.branch.propagate(entering, run)
@@ -192,12 +192,14 @@ class Connection(Residual):
             fluctuation = fluctuation._replace(norms=norms)
         addend = branch.output.replace(kernel=write.kernels[0], fluctuation=fluctuation)
         output = added(signal, addend, 1.0, 1.0, keeps_mean=True).replace(apart=write.kernels[1])
-        return run.passed(Record(self, run.layer, signal, output, (branch,), (read, write)))
+        return run.record_forward(Record(self, run.layer, signal, output, (branch,), (read, write)))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         kernel, (read, write) = gradient.kernel, record.pullback
-        apart = kernel.scaled(0.0) if gradient.apart is None else gradient.apart
+        apart = (
+            kernel.scaled(0.0) if gradient.stream_deviation is None else gradient.stream_deviation
+        )
         zero = kernel.scaled(0.0)
         *_, to_branch, _, _ = write.pull(kernel, apart, zero)
         along = self._at_coefficients(record, gradient)
@@ -215,10 +217,10 @@ class Connection(Residual):
         done = self._normalised(record, gradient, carried, to_branch, gained, run, entered)
         _, read_apart, *of_reading = returned
         assert done.grad_in is not None
-        done.grad_in.apart = carried_apart + read_apart
+        done.grad_in.stream_deviation = carried_apart + read_apart
         both = [w + r for w, r in zip(of_writing, of_reading, strict=True)]
         weights = functools.partial(self._weights, record.input, *both)
-        done.pulled = Pulled(done.grad_in, weights)
+        done.pulled = PullbackResult(done.grad_in, weights)
         return done
 
     def _weights(self, signal: Signal, by_weights: Kernel, by_biases: Kernel) -> Values:
@@ -241,7 +243,7 @@ class Connection(Residual):
         scatter = self.streams.at_one("scatter")
         correlation = self._scatter_correlation(write)
         pairs = scatter * (0.5 + 0.5 * correlation) ** 2 * gained.off_diagonal**2
-        return Kernel.joined(scatter * gained.diagonal**2, pairs, gained.resolved)
+        return Kernel.of_parts(scatter * gained.diagonal**2, pairs, gained.resolved)
 
     def _scatter_correlation(self, write: _Law) -> Array:
         """Correlation of two tokens' mean(w)^2."""
@@ -271,14 +273,14 @@ class Connection(Residual):
         first, second = gradient.kernel.over_tokens(lost)
         return gradient.kernel.weighted(1.0 - lost, 1.0 - (first + second) / 2)
 
-    def response(self, record: Record, around: Around) -> Sublayer:
+    def response(self, record: Record, around: GradientUnits) -> Sublayer:
         streams, c = self.streams, record.pullback[1].kernels[2]
         count = streams.declared.streams
         square_of_mean = streams.at_one("write") - streams.at_one("spread") / (count - 1)
         diagonal, pairs = (
             chebyshev.chebval(x, streams.write) for x in (c.diagonal, c.off_diagonal)
         )
-        relative = Kernel.joined(diagonal, pairs, c.resolved).scaled(1 / square_of_mean)
+        relative = Kernel.of_parts(diagonal, pairs, c.resolved).scaled(1 / square_of_mean)
         scatter = relative - relative.with_ones()
         adding = square(self.branch_scale) * streams.at_one("write")
         result = around.added(record, record.children[0], square(self.skip_scale), adding)

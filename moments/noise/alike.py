@@ -14,7 +14,7 @@ import numpy as np
 
 from ..engine.composition import Layer
 from ..engine.layout import SequenceLayout
-from ..engine.response import Around, Sublayer, matrix_of, trace_of
+from ..engine.response import GradientUnits, Sublayer, matrix_of, trace_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.structure import fields_of, flattened, joined
 from ..engine.trace import Record, Run, Trace
@@ -61,7 +61,7 @@ class ExchangeableStack(NamedTuple):
         """
         starts, by_structure = sublayer_starts(layers), dict[Any, list[int]]()
         distinct = {id(layer.body): layer.body for layer in layers}  # most layers share one body
-        bodies = {key: body.unplaced() for key, body in distinct.items()}
+        bodies = {key: body.without_positions() for key, body in distinct.items()}
         structures = {key: structure(body) for key, body in bodies.items()}
         for n, (layer, (signal, gradient)) in enumerate(zip(layers, self.passing, strict=True)):
             key = structures[id(layer.body)], structure(signal), structure(gradient)
@@ -82,7 +82,7 @@ class ExchangeableStack(NamedTuple):
 def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:
     """The response of a part, for configurations of this shape."""
     unit = trace_of(matrix_of(record.grad_in.kernel, record.input.seq_len))
-    return Around(np.broadcast_to(unit, shape)).part(record)
+    return GradientUnits(np.broadcast_to(unit, shape)).part(record)
 
 
 def across_sequences(

@@ -27,11 +27,11 @@ from ..engine.response import (
     count_of,
     diagonal_matrix,
     matrix_of,
-    paired,
     per_unit,
     stacked,
     total,
     trace_of,
+    trace_of_products,
 )
 from ..engine.state import Array
 from ..engine.trace import Trace
@@ -178,10 +178,10 @@ def between_documents(trace: Trace) -> list[Matrix] | None:
     for signal in (*(one.input for one in records), records[-1].output):
         kernel = signal.second_moment()
         assert kernel.classes is not None
-        across = kernel.classes.between(kernel.diagonal, kernel.off_diagonal)
+        across = kernel.classes.across_block(kernel.diagonal, kernel.off_diagonal)
         if across is None:
             return None
-        result.append(ClassMatrix(*across, kernel.classes.of_one).astype(SINGLE))
+        result.append(ClassMatrix(*across, kernel.classes.one_document_with_words).astype(SINGLE))
     return result
 
 
@@ -214,7 +214,7 @@ class GaussianSource:
         return grad_out, cls(grad_out, signal.width)
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        noise = 2 / self.width * paired(sensitivity, self.grad_out, self.grad_out)
+        noise = 2 / self.width * trace_of_products(sensitivity, self.grad_out, self.grad_out)
         return GradientAdjoint(sensitivity, None, noise, 0.0)
 
     def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:

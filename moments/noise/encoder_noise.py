@@ -20,8 +20,8 @@ from ..engine.classes import ClassMatrix, OneClass, diagonal_of, one_class
 from ..engine.composition import Chain, Layer, forward
 from ..engine.response import (
     SINGLE,
-    Around,
     GradientAdjoint,
+    GradientUnits,
     Matrix,
     Response,
     Sequence,
@@ -100,7 +100,7 @@ class DecoderTop:
         assert last.gradient is not None
         assert reading is not None
         grad_out = matrix_of(last.gradient.kernel, last.signal.seq_len)
-        around = Around(np.asarray(trace_of(grad_out)))
+        around = GradientUnits(np.asarray(trace_of(grad_out)))
         parts = [record.component.response(record, around) for record in reading.children]
         memory, modes = reading.output, Modes(reading.output.seq_len)
         kernel = matrix_of(memory.second_moment(), memory.seq_len)
@@ -209,7 +209,7 @@ def _contribution(record: Record, reader: Record, memory: _Memory) -> _Contribut
     basis = Gradient(modes.kernel(np.eye(2).reshape(2, 1, *axes, 2)), modes.seq_len)
     addition, scale, branch = record.component.addition(record), 1.0, record
     if addition is not None:
-        scale, branch = addition.adding, addition.added
+        scale, branch = addition.added_scale, addition.added
     path = next(one for one in branch.paths() if reader in one)
     chain = Chain(tuple(one.component for one in path))
     passed = forward(chain, signal, memory.memory)[1].backward(basis)

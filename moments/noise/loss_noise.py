@@ -23,9 +23,9 @@ from ..engine.fluctuation import norm_variance
 from ..engine.response import (
     SINGLE,
     STEP,
-    Around,
     Elementwise,
     GradientAdjoint,
+    GradientUnits,
     Matrix,
     Response,
     Sequence,
@@ -35,11 +35,11 @@ from ..engine.response import (
     in_units,
     matrix_of,
     over_tokens,
-    paired,
     ratio,
     row_sums,
     total,
     trace_of,
+    trace_of_products,
     without_diagonal,
 )
 from ..engine.state import Array, Kernel, Signal
@@ -62,7 +62,7 @@ def across(readout: Readout) -> Array:
     first, second = overlap.over_tokens(targets.active)
     square = first * second * targets.same_target * _of_same_target(readout) ** 2
     if overlap.resolved:
-        pairs = Kernel.joined(0.0 * overlap.diagonal, square, overlap.resolved)
+        pairs = Kernel.of_parts(0.0 * overlap.diagonal, square, overlap.resolved)
         tokens = overlap.weighted(1.0, 0.0)
         return pairs.total(readout.seq_len) / tokens.total(readout.seq_len) ** 2
     return square / overlap.diagonal**2
@@ -73,10 +73,10 @@ def mean_square(readout: Readout) -> Kernel:
     contribution of a common target, which two tokens have with probability q."""
     targets, overlap = readout.targets, readout.overlap
     same = targets.same_target
-    off_diagonal = ratio(overlap.off_diagonal**2, targets.both + 0 * overlap.off_diagonal)
-    variance = targets.both * same * (1 - same) * _of_same_target(readout) ** 2
+    off_diagonal = ratio(overlap.off_diagonal**2, targets.both_active + 0 * overlap.off_diagonal)
+    variance = targets.both_active * same * (1 - same) * _of_same_target(readout) ** 2
     diagonal = ratio(overlap.diagonal**2, targets.active + 0 * overlap.diagonal)
-    return Kernel.joined(diagonal, off_diagonal + variance, overlap.resolved)
+    return Kernel.of_parts(diagonal, off_diagonal + variance, overlap.resolved)
 
 
 def _of_same_target(readout: Readout) -> Array:
@@ -98,7 +98,7 @@ def logit_agreement(readout: Readout) -> Matrix:
     others = readout.vocab_size - 1
     first, second = kernel.over_tokens(kernel.diagonal)
     agreement = (same - (1 - same) / others) * kernel.off_diagonal / np.sqrt(first * second)
-    agreement = Kernel.joined(1.0 + 0.0 * kernel.diagonal, agreement, kernel.resolved)
+    agreement = Kernel.of_parts(1.0 + 0.0 * kernel.diagonal, agreement, kernel.resolved)
     return matrix_of(agreement.scaled(1 + 1 / others), readout.seq_len).astype(SINGLE)
 
 
@@ -151,7 +151,7 @@ class HeadTop:
         grad_out = matrix_of(before.gradient.kernel, before.signal.seq_len)
         unit = trace_of(grad_out)
         last = first = in_units(grad_out, unit)
-        around = Around(np.asarray(unit))
+        around = GradientUnits(np.asarray(unit))
         parts: list[Response] = []
         for record in trace.ending.children:
             last, leaf = around.grad_out(record), record.component
@@ -203,7 +203,7 @@ class _Loss:
         kernel, length = readout.kernel, readout.seq_len
         # Derivatives of the gradient's kernel, as in `Elementwise.of`.
         first, second = kernel.over_tokens(kernel.diagonal)
-        scale = Kernel.joined(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
+        scale = Kernel.of_parts(kernel.diagonal, np.sqrt(first * second), kernel.resolved)
         decorrelated = kernel - scale.scaled(STEP).weighted(0.0, 1.0)
         base = matrix_of(_grad_in(readout), length)
         slope = base - matrix_of(_grad_in(_with_kernel(readout, decorrelated)), length)
@@ -232,7 +232,7 @@ class _Loss:
 
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         result, weighted = self.response.gradient_adjoint(sensitivity), sensitivity * self.grad_in
-        noise = 2 / self.width * paired(sensitivity, self.grad_in, self.grad_in)
+        noise = 2 / self.width * trace_of_products(sensitivity, self.grad_in, self.grad_in)
         diagonal = diagonal_of(sensitivity)
         of_texts = self.text_variance * diagonal[..., :, None] * diagonal[..., None, :]
         noise += 2 / self.width * (total(of_texts) + self.shared)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.classes import ClassMatrix, PositionClasses, diagonal_of
-from ..engine.fluctuation import followed, has_fixed_norms, signed_root
+from ..engine.fluctuation import has_fixed_norms, overlap_covariance, signed_root
 from ..engine.response import (
     SINGLE,
     Matrix,
@@ -27,13 +27,13 @@ from ..engine.response import (
     Sublayer,
     diagonal_matrix,
     matrix_of,
-    paired,
     per_unit,
     ratio,
     row_sums,
     stacked,
     total,
     trace_of,
+    trace_of_products,
 )
 from ..engine.state import Array, Signal
 
@@ -369,7 +369,7 @@ class Network:
                 continue
             whole = total(sensitivity * sublayer.grad_in)
             carried = total(sensitivity * sublayer.kept_gradient)
-            square = paired(sensitivity, sublayer.grad_in, sublayer.grad_in)
+            square = trace_of_products(sensitivity, sublayer.grad_in, sublayer.grad_in)
             one_direction = ratio(square, whole**2) / self.batch
             added, orthogonal = whole - carried, np.clip(1 - one_direction, 0.0, 1.0)
             coherent = adjoint.coherence * added
@@ -420,17 +420,17 @@ class Network:
         if has_fixed_norms(self.first):  # remove the sensitivity along each token's squared norm
             along = ratio(row_sums(sensitivity * kernel), diagonal_of(kernel))
             sensitivity = sensitivity - diagonal_matrix(along, kernel)
-        result += 2 / self.width * paired(sensitivity, kernel, kernel) / self.batch
+        result += 2 / self.width * trace_of_products(sensitivity, kernel, kernel) / self.batch
         if self.across is None:
             across = (total(sensitivity) * self.mean_covariances[0]) ** 2
         else:
-            across = paired(sensitivity, self.across[0], self.across[0])
+            across = trace_of_products(sensitivity, self.across[0], self.across[0])
         return result + 2 / self.width * (1 - 1 / self.batch) * across
 
     def _first_kernel(self) -> Matrix:
         """Kernel of Gaussian features whose overlaps vary as those of the first signal: its own
         kernel, without the part that no weight is drawn for."""
-        kernel, square = self.first.kernel, followed(self.first)
+        kernel, square = self.first.kernel, overlap_covariance(self.first)
         if square is not None:
             kernel = signed_root(square, kernel).scaled((self.width / 2) ** 0.5)
         return matrix_of(kernel, self.first.seq_len).astype(SINGLE)
@@ -466,8 +466,8 @@ class Network:
             (place,) = group.places
             kept = sublayer.skip * self.across[place]
             added = self.across[place + 1] - kept
-            noise = 4 * paired(sensitivity, kept, added)
-            noise = noise + sublayer.kappa * paired(sensitivity, added, added)
+            noise = 4 * trace_of_products(sensitivity, kept, added)
+            noise = noise + sublayer.kappa * trace_of_products(sensitivity, added, added)
             return (1 - 1 / self.batch) * noise / self.width
         kept = sublayer.skip.mean((-2, -1)) * group.gathered(self.mean_covariances)
         added = group.gathered(self.mean_covariances[1:]) - kept

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.composition import Chain, forward
-from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, moved_overlaps
+from ..engine.fluctuation import OverlapWalk, UnsharedOverlap, shifted_overlaps
 from ..engine.state import Array, Gradient, Kernel, Signal, ratio_or_zero
 from ..engine.trace import Record, Trace, weight_rows
 from ..layers.attention.projections import real_tokens
@@ -96,7 +96,7 @@ def units(chain: Record) -> Iterator[ChainUnit]:
             continue
         # Scales between a gain and the unit, and masks behind it, cancel in the ratios.
         before = [p for p in parts[:first] if p.normalises or not p.rescales]
-        behind = [p for p in parts[index + 1 :] if not p.masks]
+        behind = [p for p in parts[index + 1 :] if not p.is_dropout]
         yield ChainUnit(
             chain.children[first : index + 1],
             before[-1].gain_name if before else None,
@@ -108,7 +108,7 @@ def units(chain: Record) -> Iterator[ChainUnit]:
 def unit_growth(unit: ChainUnit) -> dict[str, float]:
     """Factors on squared gradient norms, by name."""
     tokens, gradient = unit.records[0].input, unit.records[-1].grad_out
-    kernel, moved = tokens.second_moment(), moved_overlaps(tokens)
+    kernel, moved = tokens.second_moment(), shifted_overlaps(tokens)
     if moved is None:  # behind a user's component that does not track fluctuations
         return {}
     mean = tokens.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
@@ -121,7 +121,7 @@ def unit_growth(unit: ChainUnit) -> dict[str, float]:
         slope = ratio_or_zero(0.5 * (above - below), moved.step)  # 0 on the diagonal
         along = (first * second + 2.0 * kernel.off_diagonal**2) * slope / tokens.width
         diagonal = 0.0 * kernel.diagonal
-        total = Kernel.joined(diagonal, along, kernel.resolved).total(tokens.seq_len)
+        total = Kernel.of_parts(diagonal, along, kernel.resolved).total(tokens.seq_len)
         result[unit.gain] += unit.along * float(np.sum(total))
     return {name: result[name] / norm for name, norm in norms.items() if norm > 0.0}
 

@@ -110,7 +110,7 @@ class Log:
     def backward(self, record: Record) -> None:
         """Evaluate the leaves again, in the order of the backward pass."""
         component = record.component
-        for child in component.way_back(record.children):
+        for child in component.in_backward_order(record.children):
             self.backward(child)
         if not component.children:
             with self._at(component.label, "backward") as steps:
@@ -119,7 +119,7 @@ class Log:
         result = component.addition(record)
         if result is not None:
             # The branch's gradient already contains branch_scale^2, which the law multiplies.
-            factor = 1 / result.adding if result.adding else 0.0
+            factor = 1 / result.added_scale if result.added_scale else 0.0
             kept = result.kept.grad_out.kernel
             added = result.added.grad_in.kernel.scaled(factor)
             total = record.grad_in.kernel
@@ -183,7 +183,7 @@ class Log:
     ) -> None:
         """Add the step of a residual sum of the kernels `kept` and `added`."""
         one, two = (float(self.layout.token_average(k)[0]) for k in (kept, added))
-        skip, branch = float(of.keeping), float(of.adding)
+        skip, branch = float(of.kept_scale), float(of.added_scale)
         prefix = "" if way == "forward" else "grad_"
         # Uncorrelated at initialisation, except for corrections of order 1/width to gradients
         # (`directions`).

@@ -309,7 +309,7 @@ def _squares(
     }
     for record in prediction.trace.layers[layer - 1].walk():
         if isinstance(record.pulled, AttentionPulled) and record.memory is None:
-            leaf, path = record.pulled.way.leaf, record.pulled.sides.query
+            leaf, path = record.pulled.pullback.leaf, record.pulled.paths.query
             _, outputs = shapes["query"]
             product = float(np.sum(path.off_diagonal * record.input.second_moment().off_diagonal))
             result["query"] = product / (outputs * max(float(leaf.query), 1e-300))
@@ -360,12 +360,12 @@ def _of_attention(
 ) -> Iterator[tuple[str, Drawn]]:
     """Operands of queries, keys and values. Attention stores their gradients as sent to its input,
     of which the weights are divided out."""
-    leaf, tokens = pulled.way.leaf, record.input.second_moment()
+    leaf, tokens = pulled.pullback.leaf, record.input.second_moment()
     kept, heads = float(leaf.kv_heads or leaf.heads), float(leaf.heads)
     for name, path, several in (
-        ("query", pulled.sides.query, heads),
-        ("key", pulled.sides.key, kept),
-        ("value", pulled.sides.value, kept),
+        ("query", pulled.paths.query, heads),
+        ("key", pulled.paths.key, kept),
+        ("value", pulled.paths.value, kept),
     ):
         variance = max(float(getattr(leaf, name)), 1e-300)
         sent = path.scaled(1.0 / (several * float(leaf.d_head) * variance))

@@ -25,12 +25,12 @@ from .stack import (
     Inputs,
     Outcome,
     Stack,
-    as_many,
     configurations,
     given_shape,
     head_top,
     last_gradient,
     repeated,
+    with_equal_sequences,
 )
 
 INPUTS = tuple(field.name for field in dataclasses.fields(Inputs) if field.name != "texts")
@@ -123,7 +123,7 @@ def predict(
     inputs = Inputs(**{name: asked[name] for name in INPUTS})
     other = _encoder_inputs(model, encoder_inputs)
     if model.encoder is not None:
-        inputs, other = as_many(inputs, other)
+        inputs, other = with_equal_sequences(inputs, other)
         if inputs.sequences > 1 and model.head is not None and model.head.loss != "classification":
             targets = repeated(targets, 2, inputs.sequences)
     grad_out = {"grad_variance": grad_variance, "grad_correlation": grad_correlation}
@@ -148,7 +148,7 @@ def predict(
         zero = Outcome(Gradient(Kernel(0.0, 0.0), 2))
         of_encoder = encoder.prediction(batch, zero, None, top)
     alone = None
-    if stack.classes is not None and stack.classes.of_one is not stack.classes:
+    if stack.classes is not None and stack.classes.one_document_with_words is not stack.classes:
         alone = functools.partial(_of_one_document, stack, gradient[:2], batch)
     result = stack.prediction(batch, outcome, of_encoder, alone=alone)
     again = functools.partial(predict, model, **asked)
@@ -168,7 +168,7 @@ def _run(
     """Run both passes; `gradient` is the variance, correlation and kernel given."""
     if encoder is not None:
         encoder.forward()
-        stack.reads(encoder)
+        stack.set_encoder(encoder)
     outcome = last_gradient(stack, stack.forward(), *gradient, targets, batch)
     stack.backward(outcome)
     if encoder is not None:
@@ -181,7 +181,7 @@ def _of_one_document(
 ) -> tuple[Prediction, float]:
     """The prediction of a single document, and all tokens over those of the longest document."""
     assert stack.classes is not None
-    lengths, one = stack.classes.ends, stack.alone()
+    lengths, one = stack.classes.document_lengths, stack.alone()
     with computing(stack.theory, [one.run], one.rows):
         outcome = _run(one, None, (*gradient, None), None, batch)
     return one.prediction(batch, outcome, None), batch * sum(lengths) / max(lengths)

@@ -211,7 +211,7 @@ FEW_TOKENS = 128
 """Default length of a model that is resolved by token."""
 
 
-def shortened(model: Transformer) -> Transformer:
+def at_default_length(model: Transformer) -> Transformer:
     """The model with at most `FEW_TOKENS` tokens, if it would be resolved by token."""
     if model.seq_len <= FEW_TOKENS or not positional(model) or by_position(model):
         return model
@@ -368,9 +368,9 @@ def notes_of(model: Transformer, classes: PositionClasses | None) -> Iterator[st
         yield OF_WAVES
     if not isinstance(classes, TextClasses):
         return
-    if len(classes.ends) > 1 and float(np.mean(classes.shares[1][0])) > COPIES:
+    if len(classes.document_lengths) > 1 and float(np.mean(classes.shares[1][0])) > COPIES:
         yield OF_COPIES
     if classes.ids is not None:
-        read = classes.ids[classes.there]
+        read = classes.ids[classes.is_real]
         if np.bincount(np.unique(read, return_inverse=True)[1]).max() > OFTEN * read.size:
             yield OF_ONE_WORD

@@ -124,7 +124,7 @@ class Prediction(Shown):
         classes = self.layout.classes
         if classes is not None:
             words = " and of words" if isinstance(classes, TextClasses) else ""
-            return f"{len(classes.inside.nodes)} classes of positions{words}"
+            return f"{len(classes.one_document.nodes)} classes of positions{words}"
         return "tokens alike" if self.token_variance is None else "by token"
 
     @property
@@ -205,7 +205,7 @@ class Prediction(Shown):
         return one, between_documents(self.trace), batch
 
     def _check_draws(self) -> None:
-        self.unshared("the band of one draw")
+        self.require_unshared("the band of one draw")
         if self.theory != "refined":
             raise DomainError(
                 f"theory {self.theory!r} gives means over draws only; "
@@ -375,7 +375,7 @@ class Prediction(Shown):
         """Whether the bands of one draw are available."""
         return self.theory == "refined" and self._shared is None
 
-    def unshared(self, what: str) -> None:
+    def require_unshared(self, what: str) -> None:
         """Raise a DomainError if layers share weights or inputs, for which `what` is undefined."""
         if self._shared is not None:
             raise DomainError(f"{what} is not stated where layers {self._shared}")
@@ -401,7 +401,7 @@ class Prediction(Shown):
         """The part of first steps that does not depend on the learning rate."""
         from ..step.result import Stepping
 
-        self.unshared("a step of an optimizer")
+        self.require_unshared("a step of an optimizer")
         return Stepping.of(self)
 
     @functools.cached_property
@@ -475,7 +475,7 @@ class Prediction(Shown):
         """
         from ..step.result import sharpness
 
-        self.unshared("sharpness")
+        self.require_unshared("sharpness")
         return sharpness(self, optimizer, **options)
 
     def tangent_kernel(self, rates: Mapping[str, float] | None = None) -> TangentKernel:
@@ -546,7 +546,7 @@ class Prediction(Shown):
         Raises:
             DomainError: no such format, or several configurations were predicted at once.
         """
-        self.unshared("the precision of products")
+        self.require_unshared("the precision of products")
         return low_precision(self, format)
 
     def expects(

@@ -25,7 +25,7 @@ from ..formulas.law import Theory
 from ..layers.architecture import declare, declare_embedding, declare_output
 from ..layers.embedding import (
     FixedPart,
-    TablePatterns,
+    SameRow,
     check_ids,
     embedding_gradients,
     fixed_positions,
@@ -117,7 +117,7 @@ def repeated(value: Any, rank: int, count: int) -> Any:
     return np.repeat(np.asarray(value).reshape(1, *shape[1 - rank :]), count, axis=0)
 
 
-def as_many(inputs: Inputs, other: Inputs) -> tuple[Inputs, Inputs]:
+def with_equal_sequences(inputs: Inputs, other: Inputs) -> tuple[Inputs, Inputs]:
     """Inputs of a decoder and of its encoder, with a single sequence of either repeated."""
     mine, theirs = inputs.sequences, other.sequences
     if mine != theirs and 1 not in (mine, theirs):
@@ -194,11 +194,11 @@ class Stack:
             sequences = self.first.off_diagonal.shape[-1] // self.model.seq_len
             if real is not None and sequences > 1:
                 real = np.broadcast_to(real, (sequences, self.model.seq_len))
-        if self.classes is not None and len(self.classes.ends) > 1:
+        if self.classes is not None and len(self.classes.document_lengths) > 1:
             sequences = self.inputs.sequences
         return SequenceLayout(sequences, real, self.documents, self.classes)
 
-    def reads(self, encoder: Stack) -> None:
+    def set_encoder(self, encoder: Stack) -> None:
         """Let cross-attention read an encoder, after the encoder's forward pass."""
         self.run.memory = encoder.read()
         self.layout = dataclasses.replace(self.layout, memory=encoder.layout.padding)
@@ -207,7 +207,10 @@ class Stack:
         """The stack of a single document with the average kernel of all documents."""
         documents = self.classes
         assert documents is not None
-        first, one = documents.alone(self.first.diagonal, self.first.off_diagonal), documents.of_one
+        first, one = (
+            documents.within_block(self.first.diagonal, self.first.off_diagonal),
+            documents.one_document_with_words,
+        )
         result = copy.copy(self)
         result.resolved = result.classes = one
         result.first = Kernel(*first, one)
@@ -230,7 +233,7 @@ class Stack:
             # Tokens at one position of two unknown texts share only the row of the position table.
             embedding = self.model.embedding
             assert isinstance(embedding, Embedding)
-            patterns = TablePatterns.of(embedding, length, theory=self.theory)
+            patterns = SameRow.of(embedding, length, theory=self.theory)
             tables = patterns.kernel(embedding)
             unshared = tables.diagonal - tables.off_diagonal - embedding.position_variance
             off_diagonal = off_diagonal - unshared * np.kron(1.0 - np.eye(texts), np.eye(length))
@@ -272,7 +275,7 @@ class Stack:
         of_text = text_kernel(table, length, self.ids, resolved=False, theory=self.theory)
         repeated = of_text.off_diagonal
         tokens = self.first.off_diagonal.shape[-1] if self.resolved is True else length
-        return alike(1.0, repeated, tokens, self.resolved)
+        return exchangeable_kernel(1.0, repeated, tokens, self.resolved)
 
     def forward(self) -> Signal:
         """Run the forward pass; returns the last layer's output."""
@@ -542,7 +545,7 @@ def check_moments(
     return v, r
 
 
-def alike(
+def exchangeable_kernel(
     variance: Array, correlation: Array, seq_len: int, resolved: bool | PositionClasses
 ) -> Kernel:
     """The kernel of exchangeable tokens, in any resolution."""
@@ -552,7 +555,7 @@ def alike(
     v, c = np.asarray(variance, float), np.asarray(variance * correlation, float)
     diagonal = np.broadcast_to(v[..., None], (*v.shape, size))
     off_diagonal = np.broadcast_to(c[..., None, None], (*c.shape, size, size))
-    return Kernel.joined(diagonal, off_diagonal, resolved)
+    return Kernel.of_parts(diagonal, off_diagonal, resolved)
 
 
 def gaussian(
@@ -602,7 +605,7 @@ def _with_padding_variance(kernel: Kernel, real: np.ndarray) -> Kernel:
         return kernel
     mean = (kernel.diagonal * is_real).sum(-1, keepdims=True) / is_real.sum(-1, keepdims=True)
     diagonal = np.where(empty, mean, kernel.diagonal)
-    return Kernel.joined(diagonal, kernel.off_diagonal, kernel.resolved)
+    return Kernel.of_parts(diagonal, kernel.off_diagonal, kernel.resolved)
 
 
 def given_shape(value: Any) -> tuple[int, ...]:
@@ -718,7 +721,7 @@ def first_kernel(
             defaults[1] if correlation is None else correlation,
             model.seq_len,
         )
-        return alike(v, r, model.seq_len, resolved)
+        return exchangeable_kernel(v, r, model.seq_len, resolved)
     if not isinstance(embedding, Embedding):
         raise DomainError(
             "what an embedding of pictures or sound makes depends on them: pass pixels (see "
@@ -777,13 +780,15 @@ def last_kernel(
             0.0 if correlation is None else correlation,
             model.seq_len,
         )
-        one = alike(v, r, model.seq_len, resolved)
+        one = exchangeable_kernel(v, r, model.seq_len, resolved)
         if sequences == 1:
             return one
         if isinstance(resolved, PositionClasses):
-            size = len(resolved.inside.nodes)
+            size = len(resolved.one_document.nodes)
             return Kernel(
-                one.diagonal, one.off_diagonal * resolved.within(np.ones((size, size))), resolved
+                one.diagonal,
+                one.off_diagonal * resolved.block_diagonal(np.ones((size, size))),
+                resolved,
             )
         return Kernel.of_matrix(np.kron(np.eye(sequences), one.off_diagonal))
     if variance is not None or correlation is not None:
@@ -824,5 +829,7 @@ def _by_token(stream: list[Any], layout: SequenceLayout) -> tuple[np.ndarray, np
         if classes is None:
             both.append(layout.by_token(stacked))
         else:
-            both.append(layout.placed(classes.spread_out(stacked), 0.0 if both else None))
+            both.append(
+                layout.by_position(classes.at_every_position(stacked), 0.0 if both else None)
+            )
     return both[0], both[1]

@@ -166,7 +166,7 @@ def _by_pairs(norms: _Norms, kernel: Kernel, count: int) -> TangentKernel:
     def gradient(diagonal: Array, off_diagonal: Array) -> Kernel:
         if not kernel.resolved:
             return Kernel(float(diagonal[0]), float(off_diagonal[0, 0]))
-        return Kernel.joined(diagonal, off_diagonal, kernel.resolved)
+        return Kernel.of_parts(diagonal, off_diagonal, kernel.resolved)
 
     ones, zeros = np.ones(count), np.zeros((count, count))
     rows = norms.rows(gradient(ones, zeros))

@@ -76,14 +76,14 @@ def diagnose_case(
         comparison = compare(declared, measurement, same_weights=same_weights)
         points = comparison.outliers(NORMAL_95)
         if progress:
-            say(comparison.verdict())
+            print_to_stderr(comparison.verdict())
         causes, by_point, shown = [_cause(f, math.nan) for f in features], {}, declared
         explained = math.nan
         if not points.empty:
             distance = _Distance(comparison, points)
             if progress and features:
                 runs = 1 + (2 * len(features) if len(features) > 1 else 1)
-                say(
+                print_to_stderr(
                     f"ranking {len(features)} differences: {runs} predictions of some "
                     f"{seconds:.1f} s"
                 )
@@ -163,7 +163,7 @@ def _rows(
         yield Row(int(row["layer"]), "", "", words, *both, passed, place.get(key, ""), **band)
 
 
-def say(words: str) -> None:
+def print_to_stderr(words: str) -> None:
     """Print one line to standard error."""
     print(" ".join(words.split()), file=sys.stderr, flush=True)
 
@@ -241,5 +241,5 @@ def _ranked(
         share = float(gain.sum()) / total
         causes.append((_cause(feature, share), gain / np.where(start > 0, start, 1.0)))
         if progress:
-            say(f"{number} of {len(features)}: {causes[-1][0].reason}")
+            print_to_stderr(f"{number} of {len(features)}: {causes[-1][0].reason}")
     return sorted(causes, key=lambda cause: -cause[0].explains)

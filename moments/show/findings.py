@@ -16,7 +16,7 @@ from ..model.transformer import Transformer
 from .html import document, fragment, picture, render
 from .precision import precision
 from .report import in_a_line, number, tabled, wrapped
-from .verdict import NAMES, choices, growth_phrases, judge
+from .verdict import NAMES, class_count, growth_phrases, judge
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -333,7 +333,7 @@ class Report:
         m: Any = p if self.comparison is None else self.comparison.measurement
         against = None if m is p else m
         parts = growth_phrases(p, against, weights=" for these weights", short=short)
-        if m.loss is not None and (vocab := choices(p.model)) is not None:
+        if m.loss is not None and (vocab := class_count(p.model)) is not None:
             guessing = "" if short else f" (log({vocab}) = {math.log(vocab):.3f})"
             parts.append(f"loss {m.loss:.3f}{guessing}")
         return parts

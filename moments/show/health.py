@@ -27,12 +27,12 @@ from ..model.presets import preset
 from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
-from ..prediction.resolution import shortened
+from ..prediction.resolution import at_default_length
 from .expected import TOLERANCE, point_log_variance
 from .findings import Finding, Report, Row, stream_row
 from .precision import FORMATS, precision
 from .recognition import Weight, in_words, recognise, weights_of
-from .verdict import NAMES, choices, times
+from .verdict import NAMES, class_count, times
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,7 +126,7 @@ def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Ite
 
 
 def _outputs(prediction: Prediction, measured: Any) -> Iterator[Row]:
-    vocab = choices(prediction.model)
+    vocab = class_count(prediction.model)
     loss = None if measured is None else measured.loss
     seen = math.nan if loss is None else float(loss)
     if prediction.loss is not None:
@@ -140,7 +140,7 @@ def _outputs(prediction: Prediction, measured: Any) -> Iterator[Row]:
         yield stream_row("mean squared logit", seen, float(prediction.logit_variance))
 
 
-def first_off(points: pd.DataFrame, given: str) -> tuple[int, float, float, str]:
+def first_outlier(points: pd.DataFrame, given: str) -> tuple[int, float, float, str]:
     """The first of `Comparison.outliers`, a forward one if there is any: its layer, measured and
     predicted number, and a sentence that compares it with what is `given`."""
     first = points[points["quantity"] == "variance"]
@@ -155,7 +155,7 @@ def first_off(points: pd.DataFrame, given: str) -> tuple[int, float, float, str]
 # --- rules ----------------------------------------------------------------------------------------
 
 
-class Seen(NamedTuple):
+class Evidence(NamedTuple):
     """What the rules read: the prediction for the network's own weights, its comparison with a
     measurement (if any), the user's names of tensors by role, the network as its author intends it
     (if known), and the parameters' dtype."""
@@ -176,7 +176,7 @@ class Seen(NamedTuple):
         return tuple(name for role in roles for name in self.names.get(role, ()))
 
 
-def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
+def rules(seen: Evidence) -> tuple[list[Finding], list[str]]:
     """Apply every rule; return findings and notes."""
     every = (
         *(_loss, _collapse, _identity, _gradient, _tables, _final_norm, _attention, _number_format),
@@ -190,9 +190,9 @@ def rules(seen: Seen) -> tuple[list[Finding], list[str]]:
 RuleOutput = Iterator[Finding | str]
 
 
-def _loss(seen: Seen) -> RuleOutput:
+def _loss(seen: Evidence) -> RuleOutput:
     model, source = seen.prediction.model, seen.source
-    vocab = choices(model)
+    vocab = class_count(model)
     if source.loss is None or vocab is None or model.head is None:
         return
     loss, uniform = float(source.loss), math.log(vocab)
@@ -223,7 +223,7 @@ def _loss(seen: Seen) -> RuleOutput:
     )
 
 
-def judged_numbers(seen: Seen, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
+def judged_numbers(seen: Evidence, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
     """The numbers that a rule judges: the expected ones unless this draw contradicts them.
     `deviation` is the std of one draw about the expected number, nan if not known."""
     from scipy.special import ndtri
@@ -234,7 +234,7 @@ def judged_numbers(seen: Seen, measured: Any, expected: Any, deviation: Any) -> 
     return np.asarray(np.where(near, expected, measured))
 
 
-def _collapse(seen: Seen) -> RuleOutput:
+def _collapse(seen: Evidence) -> RuleOutput:
     correlation = np.asarray(seen.source.correlation)
     alike = np.flatnonzero(correlation > COLLAPSED)
     if alike.size == 0 or seen.prediction.model.seq_len < 2:
@@ -264,7 +264,7 @@ _OUTPUTS = ("post_norm", "dropout", "projection", "out")
 """Sites after which a block's output enters its residual sum, the last one first."""
 
 
-def added_variance(seen: Seen) -> np.ndarray:
+def added_variance(seen: Evidence) -> np.ndarray:
     """Variance added by the blocks of every layer, relative to the layer's input, (N,); nan where
     the sites are not known."""
     p, source = seen.prediction, seen.source
@@ -300,7 +300,7 @@ def added_variance(seen: Seen) -> np.ndarray:
 BY_DESIGN = "layers are the identity at step 0, by design: the output matrices of blocks are zero"
 
 
-def _identity(seen: Seen) -> RuleOutput:
+def _identity(seen: Evidence) -> RuleOutput:
     ratio = added_variance(seen)
     if _swallowed(seen):
         return  # reported as the epsilon's effect
@@ -337,7 +337,9 @@ def _identity(seen: Seen) -> RuleOutput:
     )
 
 
-def _large_embedding(seen: Seen, idle: tuple[int, ...], least: float, words: str) -> Finding | None:
+def _large_embedding(
+    seen: Evidence, idle: tuple[int, ...], least: float, words: str
+) -> Finding | None:
     """The finding that token embeddings are so large that layers are idle; None if they are not."""
     embedding, weights = seen.prediction.model.embedding, seen.prediction.model.weights
     tokens = getattr(embedding, "token_variance", None)
@@ -358,7 +360,7 @@ def _large_embedding(seen: Seen, idle: tuple[int, ...], least: float, words: str
     return Finding("warning", "embedding scale", where, idle, size, std, reason, mend)
 
 
-def _gradient(seen: Seen) -> RuleOutput:
+def _gradient(seen: Evidence) -> RuleOutput:
     source = seen.source
     first, last = (float(source.variance[n]) * float(source.grad_variance[n]) for n in (0, -1))
     p = seen.prediction
@@ -385,7 +387,7 @@ def _gradient(seen: Seen) -> RuleOutput:
     yield Finding("warning", f"gradient {way}", names, (1,), ratio, wanted, why, mend)
 
 
-def _tables(seen: Seen) -> RuleOutput:
+def _tables(seen: Evidence) -> RuleOutput:
     embedding = seen.prediction.model.embedding
     tokens = getattr(embedding, "token_variance", None)
     if embedding is None or tokens is None:
@@ -432,14 +434,14 @@ def _tables(seen: Seen) -> RuleOutput:
         )
 
 
-def _swallowed(seen: Seen) -> bool:
+def _swallowed(seen: Evidence) -> bool:
     """Whether the norms' epsilon is more than half of what the first one divides by, and larger
     than those in use."""
     model, first = seen.prediction.model, float(seen.source.variance[0])
     return model.placements[0] == "pre" and model.norm_epsilon > max(first, LARGEST_EPSILON)
 
 
-def _final_norm(seen: Seen) -> RuleOutput:
+def _final_norm(seen: Evidence) -> RuleOutput:
     model = seen.prediction.model
     if model.head is None or model.head.norm or model.head.loss is None:
         return
@@ -462,7 +464,7 @@ def _final_norm(seen: Seen) -> RuleOutput:
     )
 
 
-def _attention(seen: Seen) -> RuleOutput:
+def _attention(seen: Evidence) -> RuleOutput:
     frame = seen.prediction.attention()
     peaked = frame[frame["distance_to_uniform"] > PEAKED]
     if len(peaked):
@@ -481,7 +483,7 @@ def _attention(seen: Seen) -> RuleOutput:
         )
 
 
-def _number_format(seen: Seen) -> RuleOutput:
+def _number_format(seen: Evidence) -> RuleOutput:
     """Check the format that the parameters have, and bf16, which has the range of float32."""
     frame = precision(seen.prediction)
     for form in FORMATS:
@@ -523,7 +525,7 @@ def _number_format(seen: Seen) -> RuleOutput:
             )
 
 
-def _experts(seen: Seen) -> RuleOutput:
+def _experts(seen: Evidence) -> RuleOutput:
     """Check routers by prediction: load depends on the router's draw and tokens' correlation."""
     prediction = seen.prediction
     if not any(isinstance(block, Experts) for block in prediction.model.ffns):
@@ -565,7 +567,7 @@ def _experts(seen: Seen) -> RuleOutput:
         )
 
 
-def _streams(seen: Seen) -> RuleOutput:
+def _streams(seen: Evidence) -> RuleOutput:
     """Check by prediction whether several residual streams differ."""
     if seen.prediction.model.streams is None:
         return
@@ -594,7 +596,7 @@ def _streams(seen: Seen) -> RuleOutput:
     )
 
 
-def _mixers(seen: Seen) -> RuleOutput:
+def _mixers(seen: Evidence) -> RuleOutput:
     """Check by prediction how fast recurrent heads forget, and whether a norm's epsilon is most of
     what it divides by."""
     stack = seen.prediction.trace.stack
@@ -634,7 +636,7 @@ def _mixers(seen: Seen) -> RuleOutput:
         )
 
 
-def _depth_scale(seen: Seen) -> RuleOutput:
+def _depth_scale(seen: Evidence) -> RuleOutput:
     """Note a depth scale made for two residual sums per layer if the stack has others."""
     model = seen.prediction.model
     if model.weights is None or model.encoder is not None:
@@ -671,7 +673,7 @@ def is_factory(subject: Any) -> bool:
     return isinstance(subject, type) or not made
 
 
-def made_by(subject: Any) -> tuple[Any, Any]:
+def call_factory(subject: Any) -> tuple[Any, Any]:
     """Call a factory; return the module and its batch, or None. Other subjects pass unchanged."""
     if is_factory(subject):
         seeded = not isinstance(subject, type) and _takes_seed(subject)
@@ -700,15 +702,17 @@ def declared(subject: Any) -> tuple[Transformer, str] | None:
     if isinstance(subject, Transformer):
         return subject, "Transformer"
     if isinstance(subject, str) and subject in preset.names():
-        return shortened(preset(subject)), subject
+        return at_default_length(preset(subject)), subject
     if _config(subject):
         config = subject if isinstance(subject, Mapping) else subject.to_dict()
-        return shortened(from_huggingface(subject)), f"config of type {config.get('model_type')!r}"
+        return at_default_length(
+            from_huggingface(subject)
+        ), f"config of type {config.get('model_type')!r}"
     if isinstance(subject, str | os.PathLike):
         path = Path(subject)
         alone = path.is_dir() and not any(path.glob("*.safetensors"))
         if path.suffix == ".json" or (alone and (path / "config.json").is_file()):
-            return shortened(from_huggingface(subject)), str(subject)
+            return at_default_length(from_huggingface(subject)), str(subject)
     model = getattr(subject, "model", None)
     if isinstance(model, Transformer):
         return model, type(subject).__name__
@@ -737,15 +741,15 @@ def check_declared(
         prediction = predict(model, **inputs)
     weights = weights_of(model)
     reading = recognise(weights, model)
-    seen = Seen(prediction, None, {}, meant or model)
+    seen = Evidence(prediction, None, {}, meant or model)
     findings, said = rules(seen)
     findings += () if meant is None else _wrong_variances(weights, meant)
     words = reading.title
-    if reading.left:
+    if reading.unexplained:
         left = ", ".join(reading.roles_left())
         words = f"{words}, but for {left}" if reading.share >= 0.5 else "of no published scheme"
-    if reading.meant is not None:
-        findings = [*_wrong_variances(weights, reading.meant, reading.title), *findings]
+    if reading.intended is not None:
+        findings = [*_wrong_variances(weights, reading.intended, reading.title), *findings]
     return Report(
         source=name,
         scheme=words,

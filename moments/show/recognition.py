@@ -61,30 +61,30 @@ class WeightRule:
 
     Attributes:
         title, model: the rule in words, and the network that follows it.
-        meant: if the rule is a known slip, the network without it; else None.
+        intended: if the rule is a known slip, the network without it; else None.
         published: whether it is a scheme of `moments.schemes`.
         by_depth: whether output matrices are divided by a number that grows with depth.
         by_fans: whether it is a rule by fan_in and fan_out other than a framework's default.
-        explained, left: matrices that it explains, and the others.
+        explained, unexplained: matrices that it explains, and the others.
     """
 
     title: str
     model: Transformer
-    meant: Transformer | None = None
+    intended: Transformer | None = None
     published: bool = False
     by_depth: bool = False
     by_fans: bool = False
     explained: frozenset[Owner] = frozenset()
-    left: frozenset[Owner] = frozenset()
+    unexplained: frozenset[Owner] = frozenset()
 
     @property
     def share(self) -> float:
         """Fraction of the matrices that it explains."""
-        return len(self.explained) / max(1, len(self.explained) + len(self.left))
+        return len(self.explained) / max(1, len(self.explained) + len(self.unexplained))
 
-    def moved(self) -> tuple[str, ...]:
+    def changed_roles(self) -> tuple[str, ...]:
         """Matrices whose variance differs between the slip and the rule that was intended."""
-        meant, layers = self.meant, range(1, self.model.layers + 1)
+        meant, layers = self.intended, range(1, self.model.layers + 1)
         if meant is None:
             return ()
         pairs = [(self.model.layer_weights(n), meant.layer_weights(n)) for n in layers]
@@ -93,7 +93,7 @@ class WeightRule:
 
     def roles_left(self) -> tuple[str, ...]:
         """Roles with at least one layer that it does not explain, in the order of the network."""
-        left = {name for _, name in self.left}
+        left = {name for _, name in self.unexplained}
         return tuple(name for name in MATRICES if name in left)
 
 
@@ -119,7 +119,7 @@ def recognise(
     for reading in _readings(weights, model, promised, by):
         read = _matched(reading, weights)
         best = read if best is None or len(read.explained) > len(best.explained) else best
-        if not best.left:
+        if not best.unexplained:
             return best
     assert best is not None
     if best.share < 0.5:
@@ -203,7 +203,7 @@ def _matched(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
     for weight in weights:
         wanted = float(getattr(reading.model.layer_weights(weight.layer), weight.name))
         (explained if weight.is_of(wanted) else left).add((weight.layer, weight.name))
-    return dataclasses.replace(reading, explained=frozenset(explained), left=frozenset(left))
+    return dataclasses.replace(reading, explained=frozenset(explained), unexplained=frozenset(left))
 
 
 def _free_variance(weights: Sequence[Weight], shares: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..model.summary import in_short
 from .report import number, tabled, wrapped
-from .verdict import choices, growth
+from .verdict import class_count, growth
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
@@ -72,7 +72,7 @@ def _few(layers: int) -> list[int]:
 def _loss(p: Prediction, measured: float | None = None) -> list[str]:
     if p.loss is None:
         return []
-    vocabulary = choices(p.model)
+    vocabulary = class_count(p.model)
     of = "" if vocabulary is None else f", log({vocabulary}) = {math.log(vocabulary):.3f}"
     seen = "" if measured is None else f", measured {measured:.3f}"
     return [f"loss {float(p.loss):.3f} +- {float(p.loss_stderr or 0.0):.2g} (one draw){seen}{of}"]

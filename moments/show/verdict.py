@@ -149,7 +149,7 @@ def _worst(part: Any, stack: str, quantity: str) -> str:
     )
 
 
-def choices(model: Transformer) -> int | None:
+def class_count(model: Transformer) -> int | None:
     """Number of classes or words that the head chooses from; None without a head and its loss."""
     known = model.head is not None and model.head.loss is not None
     return model.head.choices(model.embedding) if known else None

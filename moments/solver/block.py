@@ -214,7 +214,7 @@ class FreeBlock:
         """An output entry's mean and variance as a function of those of an input entry."""
         if part.mixes_tokens and part.matrices:
             return lambda _, factor: (0.0, self._slope * factor + self._constant)
-        law = part.of_entry(self.input.algebra, self.free)
+        law = part.entry_moments(self.input.algebra, self.free)
         if law is None:
             label = part.label or "a sum of parallel blocks"
             raise DomainError(f"{label} has no inversion: solve for another objective")
@@ -236,7 +236,7 @@ def blocks_of(
 ) -> tuple[tuple[Component, ...], list[tuple[str, tuple[Component, ...]]]]:
     """The parts before parallel blocks, if there are any, and every block's name and parts."""
     parts = flat(node.branch)
-    if not parts[-1].splits:
+    if not parts[-1].ends_in_branches:
         return (), [(node.label.partition(".")[0], parts)]
     blocks = []
     for block in map(flat, parts[-1].children):

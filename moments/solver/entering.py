@@ -13,7 +13,7 @@ from ..engine.state import Signal
 from ..errors import domain_error
 from ..model.transformer import Transformer
 from ..prediction.predict import INPUTS, predict, stack_of
-from ..prediction.stack import Inputs, Stack, as_many
+from ..prediction.stack import Inputs, Stack, with_equal_sequences
 
 NOT_INPUTS = ("model", "theory", "progress", "batch")
 
@@ -36,7 +36,7 @@ def stacks(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Stack 
     if model.encoder is None:
         return stack_of(model, arguments, tokens), None
     encoder_arguments = Inputs(**dict(inputs.get("encoder_inputs") or {}))
-    arguments, encoder_arguments = as_many(arguments, encoder_arguments)
+    arguments, encoder_arguments = with_equal_sequences(arguments, encoder_arguments)
     stack = stack_of(model, arguments, tokens)
     encoder = stack_of(model.encoder, encoder_arguments)
     compatible = isinstance(stack.resolved, PositionClasses) and encoder.resolved is False
@@ -51,5 +51,5 @@ def entered(model: Transformer, inputs: Mapping[str, Any]) -> tuple[Stack, Signa
     stack, encoder = stacks(model, inputs)
     if encoder is not None:
         encoder.forward()
-        stack.reads(encoder)
+        stack.set_encoder(encoder)
     return stack, stack.run.memory

@@ -358,7 +358,7 @@ class Stepping:
         classes = prediction.layout.classes
         if (
             classes is None
-            or sum(classes.ends) <= FEW
+            or sum(classes.document_lengths) <= FEW
             or prediction.model.relative_bias is not None
         ):
             return None

@@ -109,7 +109,7 @@ class Site:
         for name, many, at in zip(
             ("query", "key", "value"), rows, (self, memory, memory), strict=True
         ):
-            path = over_tokens(getattr(self.attended.sides, name))
+            path = over_tokens(getattr(self.attended.paths, name))
             weighted = 1.0 if at.weights is None else np.outer(at.weights, at.weights)
             result[name] = weighted * path / (many * max(float(getattr(leaf, name)), 1e-60))
         return result
@@ -137,11 +137,11 @@ def over_tokens(kernel: Kernel) -> Array:
     classes = kernel.classes
     if classes is None:
         return np.asarray(kernel.off_diagonal, float)
-    between, sequences = np.asarray(classes.inside.basis), len(classes.ends)
+    between, sequences = np.asarray(classes.one_document.basis), len(classes.document_lengths)
     length = between.shape[1]
     blocks = []
     cells = np.asarray(kernel.diagonal), np.asarray(kernel.off_diagonal)
-    for diagonal, off_diagonal in classes.blocks_by_relation(*cells):
+    for diagonal, off_diagonal in classes.blocks_by_word(*cells):
         block = between.T @ off_diagonal @ between
         np.fill_diagonal(block, diagonal @ between)
         blocks.append(block.astype(np.float32))
@@ -329,12 +329,14 @@ class Reading:
         classes = readout.kernel.classes
         if classes is not None:
             carried = np.broadcast_to(readout.carried, len(classes.nodes))[
-                : len(classes.inside.basis)
+                : len(classes.one_document.basis)
             ]
             readout = dataclasses.replace(
                 readout,
                 kernel=Kernel.of_matrix(over_tokens(readout.kernel)),
-                carried=np.tile(carried @ classes.inside.basis, len(classes.ends)),
+                carried=np.tile(
+                    carried @ classes.one_document.basis, len(classes.document_lengths)
+                ),
             )
         traces, encoder = [("", prediction.trace)], None
         if prediction.encoder is not None:

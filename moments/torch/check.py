@@ -26,7 +26,7 @@ from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.differences import Case
 from ..show.findings import Finding, Report, Row
-from ..show.health import Seen, first_off, rules, stream_numbers
+from ..show.health import Evidence, first_outlier, rules, stream_numbers
 from ..show.outliers import odd_layers
 from ..show.recognition import Weight, WeightRule, recognise
 from .alike import BIDIRECTIONAL, never_used, normalised_over_queries, not_masked, shared_matrix
@@ -267,7 +267,7 @@ class Checking:
         planned, promised = self.scheme is not None, self.promised
         strict = planned or promised is not None
         words = "the rest of its init"
-        words += f" ({rule.title})" if rule.meant is None else ""
+        words += f" ({rule.title})" if rule.intended is None else ""
         if planned:
             words = f"the scheme {self.scheme!r}" if isinstance(self.scheme, str) else "the plan"
         elif strict:
@@ -283,7 +283,7 @@ class Checking:
         notes = [*remarks, *weights.notes, *self._remarks(rule)]
         dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
         intended = target if strict else None
-        seen = Seen(self.comparison.prediction, self.comparison, self.names, intended, dtype)
+        seen = Evidence(self.comparison.prediction, self.comparison, self.names, intended, dtype)
         more, more_notes = rules(seen)
         findings += [*self._structure(), *self._attention(weights, audited.rows), *more]
         # The prediction takes layers as independent, which copies are not.
@@ -330,14 +330,14 @@ class Checking:
     def _verdict(self, rule: WeightRule, wrong: Sequence[str]) -> str:
         """The initialisation that was recognised, in words."""
         names = self.tensors.names
-        if rule.meant is None and rule.share < 0.5:
+        if rule.intended is None and rule.share < 0.5:
             title = "its weights are of no published scheme and no framework's default"
             return f"{title} (nearest: {rule.title})"
         words = rule.title
-        if rule.left and rule.meant is None:
+        if rule.unexplained and rule.intended is None:
             left = rule.roles_left()
             words += f", but for {', '.join(left)} ({', '.join(names(*left))})"
-        if rule.meant is not None:
+        if rule.intended is not None:
             moved = list(wrong) or list(rule.roles_left())
             words += f" ({', '.join(names(*moved))})" if moved else ""
         promised = self.promised if self.scheme is None else None
@@ -362,7 +362,7 @@ class Checking:
                 numbers = entries.square, spread, entries.count, role.fan_in, role.fan_out
                 weights.append(Weight(role.layer, role.name, *numbers))
         rule = recognise(weights, self.architecture, self.promised, self.promised_by)
-        recognised = rule.meant or rule.model
+        recognised = rule.intended or rule.model
         if self.promised_by == "class" and rule.share >= 0.5 and recognised is not self.promised:
             self.promised = None  # drawn anew by its user, which a config would say
         if self.scheme is not None:
@@ -373,7 +373,7 @@ class Checking:
             }
             return rule, target.replace(**outside), []
         if self.promised is not None:
-            if rule.left or not rule.published or rule.model == self.promised:
+            if rule.unexplained or not rule.published or rule.model == self.promised:
                 return rule, self.promised, []
             remark = f"its weights are not those that its {self.promised_by} promises"
             return rule, rule.model, [remark]
@@ -672,7 +672,7 @@ class Checking:
         if self.uneven and not forward:
             return
         source = "module's own weights, sums and norms give"
-        layer, measured, predicted, reason = first_off(points, source)
+        layer, measured, predicted, reason = first_outlier(points, source)
         path = self._path(layer, forward)
         reason += "" if explained else "; nothing that was read of it explains that"
         yield Finding(

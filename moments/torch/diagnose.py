@@ -17,7 +17,7 @@ from ..errors import DomainError, MomentsError, domain_error
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..prediction.measurement import Measurement
-from ..show.diagnosis import TOKENS, diagnose_case, say
+from ..show.diagnosis import TOKENS, diagnose_case, print_to_stderr
 from ..show.differences import Case, Feature, differences
 from ..show.findings import Report
 from .anatomy import anatomy_of, as_drawn
@@ -89,7 +89,7 @@ def diagnose(
     if progress is None:
         progress = _large(target, batch, seeds)
     if progress:
-        say(f"measuring {type(target).__name__}, {seeds} draw{'s' * (seeds > 1)}")
+        print_to_stderr(f"measuring {type(target).__name__}, {seeds} draw{'s' * (seeds > 1)}")
 
     def measured(at: nn.Module | Callable[[int], nn.Module]) -> Measurement:
         return measure(at, batch, loss=loss, seeds=seeds, seed=seed, progress=bool(progress))
@@ -152,7 +152,7 @@ def diagnose(
     if "token_ids" not in case.inputs and "pixels" not in case.inputs:
         features += tokens_entering(first_stream(target, batch), case, measurement)
     if progress:
-        say(f"predicting {declared.layers} layers at {declared.seq_len} tokens")
+        print_to_stderr(f"predicting {declared.layers} layers at {declared.seq_len} tokens")
     return diagnose_case(
         case,
         measurement,

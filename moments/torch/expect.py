@@ -14,8 +14,8 @@ from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
 from ..show.expected import TOLERANCE, one_draw
-from ..show.health import declared, made_by
-from ..show.verdict import choices
+from ..show.health import call_factory, declared
+from ..show.verdict import class_count
 from .batches import completed, inputs_of
 from .check import Checking
 from .checkpoints import opened
@@ -84,7 +84,7 @@ def expect(subject: Any, batch: Any = None, *, loss: Loss | None = None) -> dict
         DomainError: an argument out of range.
         MomentsError: a module that cannot be read or run.
     """
-    subject, own_batch = made_by(subject)
+    subject, own_batch = call_factory(subject)
     batch = own_batch if batch is None else batch
     known = declared(subject)
     if known is not None:
@@ -131,7 +131,7 @@ def _band(mean: float, spread: float) -> Range:
 
 def _outputs(p: Prediction) -> Iterator[tuple[str, Range]]:
     """Ranges of the loss and of the whole gradient."""
-    vocabulary = choices(p.model)
+    vocabulary = class_count(p.model)
     if p.loss is not None and vocabulary is not None:
         value = float(p.loss)
         tolerance = TOLERANCE * abs(value - math.log(vocabulary))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..show.findings import Finding
-from ..show.health import made_by
+from ..show.health import call_factory
 from .roles import gathered_names
 
 CUT = 6.0
@@ -27,10 +27,10 @@ SMALL, LARGE = 1e-30, 1e15
 _SEEN: WeakKeyDictionary[nn.Module, tuple[Finding, ...]] = WeakKeyDictionary()
 
 
-def made(factory: Callable[[], Any]) -> tuple[Any, Any]:
+def constructed(factory: Callable[[], Any]) -> tuple[Any, Any]:
     """The module and perhaps the batch of a factory; findings are stored for `seen_of`."""
     with watched() as cut:
-        module, batch = made_by(factory)
+        module, batch = call_factory(factory)
     if isinstance(module, nn.Module):
         _SEEN[module] = tuple(_uncut(cut))
     return module, batch

@@ -29,7 +29,7 @@ from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.findings import Finding, Report, Row, ranked
-from ..show.health import GRADIENT, Seen, first_off, rules, stream_numbers
+from ..show.health import GRADIENT, Evidence, first_outlier, rules, stream_numbers
 from .alike import differences, lists_of, odd_namesakes
 from .batches import MOST_TOKENS, SEQUENCES, batch_shape, completed, shortened
 from .checkpoints import redrawn
@@ -544,7 +544,7 @@ def check_promised(
     tables = (p for p, part in module.named_modules() if isinstance(part, nn.Embedding))
     names = {"token": tuple(f"{path}.weight" for path in itertools.islice(tables, 1))}
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-    more, notes = rules(Seen(prediction, comparison, names, model, dtype))
+    more, notes = rules(Evidence(prediction, comparison, names, model, dtype))
     not_modelled = _not_modelled(module, model.seq_len)
     weights = drawn_rows(module)
     findings = [
@@ -666,7 +666,7 @@ def _mismatch(comparison: Comparison, path: str, incomplete: bool) -> Iterator[F
         points = points[points["layer"] > 0]
     if not len(points):
         return
-    layer, measured, predicted, why = first_off(points, "config's initialisation gives")
+    layer, measured, predicted, why = first_outlier(points, "config's initialisation gives")
     where = (f"{path}.{max(layer - 1, 0)}",), (layer,) if layer else ()
     kind, mend = (
         "not what its config gives",

@@ -153,8 +153,8 @@ class WeightFindings:
             yield from self._zero(self.read.zero)
         self.wrong = list(rest)
         rule = self.rule
-        if rule is not None and rule.meant is not None and not self.strict:
-            moved = [name for name in rest if name in rule.moved()]
+        if rule is not None and rule.intended is not None and not self.strict:
+            moved = [name for name in rest if name in rule.changed_roles()]
             if moved:
                 yield self._together(rule.title, [row for name in moved for row in rest[name]])
             rest = {r: g for r, g in rest.items() if r not in moved}
@@ -229,7 +229,7 @@ class WeightFindings:
             values = {role: min(stds) for role, stds in expected.items()}
             mend = f"draw {', '.join(_by_std(values, ' with std '))}"
         rule = self.rule
-        if rule is not None and rule.meant is not None and not self.strict:
+        if rule is not None and rule.intended is not None and not self.strict:
             first = rule.model.layer_weights(1)
             drawn = {role: _std(float(getattr(first, role))) for role in groups}
             sentence += f": {', '.join(_by_std(drawn, ' of std '))}"
@@ -243,7 +243,7 @@ class WeightFindings:
         layers = tuple(sorted({row.layer for row in group if row.layer}))
         every = not layers or len(layers) == self.target.layers or group[0].layer == 0
         hidden = {role.split(".")[-1] for role in roles} <= set(MATRICES)
-        slip = self.rule is not None and self.rule.meant is not None
+        slip = self.rule is not None and self.rule.intended is not None
         usual = not hidden or (every and (not causes or slip))
         severity = "note" if usual and not self.strict else "warning"
         worst = max(group, key=lambda row: row.size)

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.composition import Leaf, Pullback, Pulled, weights_of
+from ...engine.composition import Leaf, Pullback, PullbackResult, weights_of
 from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
-from ...engine.response import Around, Response
+from ...engine.response import GradientUnits, Response
 from ...engine.state import Array, Gradient, Kernel, Signal, Values
 from ...engine.trace import Record
 from ...formulas.linear import LINEAR
@@ -106,8 +106,8 @@ class LatentHeads(Leaf):
     def with_variances(self, names: tuple[str, ...], factor: float) -> LatentHeads:
         return replace(self, attention=self.attention.with_variances(names, factor))
 
-    def unplaced(self) -> LatentHeads:
-        return replace(self, attention=self.attention.unplaced())
+    def without_positions(self) -> LatentHeads:
+        return replace(self, attention=self.attention.without_positions())
 
     def _latent(self, weight: str, label: str, rank: Any, factor: float) -> tuple[Any, Any]:
         """The matrix to a latent, and its norm."""
@@ -179,9 +179,9 @@ class LatentHeads(Leaf):
         query_maps: tuple[Pullback, ...],
         key_maps: tuple[Pullback, ...],
         gradient: Gradient,
-    ) -> Pulled:
+    ) -> PullbackResult:
         """Gradient at `signal`, through attention and both latents."""
-        block, length, parts = self.block, gradient.seq_len, list[Pulled]()
+        block, length, parts = self.block, gradient.seq_len, list[PullbackResult]()
         query, key, sides = attention._paths(gradient.kernel)
         _, share = self._shares(mean_size(signal))
         total = _down(query_maps, query, length, parts)
@@ -190,7 +190,7 @@ class LatentHeads(Leaf):
         # gradient's kernel per feature at the keys' shared part, for a matrix of unit gain
         shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
         total = total + shared.scaled(1.0 / (float(self.attention.d_model) * mean_size(signal)))
-        return Pulled(
+        return PullbackResult(
             Gradient(total, length),
             functools.partial(
                 self._weights, signal, attention, (gradient.kernel, sides), shared, parts
@@ -204,7 +204,7 @@ class LatentHeads(Leaf):
         attention: AttentionPullback,
         paths: tuple[Kernel, Any],
         shared: Kernel,
-        parts: list[Pulled],
+        parts: list[PullbackResult],
     ) -> Values:
         """Squared gradient norms, from the gradient's kernel at the heads with attention's paths,
         and from the pullbacks `parts` through the latents."""
@@ -241,7 +241,7 @@ class LatentHeads(Leaf):
             rotary=None,
         )
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         signal = record.input
         return AttentionSublayer.of(self._without_latents(signal), signal, around.grad_out(record))
 
@@ -257,7 +257,9 @@ _COPIED = (
 )
 
 
-def _down(maps: tuple[Pullback, ...], kernel: Kernel, length: int, parts: list[Pulled]) -> Kernel:
+def _down(
+    maps: tuple[Pullback, ...], kernel: Kernel, length: int, parts: list[PullbackResult]
+) -> Kernel:
     """Gradient at the tokens from that at a latent; appends every pullback's result to `parts`."""
     gradient = Gradient(kernel, length)
     for pullback in reversed(maps):

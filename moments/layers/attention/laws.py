@@ -214,7 +214,7 @@ class AlikeLayer(Layer):
         shared = two(values.off_diagonal) * (1 - self._shaped(rows.against))
         dropped = self._of_row(two(self._noise * values.diagonal)) * self.sum_square
         diagonal = mixed.diagonal + self._of_row(shared) + dropped
-        mixed = Kernel.joined(diagonal, mixed.off_diagonal + shared, queries.resolved)
+        mixed = Kernel.of_parts(diagonal, mixed.off_diagonal + shared, queries.resolved)
         self._mixed = _plain(mixed)
 
     def forward(self) -> Kernel:
@@ -251,7 +251,7 @@ class AlikeLayer(Layer):
             """Gradient at one key from all pairs of rows, with dropout's addition to the rate of a
             row with itself."""
             dropped = self._of_row(dropped + 0.0 * self._shaped(rows.square))
-            rate = Kernel.joined(rate.diagonal + dropped, rate.off_diagonal, rate.resolved)
+            rate = Kernel.of_parts(rate.diagonal + dropped, rate.off_diagonal, rate.resolved)
             return (gradient * rate.at_every_pair(scale)).total(queries) / keys
 
         overlap = self._at(rows.overlap)
@@ -260,7 +260,7 @@ class AlikeLayer(Layer):
         rate = self._at(rows.query).at_every_pair(unshared_value)
         diagonal = unshared_value * self._shaped(rows.common)
         diagonal = self._of_row(diagonal + noise * self._shaped(rows.dropped_query))
-        rate = Kernel.joined(rate.diagonal + diagonal, rate.off_diagonal, rate.resolved)
+        rate = Kernel.of_parts(rate.diagonal + diagonal, rate.off_diagonal, rate.resolved)
         query = gradient * rate.at_every_pair(self._unshared_scale)
         query = query.mixed(1.0, self.overlap_path(gradient), inverse_width)
         rate = self._at(rows.key).at_every_pair(unshared_value)
@@ -287,7 +287,7 @@ class AlikeLayer(Layer):
     def _at(self, values: Array) -> Kernel:
         """Kernel over rows from the columns for a row with itself and with another row."""
         diagonal, off_diagonal = self._of_row(self._shaped(values[:, 0])), values[:, 1]
-        return Kernel.joined(diagonal, self._shaped(off_diagonal), self._queries.resolved)
+        return Kernel.of_parts(diagonal, self._shaped(off_diagonal), self._queries.resolved)
 
 
 def _plain(kernel: Kernel) -> Kernel:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...engine.classes import ClassRows, Matrix, PositionClasses, few_points, one_class
 from ...engine.fluctuation import norm_variance
-from ...engine.layout import one_document, places
+from ...engine.layout import places, same_document
 from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
 from ...errors import DomainError
@@ -106,7 +106,7 @@ def self_masks(leaf: Any, tokens: int, matrices: int) -> list[Mask]:
 def _visible(inside: Mask, documents: NDArray[np.int64]) -> Mask:
     """(L, L) real keys of a query's own document; for a padding query, all real keys. A query
     without any key (padding before a causal text) attends to itself."""
-    mask = inside & (one_document(documents) | ((documents[:, None] == 0) & (documents > 0)))
+    mask = inside & (same_document(documents) | ((documents[:, None] == 0) & (documents > 0)))
     return np.asarray(np.where(mask.any(-1, keepdims=True), mask, np.eye(len(mask), dtype=bool)))
 
 
@@ -361,16 +361,16 @@ class ClassLayer(RowsLayer):
     ) -> list[Words | None]:
         """Kernels of two tokens of the same word, within one document and between two."""
         result: list[Words | None] = []
-        others = classes.others, classes.others_across
+        others = classes.same_word_share, classes.same_word_share_across
         for (coincidence, share), counts, kernels in zip(
             classes.shares, others, blocks, strict=False
         ):
             queries, keys, values = kernels
             at_one_place = coincidence if result else None
-            words = classes.read_again, counts, at_one_place
+            words = classes.repeated_share, counts, at_one_place
             # a larger share would need more repeated words than there are; texts with many such
             # cells are refused by `prediction.stack`
-            share = np.minimum(share, classes.most_of_a_cell)
+            share = np.minimum(share, classes.largest_same_word_share)
             result.append(Words(queries, keys, values, share, *words))
         return [*result, None]
 
@@ -385,7 +385,7 @@ class ClassLayer(RowsLayer):
         shape = (*self._lead, size)
         diagonal = np.broadcast_to(diagonal, shape)
         off_diagonal = np.broadcast_to(off_diagonal, (*shape, size))
-        blocks = self._classes.blocks if means else self._classes.blocks_by_relation
+        blocks = self._classes.blocks if means else self._classes.blocks_by_word
         matrices = diagonal.reshape(-1, size), off_diagonal.reshape(-1, size, size)
         return [blocks(*matrix) for matrix in zip(*matrices, strict=True)]
 
@@ -409,7 +409,7 @@ class ClassLayer(RowsLayer):
         return self._of_tokens(result.reshape(*self._lead, *result.shape[1:]))
 
     def _of_tokens(self, values: Array) -> Array:
-        return values[..., 0] if self._alike else self._classes.repeated(values)
+        return values[..., 0] if self._alike else self._classes.tiled(values)
 
     def mean_output(self) -> Kernel:
         return self._of_rows(lambda rows: rows.mean_output())
@@ -427,7 +427,7 @@ class ClassLayer(RowsLayer):
 
     def backward(self, gained: Kernel) -> Paths[Kernel]:
         result: list[list[Matrix]] = [[] for _ in Paths._fields]
-        counts = self._classes.documents
+        counts = self._classes.document_counts
         totals = gained if counts is None else gained.weighted(*counts)
         for rows, gradients in zip(self._rows, self._flat(totals), strict=True):
             relations = [rows, *rows.others]
@@ -482,10 +482,10 @@ class ClassLayer(RowsLayer):
         # rotary means over pairs of a cell weight pairs differently from `pair_count`
         if self._rotary_means is None or type(inner) is not PositionClasses:
             return query
-        count = classes.inside.pair_count
+        count = classes.one_document.pair_count
         usable = count > 0.0
         share = self._rotary_means.pair_count() / np.where(usable, count, 1.0)
-        return query.weighted(1.0, classes.within(np.where(usable, share, 1.0)))
+        return query.weighted(1.0, classes.block_diagonal(np.where(usable, share, 1.0)))
 
     def _shifted(self, table: RelativeBias) -> Kernel:
         shifted = [

@@ -142,11 +142,11 @@ def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, 
     left, right = kernel.over_tokens(np.sqrt(shrunk))
     square = correlation**2
     off_diagonal = left * right * correlation * (1.0 - (1.0 - square) / (2.0 * width))
-    directions = Kernel.joined(shrunk, off_diagonal, kernel.resolved)
+    directions = Kernel.of_parts(shrunk, off_diagonal, kernel.resolved)
     left, right = kernel.over_tokens(np.sqrt(inverse))
     back = left * right * np.maximum(1.0 + (1.5 * square - 0.5) / width, 0.0)
     diagonal = inverse * (1.0 + 1.0 / width)
-    returned = Kernel.joined(diagonal, back, kernel.resolved)
+    returned = Kernel.of_parts(diagonal, back, kernel.resolved)
     # In units of the largest, as epsilon may shrink the variance to almost 0.
     largest = shrunk.max(-1) if kernel.resolved else shrunk
     unit = ratio_or_zero(1.0, largest)
@@ -519,7 +519,7 @@ def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
     odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
     slope = theta * (1 - odds) / (1 + odds)
     off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal
-    return Kernel.joined(0.0 * kernel.diagonal, off_diagonal, kernel.resolved)
+    return Kernel.of_parts(0.0 * kernel.diagonal, off_diagonal, kernel.resolved)
 
 
 def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) -> dict[str, Array]:

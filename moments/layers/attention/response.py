@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine.classes import ClassMatrix, ClassRows, KeyCounts, OneClass, diagonal_of
-from ...engine.composition import Pulled
+from ...engine.composition import PullbackResult
 from ...engine.fluctuation import (
     OverlapWalk,
     UnsharedOverlap,
     between_rows,
-    followed,
     has_fixed_norms,
+    overlap_covariance,
     rows_times,
     unshared_variance,
 )
@@ -37,7 +37,6 @@ from ...engine.response import (
     matrix_of,
     ones,
     over_tokens,
-    paired,
     per_pair,
     ratio,
     row_sums,
@@ -45,6 +44,7 @@ from ...engine.response import (
     symmetric,
     total,
     trace_of,
+    trace_of_products,
     transposed,
 )
 from ...engine.state import Array, Kernel, Signal
@@ -282,11 +282,11 @@ def _on_classes(
 ) -> tuple[AttentionRows, Matrix, Matrix]:
     """As `_by_token`, on classes of positions."""
     classes = kernel.classes
-    tokens, *same_word = classes.blocks_by_relation(kernel.diagonal, kernel.off_diagonal)
+    tokens, *same_word = classes.blocks_by_word(kernel.diagonal, kernel.off_diagonal)
     logits = ClassLogits(tokens, tokens, tokens, tau, key_counts)
     if isinstance(classes, TextClasses):
         (same,) = same_word
-        counts = classes.share, classes.read_again, classes.others
+        counts = classes.share, classes.repeated_share, classes.same_word_share
         logits = logits._replace(words=Words(same, same, same, *counts))
     rows = position_attention.rows_of_classes(logits)
     by_word = position_attention.attention_by_word(logits, rows)
@@ -296,7 +296,7 @@ def _on_classes(
         crowded = ratio(by_word[..., 1], mean) ** 2
     weights = ClassMatrix.of_rows(mean, key_counts, classes, crowded)
     squares = ClassMatrix.of_rows(by_word**2 @ portions, key_counts, classes)
-    repeated = {f.name: classes.repeated(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
+    repeated = {f.name: classes.tiled(getattr(rows, f.name)) for f in dataclasses.fields(rows)}
     return dataclasses.replace(rows, **repeated), weights, squares
 
 
@@ -325,7 +325,7 @@ def _reshaped(fields: Any, axes: tuple[int, ...]) -> Any:
     if isinstance(result, ClassMatrix):
         diagonal = result.diagonal.reshape(*axes, *result.diagonal.shape[1:])
         off_diagonal = result.off_diagonal.reshape(*axes, *result.shape[1:])
-        crowded = result.crowded
+        crowded = result.same_word_ratio
         if crowded is not None:
             crowded = crowded.reshape(*axes, *crowded.shape[1:])
         return ClassMatrix(diagonal, off_diagonal, result.classes, crowded)
@@ -489,13 +489,15 @@ class AttentionSublayer:
         projection, 2 over its features, and that of each head's weights and keys (`HeadNoise`)."""
         adjoint = self.maps.gradient_adjoint(sensitivity)
         onward = per_pair(self.back_gain) * adjoint.onward
-        noise = 2 / (self.heads * self.d_head) * paired(onward, self.grad_out, self.grad_out)
+        noise = (
+            2 / (self.heads * self.d_head) * trace_of_products(onward, self.grad_out, self.grad_out)
+        )
         head = self.head_noise
         sizes = entrywise(np.abs, self.maps.by_head * self.grad_out * adjoint.gathered)
         rows = row_sums(sizes)
         crowding = ratio(over_tokens(rows * head.crowding, sizes), over_tokens(rows, sizes))
         for grad_in in (head.gradients, head.queries):
-            by_key = (3 * crowding - 1) * paired(sensitivity, grad_in, grad_in)
+            by_key = (3 * crowding - 1) * trace_of_products(sensitivity, grad_in, grad_in)
             size = 2 * total(sensitivity * grad_in) ** 2 / self.d_model
             noise = noise + (by_key + size) / self.heads
         diagonal = self.maps.by_head * adjoint.gathered + self.maps.query * sensitivity
@@ -591,7 +593,7 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
 
 
 def query_elasticity(
-    pulled: Pulled | None, before: Signal, after: Signal, real: Array | None
+    pulled: PullbackResult | None, before: Signal, after: Signal, real: Array | None
 ) -> float:
     """`fluctuation.elasticity` of the output's unshared variance through the queries; 0 without a
     backward pass."""
@@ -610,7 +612,7 @@ def unshared_spread(tokens: Signal, real: Array | None = None) -> float:
     two disjoint pairs, Cov(d o - c d q, d o' - c d q') = (1 - c)^2 y_kl^2 (`fluctuation`). Each
     layer multiplies u by an independent factor, so log u is Gaussian and E u^2 grows by e^v.
     """
-    overlaps = followed(tokens)
+    overlaps = overlap_covariance(tokens)
     if overlaps is None:
         return 0.0
     size = float(tokens.second_moment().mean_diagonal(real))

@@ -14,11 +14,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled, Reader, ReaderPullback
+from ...engine.composition import (
+    Chain,
+    Component,
+    Leaf,
+    Pullback,
+    PullbackResult,
+    Reader,
+    ReaderPullback,
+)
 from ...engine.directions import expected_pull
 from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, of_averages
 from ...engine.layout import Padding
-from ...engine.response import SINGLE, Around, Elementwise, Response, Sequence, kernel_of
+from ...engine.response import SINGLE, Elementwise, GradientUnits, Response, Sequence, kernel_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ...engine.trace import Record
 from ...errors import domain_error
@@ -193,11 +201,11 @@ class SelfAttention(Attention, Leaf):
         sizes = {"fan_in": self.d_model, "fan_out": self._width, "weight_variance": self.value}
         return Linear(LINEAR, "refined", self.label, sizes, self._width, self.matrices[0])
 
-    def unplaced(self) -> SelfAttention:
+    def without_positions(self) -> SelfAttention:
         free = dataclasses.replace(self, causal=False, window=None, padding=None, sequences=1)
         return dataclasses.replace(free, rotary=None, alibi=False, relative_bias=None)
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         return AttentionSublayer.of(self, record.input, around.grad_out(record))
 
     @property
@@ -228,12 +236,12 @@ class AttentionPullback:
     layer: Any
     aligned: Any = 1.0
 
-    def __call__(self, gradient: Gradient) -> Pulled:
+    def __call__(self, gradient: Gradient) -> PullbackResult:
         """Gradient at the input of self-attention."""
         query, key, sides = self._paths(gradient.kernel)
         return self._pulled(sides.value + sides.cross + key + query, gradient, sides)
 
-    def to_both(self, gradient: Gradient) -> tuple[Pulled, Gradient]:
+    def to_both(self, gradient: Gradient) -> tuple[PullbackResult, Gradient]:
         """Gradients at the tokens of the queries, and at those of keys and values."""
         query, key, sides = self._paths(gradient.kernel)
         rest = sides.value + sides.cross + key
@@ -246,9 +254,9 @@ class AttentionPullback:
             functools.partial(self.weights, grad_out, sides),
             functools.partial(self.overlaps, grad_out),
             self.response,
-            way=self,
+            pullback=self,
             grad_out=grad_out,
-            sides=sides,
+            paths=sides,
         )
 
     def _paths(self, grad_out: Kernel) -> tuple[Kernel, Kernel, Paths[Kernel]]:
@@ -317,12 +325,12 @@ class AttentionPullback:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class AttentionPulled(Pulled):
+class AttentionPulled(PullbackResult):
     """Gradient at attention's input; its pullback, the gradient at the output and all paths."""
 
-    way: AttentionPullback
+    pullback: AttentionPullback
     grad_out: Kernel
-    sides: Any
+    paths: Any
 
 
 def attended(
@@ -366,7 +374,7 @@ def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) ->
     bias, pair_bias = heads.lift(leaf.value_bias)
     of_row, of_pair = (1.0, 1.0) if rows is None else (rows.diagonal, rows.off_diagonal)
     diagonal = heads.diagonal + bias * (of_row + dropped * squares)
-    return Kernel.joined(diagonal, heads.off_diagonal + pair_bias * of_pair, heads.resolved)
+    return Kernel.of_parts(diagonal, heads.off_diagonal + pair_bias * of_pair, heads.resolved)
 
 
 def concatenated(
@@ -453,7 +461,7 @@ class CrossAttention(Attention, Reader):
     def reads(self) -> CrossAttention:
         return self
 
-    def unplaced(self) -> CrossAttention:
+    def without_positions(self) -> CrossAttention:
         return dataclasses.replace(self, padding=None, sequences=1)
 
     def key_masks(self, queries: int, keys: int, matrices: int) -> list[Mask]:
@@ -529,7 +537,7 @@ class NormalizedAttention(Leaf):
         norms: tuple[Pullback, Pullback],
         factors: tuple[tuple[Any, Any], Any, float],
         gradient: Gradient,
-    ) -> tuple[Pulled, Gradient]:
+    ) -> tuple[PullbackResult, Gradient]:
         """Backward pass through attention and the normalisation of both inputs.
 
         Args:
@@ -542,7 +550,7 @@ class NormalizedAttention(Leaf):
             norm(Gradient(at_unit.kernel.weighted(*of_tokens), gradient.seq_len)).gradient
             for norm, at_unit in zip(norms, (inner.gradient, to_memory), strict=True)
         )
-        pulled = Pulled(
+        pulled = PullbackResult(
             query,
             functools.partial(_rescaled, inner, of_values, size),
             inner.overlaps,
@@ -581,10 +589,10 @@ class NormalizedAttention(Leaf):
         unit = FiniteNormalization(RMSNORM, leaf.label, leaf.norm_epsilon, centres=False)
         return Chain((unit, dataclasses.replace(leaf, value=1 / leaf.d_model).apart()))
 
-    def unplaced(self) -> NormalizedAttention:
-        return NormalizedAttention(self.attention.unplaced())
+    def without_positions(self) -> NormalizedAttention:
+        return NormalizedAttention(self.attention.without_positions())
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         # The derivative of the values' norms, of order 1/d_head, is neglected. The gradient between
         # normalisation and attention is that of the linearised attention.
         signal = record.input
@@ -599,14 +607,14 @@ class NormalizedAttention(Leaf):
         return Sequence((normed, attention))
 
 
-def _to_one(back: ReaderPullback, gradient: Gradient) -> Pulled:
+def _to_one(back: ReaderPullback, gradient: Gradient) -> PullbackResult:
     """Gradient at the input of self-attention, from those at both inputs of `attend`."""
     pulled, to_memory = back(gradient)
     total = pulled.gradient.kernel + to_memory.kernel
     return dataclasses.replace(pulled, gradient=gradient.with_kernel(total))
 
 
-def _rescaled(inner: Pulled, values: Any, size: float) -> Mapping[str, Array]:
+def _rescaled(inner: PullbackResult, values: Any, size: float) -> Mapping[str, Array]:
     """Weight gradients for unnormalised values and tokens, from those of the inner attention."""
     result = dict(inner.weights())
     for name in {"value", "value.bias"} & result.keys():
@@ -614,7 +622,7 @@ def _rescaled(inner: Pulled, values: Any, size: float) -> Mapping[str, Array]:
     return {n: norm / size if n.endswith(".bias") else norm for n, norm in result.items()}
 
 
-def _normed(inner: Pulled, norm: Pullback) -> Kernel | None:
+def _normed(inner: PullbackResult, norm: Pullback) -> Kernel | None:
     result = inner.response()
     return None if result is None else norm(inner.gradient.with_kernel(result)).gradient.kernel
 

@@ -51,8 +51,8 @@ class AroundHeads(Component):
     def padding(self) -> Any:
         return self.heads.padding
 
-    def unplaced(self) -> Self:
-        return dataclasses.replace(self, heads=self.heads.unplaced())
+    def without_positions(self) -> Self:
+        return dataclasses.replace(self, heads=self.heads.without_positions())
 
     def unshared_overlap(
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
@@ -78,10 +78,10 @@ class SharedKeys(AroundHeads):
         else:
             memory = run.kept[SHARED_NAMES, self.source]
         output, pullback = self.heads.attend(signal, memory or signal)
-        return run.passed(Record(self, run.layer, signal, output, (), pullback, memory))
+        return run.record_forward(Record(self, run.layer, signal, output, (), pullback, memory))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         pulled, to_memory = record.pullback(gradient)
         weights, overlaps = pulled.weights, pulled.overlaps
         if self.source is not None:

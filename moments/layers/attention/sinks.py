@@ -157,7 +157,7 @@ class SinkLayer:
             off_diagonal = np.zeros(np.broadcast_shapes(np.shape(correlation), one.shape[:-1]))
             for k in reversed(range(DEGREES)):
                 off_diagonal = off_diagonal * correlation + one[..., k] * other[..., k]
-            return Kernel.joined(diagonal, off_diagonal[()], queries.resolved)
+            return Kernel.of_parts(diagonal, off_diagonal[()], queries.resolved)
 
         # The unshared part of a row's output is correlated with Z.
         self._output, self._squares = layer.forward(), row.kept_squares
@@ -175,7 +175,7 @@ class SinkLayer:
         self._moved = moments(kept * (1.0 - kept), mixed(row.moved, row.moved_squares))
         # covariance of sum_j a_j l_j of two rows, over that of their queries
         unit = np.sqrt(first * second)
-        self._logits = Kernel.joined(
+        self._logits = Kernel.of_parts(
             ratio_or_zero(shared + theta / count, size),
             ratio_or_zero(common + both / most, unit),
             queries.resolved,

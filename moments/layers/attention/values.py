@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine import laws
-from ...engine.composition import Pulled, added
+from ...engine.composition import PullbackResult, added
 from ...engine.laws import Layout
 from ...engine.response import sum_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
@@ -93,7 +93,7 @@ class MixedValues(AroundHeads):
         unshared = [k.mean_diagonal() - k.mean_off_diagonal() for k in (own, total.kernel)]
         pullback.aligned = ratio_or_zero(unshared[0] * self._own, unshared[1])
         both = _Pullbacks(pullback, rows)
-        return run.passed(Record(self, run.layer, signal, pullback.output, (), both))
+        return run.record_forward(Record(self, run.layer, signal, pullback.output, (), both))
 
     def _rows(self, signal: Signal, same_word: Kernel) -> Any:
         """Moments of the table's rows times their gates, and the backward map."""
@@ -107,7 +107,7 @@ class MixedValues(AroundHeads):
         return LawLeaf("", law, tuple(matrices), width, signal.seq_len, False).forward(signal)
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         leaf, values, length = self.heads, self.values, gradient.seq_len
         attention, rows = record.pullback
         query, key, sides = attention._paths(gradient.kernel)
@@ -119,7 +119,7 @@ class MixedValues(AroundHeads):
         parts = [query, key, cross, own.scaled(gain)]
         if values.first and not self.first:
             run.send(FIRST, at_values.scaled(values.first**2))
-        table: Pulled | None = None
+        table: PullbackResult | None = None
         if rows is not None:
             table = rows(Gradient(at_values.scaled(values.table**2), length))
             parts.append(table.gradient.kernel)
@@ -128,7 +128,7 @@ class MixedValues(AroundHeads):
         return record.completed(gradient, pulled.gradient, (), pulled)
 
     def _weights(
-        self, heads: Callable[[], Norms], signal: Signal, own: Kernel, table: Pulled | None
+        self, heads: Callable[[], Norms], signal: Signal, own: Kernel, table: PullbackResult | None
     ) -> Norms:
         """Squared gradient norms; `own` is the gradient's kernel at W_v x."""
         leaf, result = self.heads, dict(heads())

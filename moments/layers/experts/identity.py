@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...engine.bottom_to_top import at_both, crossed
-from ...engine.composition import Component, Pulled, added
-from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, followed
+from ...engine.composition import Component, PullbackResult, added
+from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, overlap_covariance
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, Values, ratio_or_zero
 from ...engine.trace import Record, Run
 from .routing import together
@@ -57,7 +57,7 @@ class _Through(Component):
     ) -> UnsharedOverlap:
         return at
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
         return amplitude
 
 
@@ -126,7 +126,7 @@ class Tap(_Through):
         return record.completed(gradient, Gradient(total, gradient.seq_len), (child,))
 
     def _weights(
-        self, pulled: Pulled, experts: ExpertOutput, logits: Kernel, length: int
+        self, pulled: PullbackResult, experts: ExpertOutput, logits: Kernel, length: int
     ) -> Values:
         leaf, result = self.mixture, dict(pulled.weights())
         result[leaf.name] += leaf.d_model * (experts.tokens * logits).total(length)
@@ -152,10 +152,12 @@ class Join(_Through):
             fluctuation=_fluctuation(source, total, experts, gain),
             centred=None,
         )
-        return run.passed(Record(self, run.layer, signal, output, (), (source, experts, gain)))
+        return run.record_forward(
+            Record(self, run.layer, signal, output, (), (source, experts, gain))
+        )
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        run.returning(record, gradient)
+        run.record_backward(record, gradient)
         (source, experts, gain), known = record.pullback, gradient.averaged()
         length, above = gradient.seq_len, gradient.kernel
         before, after, first = (
@@ -181,7 +183,7 @@ class Join(_Through):
             averaged, _ = above.lift(above.average(variance) if np.ndim(variance) else variance)
             _, pair_variance = above.lift(np.mean(averaged))
             pairs = 1.0 - response * (pair_variance + covariance) / (2 * pair_mean)
-            factors = Kernel.joined(1.0 - response * variance / mean, pairs, above.resolved)
+            factors = Kernel.of_parts(1.0 - response * variance / mean, pairs, above.resolved)
         run.send((FORK, self.number), crossed(above, gain) * factors)
         both = before + mean_gain * first
         cosine = ratio_or_zero(both * both, before * after)
@@ -193,7 +195,7 @@ class Join(_Through):
         )
         return record.completed(gradient, grad_in, ())
 
-    def carried(self, record: Record, amplitude: Array) -> Array:
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
         _, _, gain = record.pullback
         return amplitude * (1.0 + gain)
 
@@ -220,7 +222,7 @@ def _fluctuation(
     size = np.sqrt(ratio_or_zero(experts.tokens.diagonal, kernel.diagonal)) / (1.0 + gain)
     scatter = np.mean(4.0 * variance * size * size)
     norms = norms + (grown * grown).weighted(scatter, scatter * (0.5 + 0.5 * correlation) ** 2)
-    of_source, of_total = followed(source), followed(total)
+    of_source, of_total = overlap_covariance(source), overlap_covariance(total)
     overlaps = None if of_source is None or of_total is None else with_gain(of_source, of_total)
     return Fluctuation(norms, overlaps)
 
@@ -228,4 +230,4 @@ def _fluctuation(
 def at_tokens(tokens: Kernel, diagonal: Array, pairs: Array) -> Kernel:
     """Kernel at the resolution of another, from a value for tokens and values for pairs."""
     diagonal = tokens.lift(diagonal)[0] + 0.0 * tokens.diagonal
-    return Kernel.joined(diagonal, pairs + 0.0 * tokens.off_diagonal, tokens.resolved)
+    return Kernel.of_parts(diagonal, pairs + 0.0 * tokens.off_diagonal, tokens.resolved)

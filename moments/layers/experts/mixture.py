@@ -21,15 +21,15 @@ from ...engine.composition import (
     OfEntry,
     Parallel,
     Pullback,
-    Pulled,
+    PullbackResult,
 )
 from ...engine.composition import forward as passed
-from ...engine.directions import shortened
-from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, moved_overlaps
+from ...engine.directions import weighted_by_gradient
+from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, shifted_overlaps
 from ...engine.response import (
-    Around,
     Elementwise,
     GradientAdjoint,
+    GradientUnits,
     Matrix,
     Response,
     SignalAdjoint,
@@ -101,8 +101,8 @@ class Mixture(Leaf):
     def with_variances(self, names: tuple[str, ...], factor: float) -> Mixture:
         return replace(self, expert=self.expert.with_variances(names, factor))
 
-    def of_entry(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
-        parts = [part.of_entry(algebra, names) for part in self.expert.components]
+    def entry_moments(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry | None:
+        parts = [part.entry_moments(algebra, names) for part in self.expert.components]
         if self.inward or None in parts:
             return None
 
@@ -201,7 +201,7 @@ class Mixture(Leaf):
         weight: Kernel,
         sides: _Sides | None,
         gradient: Gradient,
-    ) -> Pulled:
+    ) -> PullbackResult:
         """Gradient at the input, through the experts and through the router's logits.
 
         dL/dz_e = sum_a (dg_a/dz_e) F_a.g has the covariance d G_ij K_ij N(r_ij), summed over
@@ -226,18 +226,18 @@ class Mixture(Leaf):
             off_diagonal = through.off_diagonal * ratio_or_zero(
                 back.off_diagonal, weight.off_diagonal
             )
-            through = Kernel.joined(through.diagonal, off_diagonal, through.resolved)
+            through = Kernel.of_parts(through.diagonal, off_diagonal, through.resolved)
             slopes = sides.weighted(slopes, "slopes", "out")
         sizes = inner.second_moment()
         if inner.fluctuation is not None:
-            sizes = shortened(sizes, inner.fluctuation.norms, response + lacks)
+            sizes = weighted_by_gradient(sizes, inner.fluctuation.norms, response + lacks)
         logits = (gradient.kernel * sizes * slopes).scaled(inner.width)
         if self.router.normalised != "chosen":
             of_token, of_pair = logits.lift(1.0 - lacks)
             logits = logits.weighted(of_token, of_pair * of_pair)
         total = through + logits.scaled(self.router_variance)
         weights = functools.partial(self._weights, signal, record, logits)
-        return Pulled(Gradient(total, gradient.seq_len), weights)
+        return PullbackResult(Gradient(total, gradient.seq_len), weights)
 
     def _weights(self, signal: Signal, experts: Record, logits: Kernel) -> Values:
         """Squared gradient norms, summed over experts: each receives its fraction of the tokens,
@@ -262,7 +262,7 @@ class Mixture(Leaf):
         square = weight * weight
         gaussian = (inner.kernel * inner.kernel).scaled(2 / inner.width)
         load = at.load.scaled(self.share)
-        shares = Kernel.joined(
+        shares = Kernel.of_parts(
             ratio_or_zero(1.0, load.diagonal),
             ratio_or_zero(1.0, load.off_diagonal),
             load.resolved,
@@ -304,7 +304,7 @@ class Mixture(Leaf):
     ) -> UnsharedOverlap:
         return entrywise_overlap(self, record, at, walk.real)
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         inner = super().response(record, around)
         assert isinstance(inner, Elementwise)
         signal = record.input
@@ -370,7 +370,7 @@ class _Sides(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Mixture, signal: Signal) -> _Sides | None:
-        moved = moved_overlaps(signal)
+        moved = shifted_overlaps(signal)
         if moved is None:
             return None
         routed, out, back = [], [], []
@@ -391,7 +391,7 @@ class _Sides(NamedTuple):
         off_diagonal = below + share * (above - below)
         if np.ndim(off_diagonal) == 0 and np.ndim(kernel.off_diagonal) == 0:
             off_diagonal = float(off_diagonal)
-        return Kernel.joined(kernel.diagonal, off_diagonal, kernel.resolved)
+        return Kernel.of_parts(kernel.diagonal, off_diagonal, kernel.resolved)
 
 
 # --- fluctuation of the load in one draw of the router -------------------------------------------

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.composition import Chain, Component, Leaf, Pullback, Pulled
+from ...engine.composition import Chain, Component, Leaf, Pullback, PullbackResult
 from ...engine.response import (
     SINGLE,
-    Around,
     GradientAdjoint,
+    GradientUnits,
     Matrix,
     Response,
     SignalAdjoint,
@@ -127,7 +127,7 @@ class Pool(Leaf):
         first = self.before if self.kind == "patches" else 0
         return range(first, {"first": 1, "before": self.before}.get(self.kind, length))
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         return PoolMaps.of(self, record.input)
 
     def weights(self, count: int) -> np.ndarray:
@@ -174,7 +174,7 @@ class PoolMaps:
             return Kernel(variance, 0.0 * variance)
         # equally long documents, with one vector each
         inside, *across = classes.blocks(kernel.diagonal, kernel.off_diagonal)
-        document, count = classes.inside, classes.inside.length
+        document, count = classes.one_document, classes.one_document.length
 
         def mean(diagonal: Array, off_diagonal: Array) -> Array:
             if self.pool.kind == "first":
@@ -196,7 +196,7 @@ class PoolMaps:
             count = len(self.pool.tokens(length))
             diagonal = kernel.diagonal / (count * length)
             return Kernel(diagonal, diagonal * ((count - 1) / max(length - 1, 1)))
-        size, count = len(classes.inside.nodes), classes.inside.length
+        size, count = len(classes.one_document.nodes), classes.one_document.length
         first = np.eye(1, size)[0]
 
         def spread(value: Array) -> tuple[Array, Array]:
@@ -206,13 +206,13 @@ class PoolMaps:
             return diagonal, diagonal[..., None] + np.zeros(size)
 
         blocks = [spread(np.asarray(kernel.mean_diagonal()))]
-        if len(classes.ends) > 1:
+        if len(classes.document_lengths) > 1:
             blocks.append(spread(np.asarray(kernel.mean_off_diagonal())))
         diagonal, off_diagonal = classes.joined(*blocks)
         return Kernel(diagonal, off_diagonal, classes)
 
-    def __call__(self, gradient: Gradient) -> Pulled:
-        return Pulled(Gradient(self.returned(gradient.kernel), self.length))
+    def __call__(self, gradient: Gradient) -> PullbackResult:
+        return PullbackResult(Gradient(self.returned(gradient.kernel), self.length))
 
     def gradient_adjoint(self, sensitivity: Matrix) -> GradientAdjoint:
         onward = matrix_of(self.pooled(kernel_of(sensitivity)), 1)
@@ -223,6 +223,6 @@ class PoolMaps:
 
     def signal_adjoint(self, sensitivity: Matrix, exposure: Any) -> SignalAdjoint:
         by_class = not isinstance(self.resolved, bool)
-        maps = replace(self, resolved=self.resolved.of_one) if by_class else self
+        maps = replace(self, resolved=self.resolved.one_document_with_words) if by_class else self
         result = matrix_of(maps.returned(kernel_of(sensitivity)), self.length)
         return SignalAdjoint(result.astype(SINGLE))

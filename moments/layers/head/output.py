@@ -139,7 +139,7 @@ def output_moments(
     if signal.resolved is True:
         sequences = signal.kernel.off_diagonal.shape[-1] // model.seq_len
     elif signal.kernel.classes is not None:
-        sequences = len(signal.kernel.classes.ends)
+        sequences = len(signal.kernel.classes.document_lengths)
     run = Run() if run is None else run
     run.layer = model.layers + 1
     chain = head_chain(model, head, sequences, real)
@@ -212,7 +212,7 @@ def carried_amplitude(model: Transformer, stack: Record | None) -> Array:
     if embedding.norm:
         variance = embedding.variance * (1 - 1 / model.d_model) + embedding.norm_epsilon
         amplitude = amplitude / np.sqrt(variance)
-    return amplitude if stack is None else stack.component.carried(stack, amplitude)
+    return amplitude if stack is None else stack.component.amplitude_of_input(stack, amplitude)
 
 
 def _carried_to_logits(
@@ -296,7 +296,7 @@ def _targets(
                 if token_ids is None
                 else position_text(head, vocab_size, counted, token_ids)
             )
-            if len(counted.ends) > len(classes.ends):
+            if len(counted.document_lengths) > len(classes.document_lengths):
                 result = result.of_one(counted)
             return result.repeated(batch)
         return alike_targets(head, vocab_size, model.seq_len, batch)

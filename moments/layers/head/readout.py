@@ -96,7 +96,7 @@ class Readout:
         """Expected cross-entropy, averaged over the targets."""
         softmax, targets, spread = self.softmax, self.targets, self.smoothing
         mean = (softmax.own.value + (self.vocab_size - 1) * softmax.other.value) / self.vocab_size
-        target = targets.own * softmax.own.value + (1 - targets.own) * softmax.other.value
+        target = targets.own_word * softmax.own.value + (1 - targets.own_word) * softmax.other.value
         loss = softmax.log_sum - (1 - spread) * target - spread * mean
         if not self.kernel.resolved:
             return loss
@@ -177,7 +177,7 @@ class Readout:
         i, j = kernel.over_tokens(along)
         first, second = kernel.over_tokens(kernel.diagonal)
         off_diagonal = i * j * (1 + 2 * ratio_or_zero(kernel.off_diagonal**2, first * second))
-        total = Kernel.joined(3 * along**2, off_diagonal, kernel.resolved).total(self.seq_len)
+        total = Kernel.of_parts(3 * along**2, off_diagonal, kernel.resolved).total(self.seq_len)
         return self.width * self.scale**2 * total / self.targets.count**2
 
     def matrix_gradient(self) -> Array:
@@ -197,7 +197,7 @@ class Readout:
         """
         kernel, targets = self.kernel, self.targets
         first, second = kernel.over_tokens(kernel.diagonal)
-        hit, swapped = targets.hit, targets.hit
+        hit, swapped = targets.hits, targets.hits
         if kernel.resolved:
             swapped = hit.swapaxes(-1, -2)
         both = (targets.same_target, targets.same_token, hit, swapped)
@@ -205,13 +205,13 @@ class Readout:
         # The overlap of two tokens of independent features has variance 1/width over draws.
         deviation = (1 - correlation**2) * at / self.width**0.5
         blank = targets.blank if drawn else 0.0
-        off_diagonal = targets.both * self._products(
+        off_diagonal = targets.both_active * self._products(
             correlation, both, kernel.over_tokens, blank, deviation
         )
-        itself = (1.0, 1.0, targets.own, targets.own)
+        itself = (1.0, 1.0, targets.own_word, targets.own_word)
         equal = at + 0 * kernel.diagonal
         diagonal = self._products(equal, itself, lambda value: (value, value), blank)
-        return Kernel.joined(targets.active * diagonal, off_diagonal, kernel.resolved)
+        return Kernel.of_parts(targets.active * diagonal, off_diagonal, kernel.resolved)
 
     def _products(
         self,
@@ -237,7 +237,7 @@ class Readout:
         other_i, other_j = lift(other.probability_slope)
         own_i, own_j = lift(own.probability_slope)
         # slope of the target, which may be the token's own row
-        reads = self.targets.own
+        reads = self.targets.own_word
         mean_slope = reads * own.slope + (1 - reads) * other.slope
         slope_square = reads * own.slope_square + (1 - reads) * other.slope_square
         slope_i, slope_j = lift(mean_slope * (1 - blank))
@@ -306,10 +306,10 @@ class Readout:
         _, k = kernel.over_tokens(self.carried + 0 * kernel.diagonal)
         same = targets.same_token
         off_diagonal = same * of_own + (1 - same) * of_other
-        off_diagonal = off_diagonal - (targets.hit * target_weight + uniform) * slope
-        itself = own.probability_slope - (targets.own * target_weight + uniform) * own.slope
+        off_diagonal = off_diagonal - (targets.hits * target_weight + uniform) * slope
+        itself = own.probability_slope - (targets.own_word * target_weight + uniform) * own.slope
         diagonal = self.carried * itself * targets.active
-        return Kernel.joined(diagonal, k * off_diagonal * active, kernel.resolved)
+        return Kernel.of_parts(diagonal, k * off_diagonal * active, kernel.resolved)
 
     def _with_along(self, along: Array) -> Kernel:
         """Change of f_i . f_j/d by adding a_i h_i to f_i, over the variance."""
@@ -318,7 +318,7 @@ class Readout:
         off_diagonal = i * self._swapped(rows.off_diagonal)
         off_diagonal = off_diagonal + j * (rows.off_diagonal + i * kernel.off_diagonal)
         diagonal = along * (2 * rows.diagonal + along * kernel.diagonal)
-        result = Kernel.joined(diagonal, off_diagonal, kernel.resolved)
+        result = Kernel.of_parts(diagonal, off_diagonal, kernel.resolved)
         return result.scaled(self.weight_variance)
 
     def _projected(self) -> Kernel:
@@ -330,7 +330,7 @@ class Readout:
         if not np.any(self.carried):
             return kernel.scaled(0.0)
         own, other, kept = self.softmax.own, self.softmax.other, 1 - self.smoothing
-        hit = targets.own * kept
+        hit = targets.own_word * kept
         square = own.square_slope_square - 2 * hit * own.probability_slope_square
         square = (square + hit * kept * own.slope_square) * targets.active
         share_i, share_j = kernel.over_tokens(self.own_share)
@@ -339,19 +339,19 @@ class Readout:
         # The probabilities of the own row are correlated for two tokens that are the same word.
         p_i, p_j = kernel.over_tokens(own.probability_slope)
         rise_i, rise_j = kernel.over_tokens(np.log(own.ends) / 2)
-        beyond = targets.same_token * targets.both * p_i * p_j
+        beyond = targets.same_token * targets.both_active * p_i * p_j
         beyond = beyond * np.expm1(correlation * (rise_i + rise_j))
         # In an unknown text both targets coincide at frequent words more often than by chance.
-        own_i, _ = kernel.over_tokens(targets.own)
+        own_i, _ = kernel.over_tokens(targets.own_word)
         slope_i, _ = kernel.over_tokens(own.slope)
         _, slope_j = kernel.over_tokens(other.slope)
-        both_hit = targets.both_hit - own_i * self._swapped(targets.hit)
-        both_hit = kept**2 * slope_i * slope_j * targets.both * both_hit
+        both_hit = targets.both_hit - own_i * self._swapped(targets.hits)
+        both_hit = kept**2 * slope_i * slope_j * targets.both_active * both_hit
         means = self._with_along(self._removed)
         off_diagonal = means.off_diagonal + np.sqrt(share_i * share_j) * correlation * beyond
         off_diagonal = off_diagonal - share_i * (beyond + both_hit)
         off_diagonal = off_diagonal - share_j * (beyond + self._swapped(both_hit))
-        result = Kernel.joined(-self.own_share * square, off_diagonal, kernel.resolved)
+        result = Kernel.of_parts(-self.own_share * square, off_diagonal, kernel.resolved)
         return result.scaled(targets.count**-2.0)
 
     @property
@@ -371,7 +371,7 @@ class Readout:
         # k_i sum_j d_j(id_i) g_i . h_j
         along = self._removed if self.normalised else self.radial_length
         i, _ = kernel.over_tokens(along + 0 * kernel.diagonal)
-        radial = Kernel.joined(along * kernel.diagonal, i * kernel.off_diagonal, kernel.resolved)
+        radial = Kernel.of_parts(along * kernel.diagonal, i * kernel.off_diagonal, kernel.resolved)
         total = (rows.transposed() * (rows + radial)).total(self.seq_len) / self.targets.count**2
         return 2 * self.scale**2 * self.width * self.weight_variance * total
 

@@ -30,22 +30,22 @@ class Targets:
     Attributes:
         count: terms of the loss, over the whole batch.
         active: token i has a target.
-        both: both tokens have a target.
+        both_active: both tokens have a target.
         same_target: both tokens have the same target.
         same_token: both tokens are the same word.
-        hit: (i, j): the target of i is the word of j.
-        own: the target of i is the word of i.
+        hits: (i, j): the target of i is the word of j.
+        own_word: the target of i is the word of i.
         both_hit: (i, j): the targets of i and j are both the word of i.
         blank: the target of i has a row of zeros in the matrix.
     """
 
     count: float
     active: Array
-    both: Array
+    both_active: Array
     same_target: Array
     same_token: Array
-    hit: Array
-    own: Array
+    hits: Array
+    own_word: Array
     both_hit: Array
     blank: Array = 0.0
 
@@ -54,10 +54,10 @@ class Targets:
         fields = {}
         for name, value in vars(self).items():
             if np.ndim(value) == 1:
-                fields[name], _ = classes.alone(value, 0.0 * self.same_token)
+                fields[name], _ = classes.within_block(value, 0.0 * self.same_token)
             elif np.ndim(value) == 2:
-                _, fields[name] = classes.alone(0.0 * self.active, value)
-        return Targets(self.count / len(classes.ends), **fields)
+                _, fields[name] = classes.within_block(0.0 * self.active, value)
+        return Targets(self.count / len(classes.document_lengths), **fields)
 
     def repeated(self, batch: int) -> Targets:
         """The same targets with a loss that averages over `batch` times as many sequences."""
@@ -221,9 +221,9 @@ def position_targets(head: Head, vocab_size: int, classes: PositionClasses) -> T
     same_token, same_word, both_same_word = by_chance, by_chance, np.full((size, size), triple)
     if isinstance(classes, TextClasses):
         different = np.ones_like(classes.share) / (1.0 - collision)
-        same_token, same_in_four = classes.one_word, np.array(four / collision)
-        same_word = classes.of_relations((collision - triple) * different, np.array(one_more))
-        both_same_word = classes.of_relations((triple - four) * different, same_in_four)
+        same_token, same_in_four = classes.same_word, np.array(four / collision)
+        same_word = classes.from_word_blocks((collision - triple) * different, np.array(one_more))
+        both_same_word = classes.from_word_blocks((triple - four) * different, same_in_four)
     follows = classes.following_pairs
     hit = follows + (1.0 - follows) * same_word
     neither = 1.0 - (follows + follows.T)
@@ -244,7 +244,7 @@ def _chosen_at_random(head: Head, vocab_size: int, classes: PositionClasses) -> 
 
 def _followed(classes: PositionClasses) -> Array:
     """(L,) or (documents, longest): 1 for a token followed by another one of its document."""
-    real = classes.there + 0.0
+    real = classes.is_real + 0.0
     result = np.zeros(real.shape)
     result[..., :-1] = real[..., 1:]
     return result

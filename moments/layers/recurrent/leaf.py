@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ...engine.composition import Chain, Component, Leaf, Parallel, Pulled
+from ...engine.composition import Chain, Component, Leaf, Parallel, PullbackResult
 from ...engine.fluctuation import overlap_variance
 from ...engine.layout import Padding
-from ...engine.response import Around, Elementwise, Response
+from ...engine.response import Elementwise, GradientUnits, Response
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ...engine.trace import Record
 from ...errors import DomainError
@@ -118,7 +118,7 @@ class Mixer(Leaf):
         )
         return output, _Pullback(self, tokens, laws)
 
-    def response(self, record: Record, around: Around) -> Response:
+    def response(self, record: Record, around: GradientUnits) -> Response:
         # Derivatives are taken as entrywise: all pairs of tokens are changed at once.
         few = replace(self, draws=BAND_DRAWS)
         grad_out, grad_in = around.grad_out(record), record.grad_out
@@ -133,7 +133,7 @@ class _Pullback:
     tokens: Kernel
     laws: list[Any]
 
-    def __call__(self, gradient: Gradient) -> Pulled:
+    def __call__(self, gradient: Gradient) -> PullbackResult:
         leaf, shape = self.leaf, np.shape(self.tokens.off_diagonal)
         grad_out = np.broadcast_to(gradient.kernel.off_diagonal, shape).reshape(-1, *shape[-2:])
         known = (
@@ -151,7 +151,7 @@ class _Pullback:
         ]
         kernel = Kernel.of_matrix(np.stack(grad_in).reshape(shape))
         weights = functools.partial(self._weights, backs)
-        return Pulled(gradient.with_kernel(kernel), weights)
+        return PullbackResult(gradient.with_kernel(kernel), weights)
 
     def _weights(self, backs: list[Back]) -> Mapping[str, Array]:
         # dW = sum_t dp_t x_t^T: E|dW|^2 = d_model rows sum_tt' E dp_t dp_t' E x_t x_t'

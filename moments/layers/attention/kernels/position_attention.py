@@ -220,7 +220,7 @@ def _tile(
     visible = key_counts.visible[long, left], key_counts.visible[short, right]
     mask = (visible[0][:, :, None] & visible[1][:, None, :]).astype(float)
     mask_common = (visible[0][:, common_left] & visible[1][:, common_right]).astype(float)
-    begin = np.where(long > short, key_counts.begins[long], 0)
+    begin = np.where(long > short, key_counts.first_key[long], 0)
     inside = np.arange(common.start, common.stop) >= begin[:, None]
     begun = None if inside.all() else inside.astype(float)
     ranges = left, right, common, common_left, common_right
@@ -832,8 +832,8 @@ class PositionAttention(RowAttention):
         order_count = np.where(long == short, 1.0, 2.0)[:, None]
         # `sending` counts rows that see only one of the keys without interpolating across the jump
         counts = (
-            np.moveaxis(key_counts.sending[left, right][:, :, long], -1, 0),
-            np.moveaxis(key_counts.sending[right, left][:, :, short], -1, 0).swapaxes(1, 2),
+            np.moveaxis(key_counts.rows_split[left, right][:, :, long], -1, 0),
+            np.moveaxis(key_counts.rows_split[right, left][:, :, short], -1, 0).swapaxes(1, 2),
         )
         both = (order_count * weights[long, left])[:, :, None] * weights[short, right][:, None, :]
         both = both * counts[0] * counts[1]
@@ -842,8 +842,10 @@ class PositionAttention(RowAttention):
         if itself.any():  # split the diagonal class pair into a row itself and its neighbours
             rows = long[itself]
             both_itself = weights[rows, left][:, :, None] * weights[rows, right][:, None, :]
-            both_itself *= np.moveaxis(key_counts.later[left, right][:, :, rows], -1, 0)
-            key_itself = (key_counts.later_diagonal[left][:, rows] * weights[rows, left].T ** 2).T
+            both_itself *= np.moveaxis(key_counts.rows_of_pair[left, right][:, :, rows], -1, 0)
+            key_itself = (
+                key_counts.rows_of_pair_diagonal[left][:, rows] * weights[rows, left].T ** 2
+            ).T
             both[itself], same_key[itself] = both_itself, key_itself
             both[neighbour] -= both_itself
             same_key[neighbour] -= key_itself
@@ -895,8 +897,8 @@ class PositionAttention(RowAttention):
 
     def _add_dropout_gradient(self, gradient: Array, total_diagonal: Array, total: Array) -> None:
         """Add the gradient through attention dropout, in place, to the paths of `backward`."""
-        logits, weights, later = self.logits, self.weights, self.logits.key_counts.later
-        squares = logits.key_counts.later_diagonal  # (key, row)
+        logits, weights, later = self.logits, self.weights, self.logits.key_counts.rows_of_pair
+        squares = logits.key_counts.rows_of_pair_diagonal  # (key, row)
         total_diagonal[0] += self._dropped * (squares * self._squares.T) @ gradient
         row_gradient = self._dropped * logits.scale * gradient * logits.queries[0]
         excess, noise = self._noise

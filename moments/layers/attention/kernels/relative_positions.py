@@ -125,7 +125,7 @@ def _rotary_means(
     basis = basis_of(key_counts.classes, speed)
     # A causal window may begin inside a cell; sums are over whole cells up to its end.
     whole = isinstance(key_counts.classes, BothSides | OneClass)
-    ends = np.full(size, key_counts.classes.length) if whole else key_counts.ends
+    ends = np.full(size, key_counts.classes.length) if whole else key_counts.last_key
     result = [basis.sums(0, int(end)) for end in ends]
     sums, mass, same = (np.stack(part) for part in zip(*result, strict=True))
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
