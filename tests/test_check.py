@@ -79,7 +79,7 @@ MODEL = moments.Transformer(layers=6, d_model=64, heads=4, seq_len=16)
 @pytest.mark.filterwarnings("ignore::moments.ValidityWarning")
 def test_a_published_scheme_is_recognised_by_its_variances(name: str) -> None:
     found = recognise(weights_of(MODEL.with_scheme(name)), MODEL)
-    assert not found.left
+    assert not found.unexplained
     assert found.title.startswith(name) or name == "mup"
     if name == "mup":  # its variances are LeCun's; its other multipliers no weight shows
         assert found.title == "LeCun's 1/fan_in"
@@ -96,15 +96,15 @@ def test_a_published_scheme_is_recognised_by_its_variances(name: str) -> None:
 def test_a_free_deviation_is_read_off_the_weights(weights: Any, title: str) -> None:
     found = recognise(weights_of(MODEL.replace(weights=weights)), MODEL)
     assert found.title.startswith(title)
-    assert not found.left
+    assert not found.unexplained
 
 
 def test_a_slip_is_taken_only_where_no_rule_explains_as_much() -> None:
     swapped = moments.Weights(1 / 12, 1 / 12, 1 / 12, 1.0, 1.0, 1 / 12)
     found = recognise(weights_of(MODEL.replace(weights=swapped)), MODEL)
-    assert found.meant is not None
+    assert found.intended is not None
     assert "on query, key and value instead of output" in found.title
-    first = found.meant.layer_weights(1)
+    first = found.intended.layer_weights(1)
     assert (first.query, first.ffn_in) == (1.0, 1.0)
     assert first.output == first.ffn_out == pytest.approx(1 / 12)
 

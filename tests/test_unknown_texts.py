@@ -41,7 +41,7 @@ def test_every_target_is_read_as_often_as_it_is(classes: PositionClasses) -> Non
     targets, chance = position_targets(moments.Head(), 40, classes), float(zipf(40) @ zipf(40))
     pairs = classes.pair_count
     expected = targets.count + chance * (pairs.sum() - targets.count)
-    assert (targets.hit * pairs).sum() == pytest.approx(expected, rel=1e-3)
+    assert (targets.hits * pairs).sum() == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_word_that_two_tokens_share_is_a_frequent_one() -> None:
@@ -55,7 +55,7 @@ def test_a_word_that_two_tokens_share_is_a_frequent_one() -> None:
         held = mask * joint / (mask * joint).sum()
         hit, both = (
             (one[:size, kind * size : (kind + 1) * size])[far]
-            for one in (targets.hit, targets.both_hit)
+            for one in (targets.hits, targets.both_hit)
         )
         assert hit == pytest.approx((held * shares[None, :]).sum(), rel=2e-3)  # i's target is r_j
         assert both == pytest.approx((held * shares[:, None] ** 2).sum(), rel=2e-3)

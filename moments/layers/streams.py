@@ -179,7 +179,7 @@ class Connection(Residual):
         kernel = signal.kernel
         apart = kernel.scaled(0.0) if signal.stream_deviation is None else signal.stream_deviation
         read = _Law(self._read, signal, kernel, apart)
-        entering = signal.replace(kernel=read.kernels[0], apart=None)
+        entering = signal.replace(kernel=read.kernels[0], stream_deviation=None)
         branch = self.branch.propagate(entering, run)
         scale = square(self.branch_scale)
         scaled = branch.output.kernel.scaled(scale)
@@ -191,7 +191,7 @@ class Connection(Residual):
             norms = fluctuation.norms + self._scattered(write, scaled)
             fluctuation = fluctuation._replace(norms=norms)
         addend = branch.output.replace(kernel=write.kernels[0], fluctuation=fluctuation)
-        output = added(signal, addend, 1.0, 1.0, keeps_mean=True).replace(apart=write.kernels[1])
+        output = added(signal, addend, 1.0, 1.0, keeps_mean=True).replace(stream_deviation=write.kernels[1])
         return run.record_forward(Record(self, run.layer, signal, output, (branch,), (read, write)))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:

@@ -307,7 +307,7 @@ def explain(
     if prediction.variance.ndim > 1:
         raise DomainError("explain takes one configuration: pass numbers, not arrays")
     if prediction.model.shared_layers:
-        prediction.unshared("one layer's recursion")
+        prediction.require_unshared("one layer's recursion")
     log = Log(prediction.layout, names_of_laws(model), prediction.trace.kept)
     record = prediction.trace.layers[layer - 1]
     log.forward(record)

@@ -237,7 +237,7 @@ def _chosen_at_random(head: Head, vocab_size: int, classes: PositionClasses) -> 
     """Targets of tokens masked at random, drawn by Zipf's law, on classes of positions."""
     fields = dict(vars(alike_targets(head, vocab_size, classes.length)))
     for name in fields.keys() - {"count", "blank"}:
-        axes = 1 if name in ("active", "own") else 2
+        axes = 1 if name in ("active", "own_word") else 2
         fields[name] = np.full((len(classes.nodes),) * axes, fields[name])
     return Targets(**fields)
 
