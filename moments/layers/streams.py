@@ -191,7 +191,9 @@ class Connection(Residual):
             norms = fluctuation.norms + self._scattered(write, scaled)
             fluctuation = fluctuation._replace(norms=norms)
         addend = branch.output.replace(kernel=write.kernels[0], fluctuation=fluctuation)
-        output = added(signal, addend, 1.0, 1.0, keeps_mean=True).replace(stream_deviation=write.kernels[1])
+        output = added(signal, addend, 1.0, 1.0, keeps_mean=True).replace(
+            stream_deviation=write.kernels[1]
+        )
         return run.record_forward(Record(self, run.layer, signal, output, (branch,), (read, write)))
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
