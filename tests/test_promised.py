@@ -152,7 +152,8 @@ def test_a_description_falls_back_on_the_config() -> None:
     assert described.model is not None
     assert described.model.layers == 2
     assert described.model.ffn is not None
-    assert any("could not be read" in note for note in described.notes)
+    assert any("that of its config" in note for note in described.notes)
+    assert any(phrase.startswith("its layers: ") for phrase in described.unplaced)
     frame = described.to_frame().set_index("parameter")
     assert set(frame.index) == {name for name, _ in module.named_parameters()}
     gate = "model.layers.1.mlp.gate.weight"

@@ -298,6 +298,13 @@ def test_results_show_themselves() -> None:
     ]
 
 
+def mamba(size: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(hidden_size=size, num_hidden_layers=1, vocab_size=50)
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -310,6 +317,8 @@ def test_results_show_themselves() -> None:
         ({"optimizer": torch.optim.Adam}, "lambda module: Adam"),
         ({"factory": torch.nn.Linear(2, 2)}, "factory"),
         ({"factory": lambda size: None}, "factory"),
+        ({"factory": lambda size: (torch.nn.Linear(2, 2), None, 3)}, "Linear, NoneType, int"),
+        ({"factory": lambda size: mamba(size)}, "cannot be read: its layers"),
         ({"optimizer": lambda module: torch.optim.Rprop(module.parameters())}, "Rprop"),
     ],
 )

@@ -120,11 +120,11 @@ def _by_config(
     """A module whose layers one pass does not show, as its config declares it."""
     names = tuple(name for name, _ in module.named_parameters())
     note = (
-        f"its layers could not be read ({why}): this is the model of its config, with the "
-        "config's variances; moments.check holds every parameter against what its class draws"
+        "the model is that of its config, with the config's variances; moments.check compares "
+        "every parameter with what its class draws"
     )
     roles = ModuleRoles(layers=model.layers, roles=(), unidentified=names, blocks=())
-    return Description(module, model, roles, (), (), (note, *lost))
+    return Description(module, model, roles, (f"its layers: {why}",), (), (note, *lost))
 
 
 def described_as(model: Transformer, read: Tensors) -> Transformer:

@@ -186,11 +186,12 @@ class _Sized:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             result = factory(size)
-        module, own = result if isinstance(result, tuple) else (result, None)
-        if not isinstance(module, nn.Module):
-            raise domain_error(
-                f"factory({size})", type(module).__name__, "a module, or a module and its optimizer"
-            )
+        made = result if isinstance(result, tuple) else (result, None)
+        if len(made) != 2 or not isinstance(made[0], nn.Module):
+            got = f"({', '.join(type(one).__name__ for one in made)})"
+            got = got if isinstance(result, tuple) else type(result).__name__
+            raise domain_error(f"factory({size})", got, "a module, or a module and its optimizer")
+        module, own = made
         optimizer = optimizer if own is None else own
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             name = optimizer.__name__
@@ -203,7 +204,7 @@ class _Sized:
         with _filled(module) as empty, warnings.catch_warnings():
             warnings.simplefilter("ignore", ValidityWarning)
             described = describe(module)
-            if described.model is None:
+            if described.model is None or not described.found.roles:
                 why = "; ".join(described.unplaced)
                 raise DomainError(f"the module of size {size} cannot be read: {why}")
             rates, notes = _by_role(described, by_parameter, kind)
