@@ -178,10 +178,7 @@ def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
         raise domain_error("attention_factor", factor, "a positive number")
     speeds = tuple(plain.base ** (-m / pairs) / float(x) for m, x in enumerate(numbers))
     logit_variance = plain.fraction * factor**4 + 1 - plain.fraction
-    return {
-        "rotary": plain.replace(speeds=speeds),
-        "temperature": 1 / math.sqrt(logit_variance),
-    }
+    return {"rotary": plain.replace(speeds=speeds), "temperature": 1 / math.sqrt(logit_variance)}
 
 
 SCALED = ("linear", "llama3", "yarn")

@@ -121,7 +121,6 @@ def mamba2_block(
 
     Args:
         width: inner features; None: "expand" times d_model if `names` has it, else heads * "head".
-        names: quantity -> entry name.
         biased: the entry for projection biases, which are refused.
     """
     read.refuse(biased, False, "biases of a mixer's matrices")
@@ -180,9 +179,8 @@ def step_limits(read: Entries) -> dict[str, Any]:
         raise domain_error("time_step_limit", given, "a list of two numbers")
     low, high = given
     high = None if any(high == value for value in unbounded) else high
-    for bound in (low, high or 0.0):
-        number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if not number or not 0 <= bound < math.inf:
+    for x in (low, high or 0.0):
+        if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < math.inf:
             raise domain_error("time_step_limit", given, "two numbers, of at least 0")
     return {"least_step": low, "most_step": high}
 

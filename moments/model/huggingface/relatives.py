@@ -34,10 +34,8 @@ from .parallel import _gptj
 
 
 def _kinds(read: Entries, full_every: int | None, pattern: str | None = None) -> list[str]:
-    """Layer types; by default every `full_every`-th is full (None: all) and the rest have windows.
-
-    `pattern` names an entry that replaces `full_every`.
-    """
+    """Layer types; by default every `full_every`-th (None: each) is full, the rest have windows;
+    `pattern` names an entry that replaces `full_every`."""
     layers = read.layers("num_hidden_layers")
     period = None if pattern is None else read(pattern, None)
     every = period if isinstance(period, int) else full_every
