@@ -85,13 +85,11 @@ def arc_cosine(m: Any, degree: int, r: Any) -> Any:
         code = "arc_cosine(m, {}, {})"
         slope = "{0} ** 2 * arc_cosine(m, {0} - 1, {1}) * {d}"
         return _Step(r.lines, code, degree, r, slopes=("", slope))
-    both_positive = m.ratio(1, 4) + m.asin(r) / (2 * m.pi)
+    quadrant = m.ratio(1, 4) + m.asin(r) / (2 * m.pi)  # P(x > 0, x' > 0)
     if degree == 0:
-        return both_positive
+        return quadrant
     sine = m.sqrt((1 - r) * (1 + r)) / (2 * m.pi)
-    return (
-        r * both_positive + sine if degree == 1 else (1 + 2 * r**2) * both_positive + 3 * r * sine
-    )
+    return r * quadrant + sine if degree == 1 else (1 + 2 * r**2) * quadrant + 3 * r * sine
 
 
 def _compiled(formula: Callable[..., Any], faint: tuple[str, ...], **seed: str) -> Any:

@@ -108,10 +108,8 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
-    """The text model's entries if only that type has a reader, else all entries.
-
-    Of an unknown type without such a text model, `architectures` may name a known type's class.
-    """
+    """The text model's entries if only that type has a reader, else all entries; `architectures`
+    may name a known type's class in place of an unknown type."""
     kind, text = entries.get("model_type"), entries.get("text_config")
     if text is None:  # older multimodal configs keep the text model's entries at the top level
         text = {name: value for name, value in entries.items() if not name.endswith("_config")}

@@ -220,9 +220,7 @@ def _text(read: Entries, seq_len: int | None, variance: float, **fields: Any) ->
 
 
 def _clip_text(read: Entries, seq_len: int | None) -> Transformer:
-    variance = 4e-4 * read.variance(
-        "initializer_factor"
-    )  # standard deviation .02, not initializer_range
+    variance = 4e-4 * read.variance("initializer_factor")  # deviation .02, not initializer_range
     weights = _clip_weights(read)
     return _text(read, seq_len, variance, weights=weights, biases=Biases(), causal=True)
 

@@ -330,10 +330,7 @@ def _minimax(read: Entries, seq_len: int | None) -> Transformer:
         for number, mixer in enumerate(_mixed(read, usual, {_LINEAR: linear}))
     ]
     skip, branch = (
-        [
-            [read.number(f"{'linear' if mixer else 'full'}_attn_{side}", 1.0), mlp]
-            for mixer in mixers
-        ]
+        [[read.number(f"{'linear' if m else 'full'}_attn_{side}", 1.0), mlp] for m in mixers]
         for side in ("alpha_factor", "beta_factor")
         for mlp in (read.number(f"mlp_{side}", 1.0),)
     )
