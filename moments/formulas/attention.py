@@ -1,5 +1,5 @@
-"""Scaled dot-product attention as published: log-normal weights, and of the gradient only the value
-path. What the refined theory has instead are averages of exact rows, which are no closed formulas:
+"""Scaled dot-product attention as published: log-normal weights, gradients through the value path
+only. The refined theory averages exact rows instead, without closed formulas; see
 `moments.layers.attention`.
 
 theta_0 = d v^2 sigma_q^2 sigma_k^2, so that the logits of one row have variance (1 - r) d theta_0.

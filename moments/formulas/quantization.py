@@ -1,20 +1,20 @@
-"""What a tensor loses when it is cast to few bits under a scale for every group of its entries.
+"""Quantisation error of a tensor cast to a low-precision format with a scale per group of entries.
 
-A group of B entries is divided by a scale that its largest entry decides, cast to the nearest
-number of a format (ties are of measure zero), beyond the largest number to that, and multiplied
-again. Let entries be independent of one density, m the largest of the group and c(m) the scale.
-Given m, one entry is m itself and the other B - 1 are independent below it, so that the mean over
-a group of any function h of an entry and its cast is
+A group of B entries is divided by a scale set by its largest magnitude, rounded to the nearest
+number of a format (ties have measure zero) or clipped to its largest number, and multiplied by the
+scale again. Let entries be independent and identically distributed, m the largest magnitude of the
+group and c(m) the scale. Given m, one entry is m and the other B - 1 are independent below it, so
+the mean over a group of any function h of an entry and its cast is
 
     E_m [ h(m)/B + (1 - 1/B) E[h(x) | |x| < m] ],      P(m < t) = F(t)^B,   F(t) = P(|x| < t).
 
-h(x) is x^2, x Q(x), Q(x)^2 or an indicator. On the cell of a number q of the format all are
-moments E[|x|^k; |x| < t], k = 0, 1, 2, between the cell's ends, which are summed once over a fine
-grid of the density. What is left is one integral over m, by Gauss-Legendre in F(m)^B. Derived here;
-a test holds it against casts bit by bit.
+h(x) is x^2, x Q(x), Q(x)^2 or an indicator. On the rounding cell of a number of the format they all
+follow from the moments E[|x|^k; |x| < t], k = 0, 1, 2, at the cell's ends, tabulated once on a fine
+grid of the density. The remaining integral over m is Gauss-Legendre in F(m)^B. Derived here; a test
+compares it with bitwise casts.
 
-From E x^2, E xQ and E Q^2 follows what a product of two cast operands loses. With weights that are
-independent of what they multiply, y = sum_k w_k x_k has
+E x^2, E xQ and E Q^2 give the error of a product of two cast operands. With weights independent of
+their inputs, y = sum_k w_k x_k has
 
     E |y_Q - y|^2 / E |y|^2 = q_x q_w - 2 r_x r_w + 1,    q = E Q^2/E x^2,   r = E xQ/E x^2.
 """
@@ -32,8 +32,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Elements:
-    """Numbers of a floating-point format: stored bits of `mantissa`, exponent of the smallest
-    normal number (`lowest`) and the `largest` finite number."""
+    """A floating-point format: stored bits of its `mantissa`, exponent of its smallest normal
+    number (`lowest`) and its `largest` finite number."""
 
     mantissa: int
     lowest: int
@@ -41,22 +41,22 @@ class Elements:
 
     @cached_property
     def values(self) -> np.ndarray:
-        """The numbers from 0 up."""
+        """All nonnegative numbers of the format, ascending."""
         count = 2**self.mantissa
         top = math.floor(math.log2(self.largest))
-        found = [np.arange(count) * 2.0 ** (self.lowest - self.mantissa)]
+        binades = [np.arange(count) * 2.0 ** (self.lowest - self.mantissa)]
         for exponent in range(self.lowest, top + 1):
-            found.append((count + np.arange(count)) * 2.0 ** (exponent - self.mantissa))
-        every = np.concatenate(found)
-        return every[every <= self.largest]
+            binades.append((count + np.arange(count)) * 2.0 ** (exponent - self.mantissa))
+        numbers = np.concatenate(binades)
+        return numbers[numbers <= self.largest]
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Between which magnitudes a number is the nearest: (numbers + 1,), 0 and inf included."""
+        """Ends of the rounding cells of `values`, from 0 to inf: (numbers + 1,)."""
         return np.concatenate([[0.0], (self.values[1:] + self.values[:-1]) / 2, [np.inf]])
 
     def nearest(self, magnitude: np.ndarray) -> np.ndarray:
-        """The number nearest to magnitudes."""
+        """The nearest number of the format to every magnitude."""
         return np.asarray(self.values[np.searchsorted(self.ends[1:-1], magnitude)])
 
 
@@ -66,7 +66,7 @@ E2M1 = Elements(1, 0, 6.0)
 
 
 class Entries:
-    """The law of an entry's magnitude |x|, as a fine grid of it.
+    """The distribution of an entry's magnitude |x| on a fine grid.
 
     Args:
         values: of x, any shape.
@@ -76,7 +76,7 @@ class Entries:
     def __init__(self, values: np.ndarray, weights: np.ndarray) -> None:
         magnitudes, weights = np.abs(np.ravel(values)), np.ravel(weights) / np.sum(weights)
         self.zeros = float(weights[magnitudes == 0].sum())
-        """Probability of an exact 0, which no cast makes."""
+        """Probability that x is exactly 0, before any cast."""
         kept = magnitudes > 0
         order = np.argsort(magnitudes[kept])
         at, density = magnitudes[kept][order], weights[kept][order]

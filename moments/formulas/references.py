@@ -26,23 +26,23 @@ _CITED = re.compile(r"([A-Z]\w+)(?: et al\.| and [A-Z]\w+)? ((?:19|20)\d\d)\b")
 
 @functools.cache
 def entries() -> dict[str, str]:
-    """Every entry by its key, such as "kedia2024": surname of the first author, and year."""
+    """BibTeX entries by key: surname of the first author and year, such as "kedia2024"."""
     text = Path(__file__).with_name("references.bib").read_text(encoding="utf-8")
     blocks = [block.strip() for block in re.split(r"^(?=@)", text, flags=re.M) if block.strip()]
     return {re.split(r"[{,]", block)[1]: block for block in blocks}
 
 
 def keys(source: str) -> list[str]:
-    """Keys of the works that a source names, as "Liu et al. 2020" or "De and Smith 2020".
+    """Keys of the works cited in a source, as in "Liu et al. 2020" or "De and Smith 2020".
 
-    Whether an entry has the key is not asked.
+    A key need not have a BibTeX entry.
     """
-    found = _CITED.findall(source)
-    plain = [(unicodedata.normalize("NFKD", name), year) for name, year in found]
+    citations = _CITED.findall(source)
+    plain = [(unicodedata.normalize("NFKD", name), year) for name, year in citations]
     return [f"{name.lower()}{year}" for name, year in plain]
 
 
 def bibtex(sources: Iterable[str]) -> str:
-    """Entries of all works that the sources name, each once, in the order of their keys."""
+    """The BibTeX entries of all works cited in the sources, sorted by key."""
     wanted = {key for source in sources for key in keys(source)}
     return "\n\n".join(entry for key, entry in sorted(entries().items()) if key in wanted)

@@ -1,4 +1,4 @@
-"""BERT and its relatives: Post-LN encoders that fill in masked tokens."""
+"""BERT and its relatives: Post-LN masked language models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .family import Reader, declared, masked_head
 def _bert(
     read: Entries, seq_len: int | None, hidden: str | None = None, length: int | None = None
 ) -> Transformer:
-    """A Post-LN encoder with the entries' names of BERT; positions are learned.
+    """A Post-LN encoder with BERT's entry names and learned positions.
 
-    `hidden` is the activation of the head's hidden layer where that is not the layers' own, and
-    `length` the tokens where max_position_embeddings alone does not say them.
+    `hidden` is the activation of the head's hidden layer if it differs from the layers', `length`
+    the sequence length if it is not that of max_position_embeddings.
     """
     read.expect("is_decoder", False, "full attention is assumed")
     read.expect("add_cross_attention", False, "no cross-attention is assumed")
@@ -42,14 +42,14 @@ def _bert(
 
 
 def _electra(read: Entries, seq_len: int | None) -> Transformer:
-    """BERT, perhaps with narrower tables, which a matrix widens behind their norm and the head's
-    hidden layer meets; the head's activation is written into the code."""
+    """BERT with optionally narrower token tables: a matrix after their norm widens them, and the
+    head's hidden layer is as narrow. The module hard-codes the head's activation."""
     width, model = read.count("embedding_size"), _bert(read, seq_len, "gelu")
     return model if width == model.d_model else _narrow(read, model, width)
 
 
 def _narrow(read: Entries, model: Transformer, width: int) -> Transformer:
-    """The same with tables of `width` features and a matrix that widens them."""
+    """Give a model token tables of `width` features and a matrix to d_model."""
     embedding = model.embedding.replace(
         factor_dim=width, factor_variance=read.variance(), factor_bias=True
     )
@@ -57,8 +57,8 @@ def _narrow(read: Entries, model: Transformer, width: int) -> Transformer:
 
 
 def _roberta(read: Entries, seq_len: int | None) -> Transformer:
-    """Positions count from pad_token_id + 1, so that many rows of their table are never read; the
-    head's activation is written into the code."""
+    """Positions start at pad_token_id + 1, so the earlier rows of their table are never used; the
+    module hard-codes the head's activation."""
     if read.null("pad_token_id"):
         raise domain_error("pad_token_id", None, "a token: its module counts positions from it")
     offset = read("pad_token_id") + 1
@@ -68,8 +68,8 @@ def _roberta(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
-    """BERT without segments and without dropout behind attention's output projection; every epsilon
-    is written into the code."""
+    """BERT without segments and without dropout after the output projection; the module hard-codes
+    every epsilon."""
     fixed = read.flag("sinusoidal_pos_embds", False)
     variance, dropout, epsilon = read.variance(), read.number("dropout"), 1e-12
     return declared(
@@ -92,24 +92,24 @@ def _distilbert(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _deberta(read: Entries, seq_len: int | None) -> Transformer:
-    """BERT whose logits add terms of relative positions, which are left out.
+    """BERT with relative position terms in the attention logits, which are not modelled.
 
-    With k of those terms in use, the logits are divided by sqrt((1 + k) d_head). Each is a product
-    of the same matrices, of tokens with vectors of positions that share nothing, and so adds as
-    much to the squared gradients of query and key as uncorrelated tokens have.
+    With k terms in use, the logits are divided by sqrt((1 + k) d_head). Each term is a product of
+    projected tokens with projected position vectors, independent of each other, and so adds to the
+    squared gradients of query and key as much as uncorrelated tokens do.
     """
     read.refuse("conv_kernel_size", 0, "a convolution parallel to the first layer")
     read.refuse("embedding_size", read("hidden_size"), "a projection of narrower token tables")
     terms = read.texts("pos_att_type")
     used = sum(kind in terms for kind in ("c2p", "p2c"))
-    # Either term meets both matrices, or positions have matrices of their own.
-    met = used if read("share_att_key", False) else min(used, 1)
+    # With shared matrices every term has a gradient at both, else at one of the two.
+    extra = used if read("share_att_key", False) else min(used, 1)
     if read("relative_attention", False) and terms:
         read.leave_out(
             "pos_att_type",
             terms,
             "logits are those of query and key alone, and squared gradients of the query and key "
-            f"weights up to {1 + met} times too small (more where tokens are alike); the stream "
+            f"weights up to {1 + extra} times too small (more where tokens are alike); the stream "
             "and all other gradients hardly change",
         )
     unused = "relative_attention norm_rel_ebd position_buckets max_relative_positions"

@@ -1,6 +1,6 @@
-"""Read a Hugging Face config of a family into a Transformer, with its own initialisation.
+"""Read a Hugging Face config into a Transformer, with its family's initialisation.
 
-A path or a dictionary needs neither torch nor transformers.
+Paths and dictionaries are read without torch or transformers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def from_huggingface(config: Any, *, seq_len: int | None = None) -> Transformer:
 
 
 def named(model: Transformer, entries: Mapping[str, Any]) -> Transformer:
-    """A declaration with the name that its config has."""
+    """Name a declaration after its config's `_name_or_path`, else its `model_type`."""
     called = os.path.basename(str(entries.get("_name_or_path") or "").rstrip("/"))
     printable = "".join(filter(str.isprintable, called)).strip()
     return model.replace(name=printable or str(entries["model_type"]))
 
 
 def has_reader(kind: Any) -> bool:
-    """Whether a `model_type` is read here; else a module of it may be read.
+    """Whether a `model_type` has a config reader; without one, a module may still be read.
 
     Raises:
-        DomainError: it is none, or known for a feature that is outside what moments models.
+        DomainError: not a `model_type`, or one with a feature outside what moments models.
     """
     if not isinstance(kind, str) or kind in REFUSED:
         family(kind)
@@ -49,7 +49,7 @@ def family(kind: Any) -> Family:
     """The family of a `model_type`.
 
     Raises:
-        DomainError: it is not known, or known for a feature that is outside what moments models.
+        DomainError: an unknown type, or one with a feature outside what moments models.
     """
     if not isinstance(kind, str) or kind not in READERS:
         if kind is None:
@@ -66,8 +66,7 @@ def family(kind: Any) -> Family:
 
 
 def _why_not(kind: str) -> str:
-    """What is known of a type that is not read: its feature, or the family that is nearest, and
-    what reads modules of any type."""
+    """Why a type has no reader and what to do: its unmodelled feature, or the nearest family."""
     if kind in REFUSED:
         inside = " or ".join(f"config[{name!r}]" for name in PARTS.get(kind, ()))
         parts = f"; give one of them, {inside}" if inside else ""
@@ -80,19 +79,19 @@ def _why_not(kind: str) -> str:
 
 
 def nearest(kind: str) -> str:
-    """The end of a refusal: the family that is built most like a type, if one is."""
+    """The end of a refusal: the family most similar to a type, if one is known."""
     return f"; {NEAREST[kind]!r} is built most like it" if kind in NEAREST else ""
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The entries of a config given as path, dict or PretrainedConfig; of a model that also reads
-    pictures or sound, those of its text side.
+    """The entries of a config given as path, dict or PretrainedConfig; of a multimodal model, those
+    of its text model.
 
     Raises:
         DomainError: no such file, or not a JSON object.
 
     Warns:
-        ValidityWarning: the other sides of the model are left out.
+        ValidityWarning: the other parts of a multimodal model are left out.
     """
     if isinstance(config, Mapping):
         return _text_side(dict(config))
@@ -109,37 +108,37 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def _text_side(entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries of `text_config`, where that is of a type with a reader and the whole is not; of
-    a type that is not known, those of the type whose class its architectures name."""
+    """The text model's entries if only that type has a reader, else all entries; `architectures`
+    may name a known type's class in place of an unknown type."""
     kind, text = entries.get("model_type"), entries.get("text_config")
-    if text is None:  # older ones have its entries beside the others
-        text = {name: one for name, one in entries.items() if not name.endswith("_config")}
-        text = {name: one for name, one in text.items() if name not in _OUTER}
+    if text is None:  # older multimodal configs keep the text model's entries at the top level
+        text = {name: value for name, value in entries.items() if not name.endswith("_config")}
+        text = {name: value for name, value in text.items() if name not in _OUTER}
     if not isinstance(kind, str) or kind in READERS | REFUSED or not isinstance(text, Mapping):
         return entries
-    own = text.get("model_type", f"{kind}_text")
-    if not isinstance(own, str) or own not in READERS:
+    text_kind = text.get("model_type", f"{kind}_text")
+    if not isinstance(text_kind, str) or text_kind not in READERS:
         classes = entries.get("architectures")
         classes = classes if isinstance(classes, list) else []
-        own = next((name for name, one in READERS.items() if one.module in classes), None)
-        if own is None:
+        known = next((name for name, row in READERS.items() if row.module in classes), None)
+        if known is None:
             return entries
         warnings.warn(
-            f"model_type = {kind!r} is read as {own!r}, whose class architectures name",
+            f"model_type = {kind!r} is read as {known!r}, whose class architectures name",
             ValidityWarning,
             stacklevel=4,
         )
-        return {**entries, "model_type": own}
+        return {**entries, "model_type": known}
     shared = ("_name_or_path", "tie_word_embeddings")
     silent = IRRELEVANT | _OUTER | {"text_config", *shared}
     sides = [name for name in entries if name not in silent]
     warnings.warn(
-        f"model_type = {kind!r}: its text side, {own!r}, is read; what it reads pictures or sound "
-        f"with ({', '.join(sides) or 'its other sides'}) is left out",
+        f"model_type = {kind!r}: its text side, {text_kind!r}, is read; what it reads pictures or "
+        f"sound with ({', '.join(sides) or 'its other sides'}) is left out",
         ValidityWarning,
         stacklevel=4,
     )
-    return {**text, "model_type": own} | {k: entries[k] for k in shared if k in entries}
+    return {**text, "model_type": text_kind} | {k: entries[k] for k in shared if k in entries}
 
 
 _OUTER = {
@@ -150,11 +149,11 @@ _OUTER = {
     "vision_start_token_id",
     "vision_end_token_id",
 }
-"""Entries of a model that also reads pictures, which its text side does not have."""
+"""Entries of a multimodal model that its text model does not have."""
 
 
 def _named(config: str) -> str:
-    """What to do with the name of a preset or a family where a path is wanted."""
+    """The remedy for the name of a preset or family given in place of a path."""
     from ..presets import preset
 
     if config in preset.names():

@@ -1,4 +1,4 @@
-"""Encoders that fill in masked tokens, read as BERT or Llama with a few changes."""
+"""Masked language models read as variations of BERT or Llama."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from .bert import _bert, _narrow, _roberta
 from .entries import FULL, SLIDING, Entries
 from .family import Reader, declared, masked_head, tied_or
 from .llama import _BOTH, INWARD, _biased, _decoder, _length, head_width
-from .relatives import _by_type, _of_kinds
+from .relatives import _by_type, _positions_per_layer
 
 
 def cut_normal(variance: float, cut: float) -> float:
-    """Variance of a normal variable that is drawn again until it is within `cut` deviations.
+    """Variance of a normal distribution truncated at `cut` standard deviations.
 
-    1 - 2 a phi(a) / (2 Phi(a) - 1) of it (Johnson, Kotz and Balakrishnan 1994, section 13.10.1).
+    The factor is 1 - 2 a phi(a) / (2 Phi(a) - 1) at a = `cut` (Johnson, Kotz and Balakrishnan 1994,
+    section 13.10.1).
     """
     inside = math.erf(cut / math.sqrt(2))
     return variance * (1 - cut * math.sqrt(2 / math.pi) * math.exp(-cut * cut / 2) / inside)
 
 
 def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
-    """Pre-LN behind a normalised embedding, gated, every third layer without a window.
+    """Pre-LN after a normalised embedding, gated, every third layer with full attention.
 
-    Its first layer has no norm of its own before attention: the embedding's output is normalised
-    already, so that this norm's gain is the one row of the prediction that no parameter has.
+    The module has no norm before the first attention block, whose input the embedding's norm has
+    normalised; so no parameter corresponds to the prediction for that norm's gain.
     """
     layers, every = read.layers("num_hidden_layers"), read.count("global_attn_every_n_layers", 3)
     kinds = read.kinds([SLIDING if n % every else FULL for n in range(layers)])
@@ -61,22 +62,22 @@ def _modernbert(read: Entries, seq_len: int | None) -> Transformer:
         window=windows if any(windows) else None,
         embedding=normed,
         head=head,
-        **_of_kinds(positions, kinds),
+        **_positions_per_layer(positions, kinds),
     )
 
 
 def _eurobert(read: Entries, seq_len: int | None) -> Transformer:
-    """Llama without a causal mask; its logits have a bias where the feed-forward blocks have."""
+    """Llama without a causal mask; logits have a bias if the feed-forward blocks do."""
     head = Head(**tied_or(read, read.variance()), bias=read.flag("mlp_bias"), loss="masked")
     model = _decoder(read, seq_len, biased=_BOTH, head=head)
     return model.replace(causal=False)
 
 
 def _mpnet(read: Entries, seq_len: int | None) -> Transformer:
-    """BERT with T5's biases by relative position, one table for all layers, and no segments.
+    """BERT with T5's relative position bias, shared by all layers, and no segments.
 
-    Their 32 buckets, the distance of the last one and the padding token, from which positions are
-    counted, are written into the code.
+    The module hard-codes the 32 buckets, their largest distance, and the padding token, after which
+    position indices start.
     """
     read.expect("relative_attention_num_buckets", 32, "its module counts 32 buckets")
     read.expect("pad_token_id", 1, "its module takes token 1 for padding")
@@ -91,7 +92,7 @@ def _mpnet(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _rotated(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
-    """BERT with rotary positions in place of its table."""
+    """BERT with rotary positions instead of a position table."""
     model = _bert(read, seq_len, length=_length(read, seq_len))
     embedding = model.embedding.replace(position_variance=0.0)
     return model.replace(**({"embedding": embedding, "rotary": read.rotary()} | changes))
@@ -103,7 +104,7 @@ def _nomic(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _gte(read: Entries, seq_len: int | None) -> Transformer:
-    """Gated units without biases but for what they give, whose features are dropped too."""
+    """Gated units with a bias only on their output, and dropout on the hidden features."""
     biases, dropout = (
         read.biases((*INWARD, "output", "ffn_out")),
         read.number("hidden_dropout_prob"),
@@ -112,17 +113,17 @@ def _gte(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _roformer(read: Entries, seq_len: int | None) -> Transformer:
-    """Perhaps with narrower tables, as ELECTRA."""
+    """BERT with rotary positions; token tables may be narrower than the stream, as in ELECTRA."""
     read.refuse("rotary_value", False, "rotated values")
     width = read.count("embedding_size", read.count("hidden_size"))
-    length = read.length("max_position_embeddings", seq_len)  # positions have a table of sines
+    length = read.length("max_position_embeddings", seq_len)  # the module tabulates the sines
     model = _rotated(read, length, rotary=Rotary())
     return model if width == model.d_model else _narrow(read, model, width)
 
 
 def _albert(read: Entries, seq_len: int | None) -> Transformer:
-    """One layer's weights in all layers, narrower tables; what feed-forward blocks give is not
-    dropped."""
+    """One layer's weights shared by all layers, narrower tables, no dropout on the feed-forward
+    output."""
     read.refuse("num_hidden_groups", 1, "layers that share their weights in groups")
     read.refuse("inner_group_num", 1, "layers that share their weights in groups")
     model = _narrow(read, _bert(read, seq_len), read.count("embedding_size"))
@@ -130,7 +131,7 @@ def _albert(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _rembert(read: Entries, seq_len: int | None) -> Transformer:
-    """Narrower tables, and a head with a width and a table of its own."""
+    """Narrower token tables, and an untied head with another factor width."""
     if read.flag("tie_word_embeddings"):
         raise domain_error(
             "tie_word_embeddings", True, "False: tables of input and output differ in width"
@@ -141,7 +142,7 @@ def _rembert(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _pre(model: Transformer, **embedding: Any) -> Transformer:
-    """The same with norms before the blocks, and one before the head."""
+    """Change a Post-LN model to Pre-LN, with a norm before the head."""
     return model.replace(
         norm="pre",
         embedding=model.embedding.replace(**embedding),
@@ -158,7 +159,7 @@ def _prelayernorm(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _xlm_roberta_xl(read: Entries, seq_len: int | None) -> Transformer:
-    """What feed-forward blocks give is not dropped."""
+    """Pre-LN RoBERTa without dropout on the feed-forward output."""
     model = _pre(_roberta(read, seq_len), norm=False, norm_epsilon=0.0)
     return model.replace(ffn_dropout=0.0)
 

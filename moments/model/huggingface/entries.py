@@ -1,4 +1,4 @@
-"""Entries of one config: read with the family's defaults, and what is left unread is named."""
+"""Read the entries of one config with its family's defaults; note every entry left unread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...formulas.checks import check_count
 from ..positions import Rotary
 from ..weights import Biases
 
-# transformers' names of activation functions -> ours
+# Activation functions: name in transformers -> name here
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -34,7 +34,7 @@ ACTIVATIONS = {
     "linear": "identity",
 }
 
-# Entries that say nothing about the moments at initialisation, by what they are about.
+# Entries without effect on the moments at initialisation, by topic.
 _SILENT = {
     "identities and files": "_commit_hash _name_or_path architectures auto_map model_type "
     "name_or_path tokenizer_class transformers_version",
@@ -58,7 +58,7 @@ _SILENT = {
 }
 IRRELEVANT = frozenset(name for names in _SILENT.values() for name in names.split())
 
-# What every config may hold, with the value at which it changes nothing.
+# Entries that any config may have, with the value at which they have no effect.
 USUAL: Mapping[str, Any] = {
     "add_cross_attention": False,
     "attention_bias": False,
@@ -90,43 +90,44 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "embedding_dropout": ("embd_pdrop", "embed_dropout", "embedding_dropout"),
     "variance": ("initializer_range", "init_std"),
 }
-"""What families call the same thing; none has two of these."""
+"""Quantity -> the entry names families use for it; no family has two of them."""
 
 ROTARY = ("rope_scaling", "rope_parameters")
-"""Objects of rotary entries, the second by their present name."""
-_TURNED = (
+"""Entries that hold the rotary parameters: the earlier name, then the present one."""
+_ROTARY_ENTRIES = (
     "partial_rotary_factor rope_theta rope_type type"
-    " mrope_interleaved mrope_section"  # of pictures; those of a text are equal in all sections
+    " mrope_interleaved mrope_section"  # for images; text positions are equal in all sections
 )
 _YARN = "beta_fast beta_slow factor mscale mscale_all_dim original_max_position_embeddings"
-_SCALED = {
+_SCALING_ENTRIES = {
     "linear": "factor",
-    "dynamic": f"alpha {_YARN}",  # Hunyuan's released ones, of which its module reads alpha
+    "dynamic": f"alpha {_YARN}",  # as in Hunyuan's released configs, whose module reads only alpha
     "yarn": f"attention_factor llama_4_scaling_beta max_position_embeddings truncate {_YARN}",
     "longrope": "attention_factor factor long_factor original_max_position_embeddings short_factor",
     "llama3": "factor high_freq_factor low_freq_factor original_max_position_embeddings",
     "proportional": "factor",
 }
-"""Their names, by the type of positions."""
+"""Scaling type (`rope_type`) -> names of its further rotary entries."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Kinds of layers, with all tokens and with those of a window."""
+"""Layer types: attention to all tokens, and within a sliding window."""
 MOST_LAYERS = 100_000
-"""No stack is deeper, and lists of so many entries are no burden."""
+"""Upper bound on depth: beyond any real stack, yet per-layer lists stay small."""
 MOST_DEVIATION = 1e100
-"""Its square, and what a few products with it give, is still a number."""
+"""Largest standard deviation: products of a few of its squares still fit a float."""
 
 
 class Entries:
-    """Entries of one config, with errors that name the entry, and notes on what is left out.
+    """Entries of one config, with errors that name the entry and notes on unmodelled ones.
 
     Attributes:
-        read: names of the entries that were asked for so far.
+        read: names of the entries read so far.
+        notes: one sentence per entry that is not modelled.
 
     Args:
         given: the config.
         kind: its `model_type`.
-        defaults: what the family's class means by an entry that is left out.
+        defaults: values of missing entries, from the family's config class.
     """
 
     def __init__(self, given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]) -> None:
@@ -138,10 +139,10 @@ class Entries:
         self.read = {"model_type"}
 
     def __call__(self, name: str, default: Any = ...) -> Any:
-        """The entry, else the family's default, else `default`; of the same kind as they are.
+        """The entry, else the family's default, else `default`.
 
         Raises:
-            DomainError: there is none of them, or the entry is of another kind.
+            DomainError: all three are missing, or the entry's type is not that of the default.
         """
         self.read.add(name)
         usual = self._defaults.get(name)
@@ -149,21 +150,21 @@ class Entries:
             usual = default
         value = self._given.get(name)
         if value is not None:
-            return _of_kind(name, value, usual)
+            return _of_type(name, value, usual)
         if usual is ...:
             raise DomainError(f"config of type {self.kind!r} lacks the entry {name!r}")
         return usual
 
     def known(self, what: str) -> str | None:
-        """What the family calls one of `NAMES`; None: its class has no such entry."""
+        """The family's entry name for a quantity of `NAMES`; None if its class has none."""
         return next((name for name in NAMES[what] if name in self._defaults), None)
 
     def called(self, what: str) -> str:
-        """The same; the usual name where its class has none."""
+        """As `known`, but the most common name if the class has none."""
         return self.known(what) or NAMES[what][0]
 
     def has(self, name: str) -> bool:
-        """Whether the config itself has the entry."""
+        """Whether the config itself gives the entry a value."""
         self.read.add(name)
         return self._given.get(name) is not None
 
@@ -173,15 +174,15 @@ class Entries:
         return name in self._given and self._given[name] is None
 
     def replaced(self, **values: Any) -> Entries:
-        """The same with other values of some entries, read and noted in one list with these."""
-        found = copy.copy(self)
-        found._given = {**self._given, **values}
+        """A copy with some entries changed; it shares `read` and `notes` with this one."""
+        copied = copy.copy(self)
+        copied._given = {**self._given, **values}
         self.read.update(values)
-        return found
+        return copied
 
     def number(self, name: str, default: Any = ...) -> float:
         """A real entry."""
-        return float(_of_kind(name, self(name, default), 0.0))
+        return float(_of_type(name, self(name, default), 0.0))
 
     def count(self, name: str, default: Any = ...) -> int:
         """An entry that is a positive integer."""
@@ -190,19 +191,19 @@ class Entries:
         return int(value)
 
     def inside(self, name: str, usual: Any = None) -> Entries:
-        """The entries of an object, none where it is left out; `usual` are their defaults."""
-        given = _of_kind(name, self(name, {}), {})
-        found = Entries(given, f"{self.kind}.{name}", usual or {})
-        found.notes = self.notes
-        self._objects[name] = found
-        return found
+        """The entries of a nested object, empty if it is missing; `usual` are their defaults."""
+        given = _of_type(name, self(name, {}), {})
+        nested = Entries(given, f"{self.kind}.{name}", usual or {})
+        nested.notes = self.notes
+        self._objects[name] = nested
+        return nested
 
     def several(self, name: str, like: Any, count: int | None = None) -> list[Any]:
-        """A list of as many entries of the kind of `like`; empty where there is none."""
-        given = _of_kind(name, self(name, []), [])
+        """A list of `count` items, each of the type of `like`; empty if the entry is missing."""
+        given = _of_type(name, self(name, []), [])
         if given and count not in (None, len(given)):
             raise domain_error(name, given, f"a list of {count}")
-        return [_of_kind(f"{name}[{number}]", one, like) for number, one in enumerate(given)]
+        return [_of_type(f"{name}[{index}]", item, like) for index, item in enumerate(given)]
 
     def kinds(
         self,
@@ -210,10 +211,10 @@ class Entries:
         allowed: Collection[str] = (FULL, SLIDING),
         name: str = "layer_types",
     ) -> list[str]:
-        """What every layer is, by the list of that name; the usual ones where there is none.
+        """The type of every layer, from the list `name`; `usual` if that is missing.
 
         Raises:
-            DomainError: a kind that is not allowed, or another number of layers.
+            DomainError: a type that is not allowed, or a list of another length than `usual`.
         """
         given = self.several(name, "") or list(usual)
         if len(given) != len(usual) or not set(given) <= set(allowed):
@@ -223,7 +224,7 @@ class Entries:
 
     def flag(self, name: str, default: Any = ...) -> bool:
         """An entry that is true or false."""
-        return bool(_of_kind(name, self(name, default), False))
+        return bool(_of_type(name, self(name, default), False))
 
     def positive(self, name: str, default: Any = ...) -> float:
         """A real entry above zero."""
@@ -233,14 +234,14 @@ class Entries:
         return value
 
     def layers(self, name: str, default: Any = ...) -> int:
-        """A number of layers: lists of one entry per layer are made of it."""
+        """A number of layers, bounded because per-layer lists are built from it."""
         value = self.count(name, default)
         if value > MOST_LAYERS:
             raise domain_error(name, value, f"at most {MOST_LAYERS}")
         return value
 
     def variance(self, name: str | None = None, default: Any = ...) -> float:
-        """The square of a deviation; None: of that which most matrices have."""
+        """The square of a standard deviation; None: the one that most matrices share."""
         name = self.called("variance") if name is None else name
         value = self.number(name, default)
         if abs(value) > MOST_DEVIATION:
@@ -248,7 +249,7 @@ class Entries:
         return value**2
 
     def texts(self, name: str) -> list[str]:
-        """An entry that is a list of words, or these in one text with | between them."""
+        """A list of words, given as a list or as one string separated by |."""
         given = self(name, None)
         if given is None or isinstance(given, str):
             return [word for word in (given or "").split("|") if word]
@@ -257,7 +258,7 @@ class Entries:
         return list(given)
 
     def activation(self, name: str) -> str:
-        """Our name of an activation function."""
+        """The name in this package of the activation function in an entry."""
         given = self(name)
         if isinstance(given, str) and registered_function(given) is not None:
             return given
@@ -269,17 +270,17 @@ class Entries:
     def length(
         self, name: str, seq_len: int | None, *, table: bool = True, default: Any = ...
     ) -> int:
-        """Tokens per sequence: the most that entry `name` allows, unless fewer are asked for.
+        """Tokens per sequence: `seq_len`, or by default the maximum that entry `name` gives.
 
         Args:
-            table: whether that many positions have a row of a table, so that more do not exist.
-            default: as of an entry.
+            table: whether positions index a table, so that longer sequences are an error.
+            default: the maximum if the entry is missing.
         """
         most = self(name, default)
         return self.at_most(check_count(name, most, least=2), seq_len, name, table)
 
     def at_most(self, most: int, seq_len: int | None, meaning: str, table: bool = True) -> int:
-        """Tokens per sequence where something else than one entry limits them."""
+        """Tokens per sequence: `seq_len`, or by default `most`, which `meaning` names in errors."""
         if seq_len is None:
             return most
         check_count("seq_len", seq_len)
@@ -288,9 +289,9 @@ class Entries:
         return seq_len
 
     def padding(self) -> int | None:
-        """The token whose row is zero; None where there is none in the table.
+        """The padding token, whose row is zero; None if the table has no such row.
 
-        A null in the config is no default: it says that there is none.
+        A null in the config does not stand for the default: it means no padding token.
         """
         if self.null("pad_token_id"):
             return None
@@ -299,18 +300,18 @@ class Entries:
         return token if table else None
 
     def biases(self, existing: tuple[str, ...]) -> Biases | None:
-        """Biases that start at zero, on those matrices that have one; None where none has."""
+        """Zero biases on the matrices `existing`; None if there are none."""
         return Biases.of(*existing) if existing else None
 
     def cap(self, name: str, default: Any = ...) -> float | None:
-        """An entry that is a positive number, or null where the config says so."""
-        there = not self.null(name) and self(name, default) is not None
-        return self.positive(name) if there else None
+        """A positive number; None if the config or the default says null."""
+        present = not self.null(name) and self(name, default) is not None
+        return self.positive(name) if present else None
 
     def window(self, name: str, seq_len: int) -> int | None:
-        """How many tokens attention reaches back; None where that is all of them.
+        """Width of the attention window in tokens; None if it covers the whole sequence.
 
-        A null in the config is no default: it says that there is no window.
+        A null in the config does not stand for the default: it means no window.
         """
         reach = None if self.null(name) else self(name, None)
         if reach is None:
@@ -321,27 +322,27 @@ class Entries:
     def windows(
         self, kinds: Any, windowed: str, name: str, seq_len: int
     ) -> tuple[int | None, ...] | None:
-        """Reach of every layer, where layers of the kind `windowed` have a window."""
+        """Attention window of every layer, on layers of type `windowed`; None if all are full."""
         reach = self.window(name, seq_len)
         reaches = tuple(reach if kind == windowed else None for kind in kinds)
         return reaches if any(reaches) else None
 
     def labels(self) -> int:
-        """Classes of a classification."""
-        names = _of_kind("id2label", self("id2label", {}), {})
+        """Number of classes of a classifier."""
+        names = _of_type("id2label", self("id2label", {}), {})
         return self.count("num_labels", len(names) or 2)
 
     def usual(self, name: str) -> Mapping[str, Any]:
-        """What the family's class says of an object that is left out."""
-        given: Mapping[str, Any] = self._defaults.get(name, {})
-        return given
+        """The family's default of an entry that is an object."""
+        default: Mapping[str, Any] = self._defaults.get(name, {})
+        return default
 
     def rope(self) -> Mapping[str, Any]:
-        """`rope_parameters`, or the entry that preceded it."""
+        """The rotary parameters, from the entry under either of its names."""
         given: Mapping[str, Any] = {}
         for name in ROTARY:
             value = self(name, {}) if self.has(name) else {}
-            given = given or _of_kind(name, value, {})
+            given = given or _of_type(name, value, {})
         return given
 
     def rotary(
@@ -350,55 +351,55 @@ class Entries:
         fraction: str = "partial_rotary_factor",
         scaled: tuple[str, ...] = (),
     ) -> Rotary:
-        """Rotary positions, from `rope_parameters` or the entries that preceded it.
+        """Rotary positions, from `rope_parameters` or from the entries that it replaced.
 
-        Modules turn every feature, whatever is said of a part, unless their family's defaults have
-        a `partial_rotary_factor`.
+        Modules rotate every feature, whatever `partial_rotary_factor` says, unless the family's
+        defaults have that entry.
 
         Args:
-            base, fraction: the family's names of those earlier entries.
-            scaled: kinds of scaling that the family's reader itself takes into account.
+            base, fraction: the family's names of the replaced entries.
+            scaled: scaling types that the family's reader handles itself.
         """
         usual = self._defaults.get("rope_parameters", {})
         given = self.rope()
         kind = given.get("rope_type", given.get("type", "default"))
         if kind != "default" and kind not in scaled:
             self.leave_out("rope_type", kind, "unscaled rotary frequencies are assumed")
-        found = {}
-        for name, old, otherwise in (
+        values = {}
+        for name, old, fallback in (
             ("rope_theta", base, 10000.0),
             ("partial_rotary_factor", fraction, 1.0),
         ):
-            said = ((name, given.get(name)), (old, self(old, None)))
-            numbers = [_of_kind(entry, value, 1.0) for entry, value in said if value is not None]
-            found[name] = float(_first(*numbers, usual.get(name), otherwise))
-        part = found["partial_rotary_factor"]
+            sources = ((name, given.get(name)), (old, self(old, None)))
+            numbers = [_of_type(entry, value, 1.0) for entry, value in sources if value is not None]
+            values[name] = float(_first(*numbers, usual.get(name), fallback))
+        part = values["partial_rotary_factor"]
         if part != 1 and "partial_rotary_factor" not in usual:
             self.leave_out("partial_rotary_factor", part, "the module turns every feature")
             part = 1.0
-        return Rotary(part, found["rope_theta"])
+        return Rotary(part, values["rope_theta"])
 
     def without(self, name: str, meaning: str) -> None:
-        """Note a number that is 0 where nothing is left out."""
+        """Note an unmodelled number unless it is 0."""
         if value := self.number(name):
             self.leave_out(name, value, meaning)
 
     def leave_out(self, name: str, value: Any, meaning: str) -> None:
-        """Note an entry that switches on something that is not modelled."""
+        """Note an entry whose value is not modelled."""
         self.read.add(name)
         self.notes.append(f"{name} = {brief(value)} is not modelled: {meaning}")
 
     def expect(self, name: str, usual: Any, meaning: str) -> None:
-        """Note an entry whose value is not the only one that is modelled."""
+        """Note an entry unless it has `usual`, the only value that is modelled."""
         self.read.add(name)
         if (value := self._given.get(name, usual)) != usual:
             self.leave_out(name, value, meaning)
 
     def same_as(self, other: str, name: str) -> None:
-        """Read a second entry for the same thing.
+        """Read a second entry, `other`, for the same quantity as `name`.
 
         Raises:
-            DomainError: it says something else.
+            DomainError: the two differ.
         """
         if self.has(other) and self.has(name) and self(other) != self(name):
             raise domain_error(
@@ -407,32 +408,31 @@ class Entries:
         self.read.add(other)
 
     def refuse(self, name: str, usual: Any, feature: str) -> None:
-        """Refuse an entry that switches on what no Transformer can express.
+        """Refuse a feature that `Transformer` cannot express.
 
         Raises:
-            DomainError: it does.
+            DomainError: the entry is not `usual`, so that the feature is on.
         """
         if (value := self(name, usual)) != usual:
             remedy = f"{feature} is outside what moments models"
             raise domain_error(name, value, f"{usual!r}", remedy)
 
     def finish(self, usual: Mapping[str, Any]) -> None:
-        """Note every entry that nothing has read and that is not known to change nothing.
+        """Note every unread entry, except those known to have no effect.
 
         Args:
-            usual: entries of the family that are not modelled, with the value at which they change
-                nothing.
+            usual: the family's unmodelled entries, with the value at which they have no effect.
 
         Raises:
-            DomainError: an entry of another kind than the family's default.
+            DomainError: an entry whose type is not that of the family's default.
         """
         known, (kind, *inner) = {**USUAL, **usual}, self.kind.split(".")
         for name, value in self._given.items():
             if name in IRRELEVANT or value is None:
                 continue
-            _of_kind(name, value, self._defaults.get(name))
+            _of_type(name, value, self._defaults.get(name))
             if name in ROTARY and isinstance(value, Mapping):
-                self._turned(name, value)
+                self._finish_rotary(name, value)
             elif name in self._objects:
                 self._objects[name].finish(usual)
             silent = name in known and (value == known[name] or known[name] is ...)
@@ -441,21 +441,20 @@ class Entries:
                 path = ".".join((*inner, name))
                 self.notes.append(f"{path} = {brief(value)} is not modelled: {why}")
 
-    def _turned(self, path: str, given: Mapping[str, Any]) -> None:
-        """Note what stands in an object of rotary entries, or in those of kinds of layers, and is
-        none of those that its type of positions has."""
+    def _finish_rotary(self, path: str, given: Mapping[str, Any]) -> None:
+        """Note unknown entries among rotary parameters, which may be nested by layer type."""
         scaled = str(given.get("rope_type") or given.get("type") or "default")
-        known = f"{_TURNED} {_SCALED.get(scaled, '')}".split()
+        known = f"{_ROTARY_ENTRIES} {_SCALING_ENTRIES.get(scaled, '')}".split()
         for name, value in given.items():
             if isinstance(value, Mapping):
-                self._turned(f"{path}.{name}", value)
+                self._finish_rotary(f"{path}.{name}", value)
             elif name not in known and value is not None:
                 why = f"no entry of {scaled!r} positions known here"
                 self.notes.append(f"{path}.{name} = {brief(value)} is not modelled: {why}")
 
 
-# What an entry must be, by the kind of its default, and the same in words.
-_KINDS: tuple[tuple[type, Any, str], ...] = (
+# Type of the default -> allowed types of the entry, and their name in errors.
+_TYPES: tuple[tuple[type, Any, str], ...] = (
     (bool, bool, "true or false"),
     (int, int, "an integer"),
     (float, (int, float), "a number"),
@@ -465,12 +464,12 @@ _KINDS: tuple[tuple[type, Any, str], ...] = (
 )
 
 
-def _of_kind(name: str, value: Any, usual: Any) -> Any:
-    """The value, checked to be of the same kind as the usual one; None and ... ask for none.
+def _of_type(name: str, value: Any, usual: Any) -> Any:
+    """The value, checked to have the type of `usual`; None and ... allow any type.
 
-    Integers stand for numbers, and true for neither; every number is finite and within 64 bits.
+    An integer is also a number, a boolean is neither; numbers are finite, integers within 64 bits.
     """
-    for kind, allowed, words in _KINDS:
+    for kind, allowed, words in _TYPES:
         if isinstance(usual, kind):
             if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
                 raise domain_error(name, value, words)

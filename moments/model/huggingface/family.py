@@ -1,4 +1,4 @@
-"""What a family is: how its config is read, which module it is; the two heads that most have."""
+"""A model family: its config reader, its class in transformers, and fields most families share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TASKS = {
     "ForConditionalGeneration": "translation",
     "ForImageClassification": "images",
 }
-"""Ends of classes' names -> what these are trained on."""
+"""Suffix of a transformers class name -> training task."""
 
 
 def _table(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-    return found
+    table: dict[str, Any] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return table
 
 
 SECTIONS, _DEFAULTS = _table("families.json"), _table("defaults.json")
@@ -39,19 +39,18 @@ _ROWS = {
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`: how its config is read, and which module it is.
+    """One `model_type`: its config reader and its class in transformers.
 
     Args:
-        kind: the type.
-        file: the module of this package whose `READERS` read it.
-        module: name of the transformers class with its head.
-        task: what it is trained on: "causal", "masked", "translation", "images" or "sound"; "text"
-            where nothing but a text is read.
-        usual: entries that are not modelled, with the value at which they change nothing (... where
-            none does).
-        defaults: what its config class means by entries that are left out (`defaults.json`).
-        slip: whether the class draws otherwise than the authors whom it follows: then a config is
-            read as the class draws, and promises nothing.
+        kind: the `model_type`.
+        file: the module of this package whose `READERS` has its reader.
+        module: name of the transformers class, with its head.
+        task: training task: "causal", "masked", "translation", "images" or "sound"; "text" for an
+            encoder of text without a task.
+        usual: unmodelled entries, with the value at which they have no effect (...: any value).
+        defaults: values of missing entries, from its config class (`defaults.json`).
+        slip: whether the class in transformers initialises otherwise than the original authors;
+            a config is read as the class initialises.
     """
 
     kind: str
@@ -64,7 +63,7 @@ class Family:
 
     @classmethod
     def of(cls, kind: str, file: str) -> Family:
-        """What `families.json` and `defaults.json` say of a type."""
+        """The family of a type, from `families.json` and `defaults.json`."""
         row = _ROWS[kind]
         module, like = row["module"], _ROWS[row.get("like", kind)]
         task = row.get("task") or next(TASKS[end] for end in TASKS if module.endswith(end))
@@ -75,33 +74,33 @@ class Family:
         return cls(kind, file, module, task, usual, _DEFAULTS.get(kind, {}), slip)
 
     def read(self, entries: Entries, seq_len: int | None) -> Transformer:
-        """The declaration that a config's entries make."""
+        """The declaration of a config's entries."""
         reader: Reader = import_module(f".{self.file}", __package__).READERS[self.kind]
         return reader(entries, seq_len)
 
     def declare(
         self, given: Mapping[str, Any], seq_len: int | None
     ) -> tuple[Transformer, list[str]]:
-        """The declaration of a config, and a note for each feature that is left out."""
+        """The declaration of a config, and a note for each unmodelled feature."""
         entries = Entries(given, str(given.get("model_type")), self.defaults)
         model = self.read(entries, seq_len)
         entries.finish(self.usual)
         return model, entries.notes
 
     def entries(self, given: Mapping[str, Any]) -> frozenset[str]:
-        """Names of the entries that describe the architecture: read, known by their default, or
-        known to change nothing at one value.
+        """Names of the entries that describe the architecture: those read, those with a default,
+        and those known to have no effect at one value.
 
         Raises:
-            DomainError: an entry that the declaration refuses.
+            DomainError: an entry that the reader refuses.
         """
         reader = Entries(given, str(given.get("model_type")), self.defaults)
         self.read(reader, None)
-        elsewhere = {"model_type", "quantization_config"}
-        return frozenset(reader.read.union(self.defaults, self.usual, USUAL)) - elsewhere
+        not_architecture = {"model_type", "quantization_config"}
+        return frozenset(reader.read.union(self.defaults, self.usual, USUAL)) - not_architecture
 
 
-# --- what most families have in common ------------------------------------------------------------
+# --- shared by most families ----------------------------------------------------------------------
 
 
 _PLAIN: Mapping[str, Any] = {}
@@ -120,16 +119,16 @@ def declared(
     head: Head | Mapping[str, Any] | None = _PLAIN,
     **fields: Any,
 ) -> Transformer:
-    """What the entries say by their family's `NAMES`: matrices and tables of one variance, norms of
-    one epsilon.
+    """Declare a model from the entries listed in `NAMES`, with one variance for all matrices and
+    tables and one epsilon for all norms.
 
     Args:
-        names: of "layers", "width" and "heads", where they are others.
-        table: whether positions have one, so that a text can be no longer.
-        length, variance, epsilon: where no entry says them.
-        embedding: the family's own, or fields of plain tables.
-        head: the family's own, fields of one that predicts the next token, or None: there is none.
-        fields: what else the family has, or has otherwise.
+        names: entry names of "layers", "width" and "heads" that differ from the usual ones.
+        table: whether positions index a table, which limits the sequence length.
+        length, variance, epsilon: values to use instead of the entries.
+        embedding: an embedding, or fields that change the default one.
+        head: a head, fields of one that predicts the next token, or None for no head.
+        fields: further fields of `Transformer`; they override the usual ones.
     """
     variance = read.variance() if variance is None else variance
     epsilon = read.number(read.called("epsilon")) if epsilon is None else epsilon
@@ -140,15 +139,15 @@ def declared(
         "biases": Biases(),
         "norm_affine": True,
     }
-    for field, what, of in (
+    for field, quantity, reader in (
         ("d_ff", "hidden", read),
         ("activation", "activation", read.activation),
         ("dropout", "dropout", read.number),
         ("attention_dropout", "attention_dropout", read.number),
     ):
-        name = read.known(what)
+        name = read.known(quantity)
         if name is not None and field not in fields:
-            usual[field] = of(name)
+            usual[field] = reader(name)
     if length is None:
         length = read.length(read.called("length"), seq_len, table=table)
     if isinstance(embedding, Mapping):
@@ -166,13 +165,13 @@ def declared(
 
 
 def tied_or(read: Entries, variance: float, default: Any = ...) -> dict[str, Any]:
-    """Whether a head's matrix is the token table, else its variance."""
+    """Fields of a head whose matrix is the token table, or has its own `variance`."""
     tied = read.flag("tie_word_embeddings", default)
     return {"tied": tied, "weight_variance": None if tied else variance}
 
 
 def masked_head(read: Entries, variance: float, activation: str) -> Head:
-    """BERT's: a hidden layer with activation and norm, then the token table and a bias."""
+    """BERT's head: a hidden layer with activation and norm, then the token table and a bias."""
     return Head(
         **tied_or(read, variance, True),
         norm=False,

@@ -24,7 +24,7 @@ def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         d_ff=read("n_inner", 4 * d_model),
-        # Both output projections carry 1/sqrt(2 N), as one variance factor 1/(2 N).
+        # Both output projections are scaled by 1/sqrt(2 N), a variance factor of 1/(2 N).
         weights=Weights.normal(variance, output_divisor=2 * layers),
         temperature=temperature,
         embedding={"position_variance": variance},
@@ -32,8 +32,8 @@ def _gpt2(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _gpt_neo(read: Entries, seq_len: int | None) -> Transformer:
-    """GPT-2 with windows in every second layer, logits that are not scaled, no bias of query, key
-    and value."""
+    """GPT-2 with windows in every second layer, unscaled attention logits, and no biases on query,
+    key and value."""
     d_model, heads = read.count("hidden_size"), read.count("num_heads")
     layers = read.layers("num_layers")
     length = read.length("max_position_embeddings", seq_len)
@@ -49,7 +49,7 @@ def _gpt_neo(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _neo_kinds(read: Entries, layers: int) -> list[str]:
-    """Kind of attention in every layer, from [[["global", "local"], repetitions], ...]."""
+    """Attention type of every layer, from [[["global", "local"], repetitions], ...]."""
     given = read("attention_types", [[["global", "local"], layers // 2]])
     try:
         named = sum(len(group) * times for group, times in given)
@@ -65,10 +65,10 @@ def _neo_kinds(read: Entries, layers: int) -> list[str]:
 
 
 def _opt(read: Entries, seq_len: int | None) -> Transformer:
-    """Positions have a table of two further rows, which are never read; no embedding dropout.
+    """GPT-2 without embedding dropout; the position table's first two rows are never used.
 
-    Token rows may be narrower than the stream: a matrix widens them, and one narrows what the head
-    reads.
+    Token rows may be narrower than the stream: one matrix widens them, another narrows the head's
+    input.
     """
     d_model = read.count("hidden_size")
     read.refuse("_remove_final_layer_norm", False, "a Pre-LN stack without a final norm")
@@ -80,7 +80,7 @@ def _opt(read: Entries, seq_len: int | None) -> Transformer:
     return declared(
         read,
         seq_len,
-        epsilon=1e-5,  # LayerNorm's own default, which the code does not change
+        epsilon=1e-5,  # torch's default, which the module keeps
         norm="pre" if pre else "post",
         biases=Biases() if read.flag("enable_bias") else None,
         norm_affine=read.flag("layer_norm_elementwise_affine"),
@@ -90,7 +90,7 @@ def _opt(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _bloom(read: Entries, seq_len: int | None) -> Transformer:
-    """ALiBi, a normalised embedding, and no limit to the length; BLOOM was made for 2048."""
+    """ALiBi, a normalised embedding, and no limit on the sequence length."""
     read.refuse(
         "apply_residual_connection_post_layernorm", False, "a residual stream from behind the norm"
     )

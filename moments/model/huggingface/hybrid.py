@@ -28,7 +28,7 @@ from .recurrent import (
 from .relatives import _kinds
 
 _NAMES = {"mamba": _LINEAR, "attention": FULL}
-"""Of kinds of layers, before transformers 5."""
+"""Layer types before transformers 5 -> their present names."""
 
 
 def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
@@ -37,7 +37,7 @@ def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
     entry = "layer_types" if read.has("layer_types") else "layers_block_type"
     given = read.several(entry, "") or [_LINEAR] * layers
     read = read.replaced(layer_types=[_NAMES.get(kind, kind) for kind in given])
-    turned = read("position_embedding_type", None) == "rope"
+    rotates = read("position_embedding_type", None) == "rope"
     experts: dict[str, Any] = {"d_ff": shared}
     if int(read("num_local_experts")) > 0:
         experts = {"ffn": routed(read, softmax_experts(read, shared=shared))}
@@ -46,7 +46,7 @@ def _granitemoehybrid(read: Entries, seq_len: int | None) -> Transformer:
         seq_len,
         biased=("attention_bias",),
         mixer=_mixed(read, [_LINEAR] * layers, {_LINEAR: mamba2_block(read)}),
-        rotary=read.rotary() if turned else None,
+        rotary=read.rotary() if rotates else None,
         **experts,
     )
 
@@ -57,7 +57,7 @@ _OF_NEMOTRON |= {"epsilon": "layer_norm_epsilon"}
 
 
 def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
-    """One block a layer: Mamba-2, attention without positions, a dense block or experts."""
+    """One block per layer: Mamba-2, attention without positions, a dense block or experts."""
     read.refuse("use_bias", False, "biases of a mixer's matrices")
     read.expect("tie_word_embeddings", False, "the module has a matrix of its own for its logits")
     read.expect("mamba_hidden_act", "silu", "SiLU is assumed behind the convolution")
@@ -98,7 +98,7 @@ def _nemotron_h(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
-    """Mamba-2 and attention of the same tokens in every layer, with multipliers everywhere."""
+    """Parallel Mamba-2 and attention in every layer, with multipliers everywhere."""
     read.refuse("projectors_bias", False, "biases of a mixer's matrices")
     width = None if read.null("mamba_d_ssm") else read.count("mamba_d_ssm")
     several = read.several("ssm_multipliers", 0.0, 5) or [1.0] * 5
@@ -109,7 +109,7 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
         width,
         norm=read.flag("mamba_rms_norm"),
         norm_before_gate=read.flag("mamba_norm_before_gate"),
-        multipliers=tuple(entering * one for one in several),
+        multipliers=tuple(entering * multiplier for multiplier in several),
     )
     both = ParallelMixer(
         mixer,
@@ -137,7 +137,7 @@ def _falcon_h1(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _jamba(read: Entries, seq_len: int | None) -> Transformer:
-    """Mamba with norms inside, attention without positions, experts in every second layer."""
+    """Mamba with inner norms, attention without positions, experts in every second layer."""
     read.refuse("mamba_proj_bias", False, "biases of a mixer's matrices")
     layers, variance = range(read.layers("num_hidden_layers")), read.variance()
     names = {"rank": "mamba_dt_rank", "expand": "mamba_expand", "state": "mamba_d_state"}
@@ -203,26 +203,26 @@ def _kimi_linear(read: Entries, seq_len: int | None) -> Transformer:
         rotary=None,
         d_head=read.count("qk_rope_head_dim"),
         kv_heads=read.count("num_attention_heads"),
-        mixer=[latent if one is None else one for one in mixers],
+        mixer=[mixer or latent for mixer in mixers],
         ffn=routed(read, sigmoid_experts(read, "num_local_experts"), listed_sparse(read, 1)),
     )
 
 
 def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
-    """Gemma 3 with values normalised too, undivided logits, and full layers of other widths; last
-    layers may read keys and values of earlier ones, and every layer its tokens anew."""
+    """Gemma 3 with normalised values, logits without 1/sqrt(d_head), and other head widths in full
+    layers; the last layers may share earlier keys and values; optional per-layer embeddings."""
     if (given := read("use_bidirectional_attention", None)) == "all":
         read.leave_out("use_bidirectional_attention", given, "a causal mask is assumed")
     kinds = _kinds(read, 6)
-    _mixed(read, kinds, dict.fromkeys((SLIDING,), True))  # none is of another kind
-    kinds[-1] = FULL  # as the module makes it
+    _mixed(read, kinds, dict.fromkeys((SLIDING,), True))  # refuses other types
+    kinds[-1] = FULL  # as the module does
     if alike := read.flag("attention_k_eq_v"):
         read.notes.append(
             "attention_k_eq_v = True: full layers' keys and values are drawn apart; of the one "
             "matrix that they are the squared gradient is about the sum of both"
         )
-    # those of a layer that is named take the place of both usual ones
-    named = {str(n).lstrip("0") or "0": of for n, of in read("per_layer_config", {}).items()}
+    # entries by layer replace both the common and the full layers' head sizes
+    named = {str(n).lstrip("0") or "0": row for n, row in read("per_layer_config", {}).items()}
     own = read.replaced(per_layer_config=named).inside("per_layer_config")
     keys, wide = read("num_global_key_value_heads", None), read.count("global_head_dim", 512)
     heads: dict[str, Any] = {kind: {"head_dim": read.count("head_dim")} for kind in kinds}
@@ -240,15 +240,15 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         temperatures.append(given[0] ** -0.5)
         source = source if number >= own_keys else None
         mixers.append(LayerAttention(*given, "rmsnorm", value_norm=True, keys_of=source))
-    of_kinds, rotaries = read.inside("rope_parameters"), {}
+    by_kind, rotaries = read.inside("rope_parameters"), {}
     for kind, part, base in ((FULL, 0.25, 1e6), (SLIDING, 1.0, 1e4)):
-        of = of_kinds.inside(kind)
-        part = of.number("partial_rotary_factor", 1.0 if of_kinds.has(kind) else part)
-        # slowed as of all features, of which a part is turned
-        rotaries[kind] = Rotary(part, of.positive("rope_theta", base) ** part)
-        if of("rope_type", "default") not in ("default", "proportional") or of.has("factor"):
-            said = read("rope_parameters")
-            read.leave_out("rope_parameters", said, "unscaled rotary frequencies are assumed")
+        rope = by_kind.inside(kind)
+        part = rope.number("partial_rotary_factor", 1.0 if by_kind.has(kind) else part)
+        # frequencies are spaced over all features, although only a part is rotated
+        rotaries[kind] = Rotary(part, rope.positive("rope_theta", base) ** part)
+        if rope("rope_type", "default") not in ("default", "proportional") or rope.has("factor"):
+            given_rope = read("rope_parameters")
+            read.leave_out("rope_parameters", given_rope, "unscaled rotary frequencies are assumed")
     ffns: Any = _beside_experts(read) if read.flag("enable_moe_block") else None
     if read.flag("use_double_wide_mlp") and own_keys < len(kinds):
         read.refuse("enable_moe_block", False, "wider dense blocks beside experts")
@@ -270,7 +270,7 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _per_layer(read: Entries) -> PerLayerEmbedding | None:
-    """What every layer reads of its tokens."""
+    """The per-layer token embedding, if hidden_size_per_layer_input is not 0."""
     width, variance = int(read.number("hidden_size_per_layer_input")), read.variance()
     if width == 0:
         return None
@@ -283,7 +283,7 @@ def _per_layer(read: Entries) -> PerLayerEmbedding | None:
 
 
 def _beside_experts(read: Entries) -> tuple[Experts | None, ...]:
-    """A dense block and routed experts, each behind a norm and in front of one."""
+    """Experts parallel to a dense block, each with a norm before and after it."""
     width, variance = read.count("hidden_size"), read.variance()
     read.notes.append(
         "enable_moe_block = True: pre_feedforward_layernorm and pre_feedforward_layernorm_2 count "
@@ -311,7 +311,7 @@ _KIMI = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-"""Names of entries in released configs, and those of transformers' class."""
+"""Entry name in released configs -> in transformers' config class."""
 
 
 READERS: dict[str, Reader] = {

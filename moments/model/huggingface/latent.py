@@ -1,4 +1,4 @@
-"""Decoders with latent attention, with attention sinks, and one whose activation is learned."""
+"""Decoders with latent attention, with attention sinks, or with a learned activation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .llama import _BOTH, FFN, _decoder, _granite, _length, _longrope, sliding, 
 from .moe import first_dense, listed_sparse, routed, sigmoid_experts, softmax_experts
 
 LATENT_EPSILON = 1e-6
-"""Of the norms of latents, which transformers constructs without the config's own."""
+"""Epsilon of the latents' norms: transformers does not pass the config's to them."""
 
 
 def latent_attention(read: Entries, variance: float, **changes: Any) -> LatentAttention:
-    """The block of DeepSeek's entries, matrices of one variance.
+    """DeepSeek's latent attention, all matrices of one variance.
 
     Raises:
-        DomainError: heads that share keys, or biases before the latents.
+        DomainError: heads that share keys, or biases of the matrices to the latents.
     """
     heads = read.count("num_attention_heads")
     if read.count("num_key_value_heads", heads) != heads:
@@ -45,7 +45,7 @@ def latent_attention(read: Entries, variance: float, **changes: Any) -> LatentAt
 
 
 def latent_temperature(read: Entries) -> float:
-    """YaRN's factor on the logits, squared there, where positions are scaled.
+    """Logit temperature from YaRN's scaling: 1 / mscale^2, or 1 without scaling.
 
     Source:
         DeepSeek-AI 2024, DeepSeek-V2, section 3.1.4; as transformers' yarn_apply_mscale.
@@ -63,8 +63,8 @@ def _latent_decoder(read: Entries, seq_len: int | None, **changes: Any) -> Trans
     width, factors = read.count("qk_rope_head_dim"), {}
     if changes.pop("scaled", False):
         ranks = {"query_factor": "q_lora_rank", "kv_factor": "kv_lora_rank"}
-        of = {name: read.count("hidden_size") / read.count(rank) for name, rank in ranks.items()}
-        factors = {name: math.sqrt(ratio) for name, ratio in of.items()}
+        ratios = {name: read.count("hidden_size") / read.count(r) for name, r in ranks.items()}
+        factors = {name: math.sqrt(ratio) for name, ratio in ratios.items()}
     fields: dict[str, Any] = {}
     if "rotary" not in changes:
         rotary, factor = yarn(read, width)
@@ -87,17 +87,17 @@ _FACTOR = "the turned part of queries and keys keeps its size"
 
 
 def _minicpm3(read: Entries, seq_len: int | None) -> Transformer:
-    """Branches, embedding and logits times constants of depth and width."""
-    turned = _longrope(read, read.count("qk_rope_head_dim"), _length(read, seq_len))
-    if turned.get("temperature", 1.0) != 1.0:
-        read.leave_out("attention_factor", turned["temperature"] ** -0.5, _FACTOR)
+    """Multipliers on branches, embedding and logits, set by depth and width."""
+    longrope = _longrope(read, read.count("qk_rope_head_dim"), _length(read, seq_len))
+    if longrope.get("temperature", 1.0) != 1.0:
+        read.leave_out("attention_factor", longrope["temperature"] ** -0.5, _FACTOR)
     depth, d_model = read.layers("num_hidden_layers"), read.count("hidden_size")
     scale = 1.0 if read.null("scale_depth") else read.number("scale_depth") / math.sqrt(depth)
     base = d_model if read.null("dim_model_base") else read.positive("dim_model_base")
     return _latent_decoder(
         read,
         seq_len,
-        rotary=turned["rotary"],
+        rotary=longrope["rotary"],
         temperature=1.0,
         branch_scale=scale,
         embedding={"scale": read.number("scale_emb")},
@@ -106,7 +106,7 @@ def _minicpm3(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _youtu(read: Entries, seq_len: int | None) -> Transformer:
-    """Deviations of 2/sqrt(5 d), twice that in the token table, unless given."""
+    """Default standard deviation 2/sqrt(5 d_model), and twice that for the token table."""
     usual = 2.0 / math.sqrt(5.0 * read.count("hidden_size"))
     variance = read.variance(default=usual)
     table = read.variance("embedding_initializer_range", 0.0) or 4.0 * variance
@@ -121,7 +121,7 @@ def _youtu(read: Entries, seq_len: int | None) -> Transformer:
 def _granite_swa(
     read: Entries, seq_len: int | None, biased: tuple[str, ...] = _BOTH, **changes: Any
 ) -> Transformer:
-    """Granite's multipliers, windows, a rotary base per layer (0: no positions), and sinks at 0."""
+    """Granite with windows, a rotary base per layer (0: no rotation) and zero attention sinks."""
     layers, rotary = read.layers("num_hidden_layers"), read.rotary()
     bases = read.several("layer_rope_theta", 0.0, layers) or [rotary.base] * layers
     kinds = read.kinds([SLIDING if number % 4 else FULL for number in range(layers)])
@@ -137,7 +137,7 @@ def _granite_swa(
 
 
 def _apertus(read: Entries, seq_len: int | None) -> Transformer:
-    """No gate; queries and keys normalised. The parameters of xIELU stay out of the table."""
+    """No gate; queries and keys are normalised; xIELU has its initial parameters."""
     return _decoder(read, seq_len, gated=False, qk_norm="rmsnorm")
 
 
@@ -153,7 +153,7 @@ def _deepseek_v3(
 
 
 def _deepseek_v2(read: Entries, seq_len: int | None) -> Transformer:
-    """Softmax over all experts; groups score by their best one."""
+    """Softmax over all experts; a group's score is that of its best expert."""
     method = read("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
         raise domain_error("topk_method", method, "'greedy' or 'group_limited_greedy'")
@@ -176,14 +176,14 @@ def _deepseek_v2(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _glm4_moe_lite(read: Entries, seq_len: int | None) -> Transformer:
-    """The first layer dense, unless `mlp_layer_types` say otherwise."""
+    """A dense first layer, unless `mlp_layer_types` differs."""
     experts = routed(read, sigmoid_experts(read), listed_sparse(read, 1))
     return _latent_decoder(read, seq_len, ffn=experts)
 
 
 def _longcat_flash(read: Entries, seq_len: int | None) -> Transformer:
-    """Two layers for each of its own: experts read what the first one's dense block reads, and what
-    they give is added behind the second. Latents are scaled to the stream's width."""
+    """Each layer is declared as two: experts read the input of the first one's dense block, and
+    their output is added after the second. Latents are scaled by sqrt(d_model / rank)."""
     identity = int(read("zero_expert_num") or 0)
     experts = Experts(
         read.count("n_routed_experts") + identity,
@@ -211,7 +211,7 @@ def _longcat_flash(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _gpt_oss(read: Entries, seq_len: int | None) -> Transformer:
-    """Sinks, windows in every second layer; what experts multiply by counts from 1, clamped."""
+    """Attention sinks, windows in every second layer; clamped experts whose factor is 1 + u."""
     layers = read.layers("num_hidden_layers")
     kinds = read.kinds([FULL if number % 2 else SLIDING for number in range(layers)])
     alpha = read.number("swiglu_alpha")

@@ -18,7 +18,7 @@ _OF_ATTENTION = (
     *("attention_dropout", "attention_gate", "kv_heads", "qk_norm", "rotary", "temperature"),
     "window",
 )
-"""Fields that no layer reads where none has attention."""
+"""Fields without effect in a stack that has no attention layer."""
 
 
 def _decoder(
@@ -28,12 +28,12 @@ def _decoder(
     biased: tuple[str, ...] = ("attention_bias",),
     **changes: Any,
 ) -> Transformer:
-    """Llama; `changes` are the fields of `declared` in which a relative differs.
+    """Declare Llama; `changes` are the fields of `declared` in which a related family differs.
 
-    `biased` are the entries for biases that the module reads, of attention_bias and mlp_bias.
+    `biased` names those of attention_bias and mlp_bias that the module implements.
     """
     heads = read.count("num_attention_heads")
-    usual: dict[str, Callable[[], Any]] = {
+    defaults: dict[str, Callable[[], Any]] = {
         "biases": lambda: read.biases(_biased(read, biased)),
         "kv_heads": lambda: read("num_key_value_heads", heads),
         "d_head": lambda: head_width(read),
@@ -43,11 +43,11 @@ def _decoder(
         positions, temperature = positions_of(read), changes.get("temperature", 1.0)
         fields |= positions
         changes["temperature"] = temperature * positions["temperature"]
-    fields |= {name: of() for name, of in usual.items() if name not in changes} | changes
+    fields |= {name: value() for name, value in defaults.items() if name not in changes} | changes
     mixers = changes.get("mixer")
-    without = (*RECURRENT, Absent)
-    if isinstance(mixers, tuple | list) and all(isinstance(one, without) for one in mixers):
-        fields = {name: one for name, one in fields.items() if name not in _OF_ATTENTION}
+    no_attention = (*RECURRENT, Absent)
+    if isinstance(mixers, tuple | list) and all(isinstance(m, no_attention) for m in mixers):
+        fields = {name: value for name, value in fields.items() if name not in _OF_ATTENTION}
         read("attention_dropout", None)
         fields["attention_dropout"] = None
     return declared(
@@ -66,7 +66,7 @@ _BOTH = tuple(_BIASED)
 
 
 def _biased(read: Entries, entries: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for e in entries if read.flag(e, False) for name in _BIASED[e])
+    return tuple(matrix for e in entries if read.flag(e, False) for matrix in _BIASED[e])
 
 
 def _length(read: Entries, seq_len: int | None) -> int:
@@ -74,7 +74,7 @@ def _length(read: Entries, seq_len: int | None) -> int:
 
 
 def head_width(read: Entries) -> int:
-    """Features of a head."""
+    """Width of an attention head."""
     return read.count("head_dim", read.count("hidden_size") // read.count("num_attention_heads"))
 
 
@@ -98,7 +98,7 @@ def _qwen3(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _qwen_windows(read: Entries, seq_len: int | None) -> Any:
-    """Windows from layer max_window_layers on, if they are used at all."""
+    """Windows from layer max_window_layers on, if use_sliding_window is set."""
     layers, first = read.layers("num_hidden_layers"), read("max_window_layers")
     used = read.flag("use_sliding_window")
     usual = [SLIDING if used and number >= first else FULL for number in range(layers)]
@@ -106,15 +106,15 @@ def _qwen_windows(read: Entries, seq_len: int | None) -> Any:
 
 
 def sliding(read: Entries, seq_len: int | None, kinds: Sequence[str]) -> Any:
-    """Reach of every layer, of which those of the kind `SLIDING` have a window."""
+    """Attention window of every layer, given their types; full layers have None."""
     return read.windows(kinds, SLIDING, "sliding_window", _length(read, seq_len))
 
 
 def _gemma(read: Entries, seq_len: int | None) -> Transformer:
     """Token rows times sqrt(d_model); gains are 1 + w with w = 0, which are gains of 1.
 
-    The first releases say "gelu" and mean the tanh form, which the module takes either way. Of its
-    two entries for the activation transformers 5 reads `hidden_act` alone.
+    The first releases have "gelu", but the module computes the tanh form. Of the two entries for
+    the activation, transformers 5 reads only `hidden_act`.
     """
     read.expect("use_bidirectional_attention", None, "a causal mask is assumed")
     name, other = "hidden_act", "hidden_activation"
@@ -152,11 +152,11 @@ def _gemma2(read: Entries, seq_len: int | None, norm: str = "sandwich") -> Trans
 
 
 def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
-    """Rotary positions, every pair slowed down by a factor of its own, and the temperature of the
-    logits that cosines and sines times another factor give.
+    """LongRoPE: rotary positions with one frequency divisor per pair of features, and the logit
+    temperature that follows from the factor on cosines and sines.
 
-    That factor a is on the turned share f of queries and keys alone, so that the logits' variance
-    is f a^4 + 1 - f times as large; how much of it turns is left as f.
+    That factor a scales only the rotated fraction f of queries and keys, so the variance of the
+    logits is f a^4 + 1 - f times as large. Approximation: its rotated fraction is still taken as f.
 
     Source:
         Ding et al. 2024, LongRoPE, section 3; factors as in transformers.
@@ -164,41 +164,38 @@ def _longrope(read: Entries, width: int, length: int) -> dict[str, Any]:
     given, plain = read.rope(), read.rotary(scaled=("longrope",))
     if given.get("rope_type", given.get("type")) != "longrope":
         return {"rotary": plain}
-    most = read.count("max_position_embeddings")
-    first = read.count("original_max_position_embeddings", most)
-    name = "long_factor" if length > first else "short_factor"
+    extended = read.count("max_position_embeddings")
+    original = read.count("original_max_position_embeddings", extended)
+    name = "long_factor" if length > original else "short_factor"
     factors, pairs = given.get(name), int(plain.fraction * width) // 2
     numbers = list(factors) if isinstance(factors, list | tuple) else []
     if len(numbers) != pairs or not all(isinstance(x, int | float) and x > 0 for x in numbers):
         raise domain_error(name, factors, f"{pairs} positive numbers")
-    ratio = most / first
-    usual = math.sqrt(1 + math.log(ratio) / math.log(first)) if ratio > 1 else 1.0
+    ratio = extended / original
+    usual = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
     factor = given.get("attention_factor") or usual
     if not isinstance(factor, int | float) or factor <= 0:
         raise domain_error("attention_factor", factor, "a positive number")
     speeds = tuple(plain.base ** (-m / pairs) / float(x) for m, x in enumerate(numbers))
-    size = plain.fraction * factor**4 + 1 - plain.fraction
-    return {
-        "rotary": plain.replace(speeds=speeds),
-        "temperature": 1 / math.sqrt(size),
-    }
+    logit_variance = plain.fraction * factor**4 + 1 - plain.fraction
+    return {"rotary": plain.replace(speeds=speeds), "temperature": 1 / math.sqrt(logit_variance)}
 
 
 SCALED = ("linear", "llama3", "yarn")
-"""Kinds of positions for longer texts, which slow pairs down by their frequency alone."""
+"""Scaling types that change each rotary frequency as a function of that frequency alone."""
 
 
 def positions_of(read: Entries) -> dict[str, Any]:
-    """Positions, scaled where the config says so, and the temperature that their factor gives on
-    the share of the features that they turn."""
+    """Rotary positions with the config's scaling, and the logit temperature that follows from the
+    scaling's factor on the rotated features."""
     given, plain = read.rope() or read.usual("rope_parameters"), read.rotary(scaled=SCALED)
     rotary, factor = slowed(read, given, plain, round(plain.fraction * head_width(read)))
-    size = plain.fraction * factor**4 + 1 - plain.fraction
-    return {"rotary": rotary, "temperature": size**-0.5}
+    logit_variance = plain.fraction * factor**4 + 1 - plain.fraction
+    return {"rotary": rotary, "temperature": logit_variance**-0.5}
 
 
 def yarn(read: Entries, width: int) -> tuple[Rotary, float]:
-    """Rotary positions of so many features, and the factor on cosines and sines."""
+    """Rotary positions of `width` features, and the factor on cosines and sines."""
     given = read.rope() or read.usual("rope_parameters")
     return slowed(read, given, read.rotary(scaled=SCALED), width)
 
@@ -206,19 +203,22 @@ def yarn(read: Entries, width: int) -> tuple[Rotary, float]:
 def slowed(
     read: Entries, given: Mapping[str, Any], plain: Rotary, width: int
 ) -> tuple[Rotary, float]:
-    """The same of an object of rotary entries and the positions that it scales.
+    """Apply the scaling in the rotary entries `given` to the positions `plain`.
+
+    Returns:
+        The positions, and the factor on cosines and sines.
 
     Source:
-        Peng et al. 2023, YaRN, section 3; boundaries and factor as in transformers, where Llama 3's
-        are from.
+        Peng et al. 2023, YaRN, section 3; boundaries and factor, and all of Llama 3's, as in
+        transformers.
     """
     kind = given.get("rope_type", given.get("type"))
     if kind not in SCALED:
         return plain, 1.0
 
-    def number(name: str, otherwise: float | None = None) -> float:
+    def number(name: str, default: float | None = None) -> float:
         value = given.get(name)
-        value = otherwise if value is None else value
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise domain_error(f"rope_parameters.{name}", value, "a positive number")
         return float(value)
@@ -227,22 +227,23 @@ def slowed(
     if kind == "linear":
         factor = number("factor")
         return plain.replace(speeds=tuple(speed / factor for speed in speeds)), 1.0
-    most, name = read.count("max_position_embeddings"), "original_max_position_embeddings"
-    first = number(name, read(name, most))
-    factor = number("factor", most / first)
+    extended, name = read.count("max_position_embeddings"), "original_max_position_embeddings"
+    original = number(name, read(name, extended))
+    factor = number("factor", extended / original)
     if kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
 
-        def kept(speed: float) -> float:
-            return min(max((first * speed / (2 * math.pi) - low) / (high - low), 0.0), 1.0)
+        def unscaled(speed: float) -> float:
+            turns = original * speed / (2 * math.pi)
+            return min(max((turns - low) / (high - low), 0.0), 1.0)
 
-        shares, usual = [kept(speed) for speed in speeds], 1.0
+        shares, usual = [unscaled(speed) for speed in speeds], 1.0
     else:
         if plain.base <= 1:
             raise domain_error("rope_theta", plain.base, "above 1")
 
         def pair(turns: float) -> float:
-            return width * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(plain.base))
+            return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(plain.base))
 
         low, high = pair(number("beta_fast", 32.0)), pair(number("beta_slow", 1.0))
         if given.get("truncate", True):
@@ -258,8 +259,8 @@ def slowed(
         if given.get("mscale") and given.get("mscale_all_dim"):
             usual = size(number("mscale")) / size(number("mscale_all_dim"))
         usual = number("attention_factor", usual)
-    found = [speed * (s + (1 - s) / factor) for speed, s in zip(speeds, shares, strict=True)]
-    return plain.replace(speeds=tuple(found)), usual
+    scaled = [speed * (s + (1 - s) / factor) for speed, s in zip(speeds, shares, strict=True)]
+    return plain.replace(speeds=tuple(scaled)), usual
 
 
 def _phi3(read: Entries, seq_len: int | None) -> Transformer:
@@ -287,7 +288,7 @@ def _starcoder2(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _stablelm(read: Entries, seq_len: int | None) -> Transformer:
-    """LayerNorm; dropout on the feed-forward block's output alone."""
+    """LayerNorm; dropout only on the output of the feed-forward block."""
     read.refuse("qk_layernorm", False, "a norm with gains of its own for every head")
     width = read.count("hidden_size") // read.count("num_attention_heads")
     read.refuse("head_dim", width, "a width of heads that its module does not follow")
@@ -302,13 +303,13 @@ def _stablelm(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _olmo(read: Entries, seq_len: int | None) -> Transformer:
-    """LayerNorm without gains or biases, its epsilon written into the code."""
+    """LayerNorm without gains or biases; the module hard-codes its epsilon."""
     unclipped(read)
     return _decoder(read, seq_len, normalization="layernorm", epsilon=1e-5, norm_affine=False)
 
 
 def unclipped(read: Entries) -> None:
-    """Note bounds on queries, keys and values."""
+    """Note that queries, keys and values would be clipped."""
     if (clip := read("clip_qkv", None)) is not None:
         read.leave_out("clip_qkv", clip, "queries, keys and values are not clipped")
 
@@ -329,7 +330,7 @@ def _cohere(read: Entries, seq_len: int | None) -> Transformer:
 def _granite(
     read: Entries, seq_len: int | None, biased: tuple[str, ...] = _BOTH, **changes: Any
 ) -> Transformer:
-    """Llama with multipliers of the embedding, the logits of attention, branches and output."""
+    """Llama with multipliers on the embedding, attention logits, residual branches and logits."""
     scale = read.positive("attention_multiplier") * math.sqrt(head_width(read))
     return _decoder(
         read,

@@ -17,15 +17,15 @@ from .llama import INWARD, _decoder, _granite, _length, positions_of, sliding, u
 def routed(
     read: Entries, experts: Experts, layers: Iterable[int] | None = None
 ) -> tuple[Experts | None, ...]:
-    """A mixture in every layer, or in those of these numbers from 0."""
-    _quiet(read)
+    """The feed-forward block of every layer: `experts` in `layers` (from 0; None: in all)."""
+    _note_training_only(read)
     count = read.layers("num_hidden_layers")
     chosen = set(range(count) if layers is None else layers)
     return tuple(experts if number in chosen else None for number in range(count))
 
 
-def _quiet(read: Entries) -> None:
-    """Entries of the loss that balances the experts, and of noise on what is routed."""
+def _note_training_only(read: Entries) -> None:
+    """Note a load-balancing loss and noise on the router's input, which act only in training."""
     if read.flag("output_router_logits", False):
         read.leave_out(
             "output_router_logits", True, "the loss that balances the experts is not added"
@@ -35,7 +35,7 @@ def _quiet(read: Entries) -> None:
 
 
 def _count(read: Entries, name: str, other: str) -> int:
-    """A count by the name that the class stores it under, or by another that it takes."""
+    """A count under the name that the config class stores, or under an alias that it accepts."""
     read.same_as(other, name)
     return read.count(other if read.has(other) else name)
 
@@ -43,10 +43,10 @@ def _count(read: Entries, name: str, other: str) -> int:
 def softmax_experts(
     read: Entries, name: str = "num_local_experts", other: str = "num_experts", **fields: Any
 ) -> Experts:
-    """Softmax over the logits, renormalised over the chosen unless `fields` say otherwise.
+    """Experts with a softmax router, renormalised over the chosen ones unless `fields` differ.
 
     Args:
-        name, other: the entry for how many experts there are, and another name that it has.
+        name, other: the entry for the number of experts, and its alias.
     """
     chosen = fields.pop("chosen", None) or read.count("num_experts_per_tok")
     return Experts(_count(read, name, other), chosen, router_variance=read.variance(), **fields)
@@ -57,9 +57,9 @@ def _normalised(read: Entries) -> str:
 
 
 def sigmoid_experts(read: Entries, name: str = "n_routed_experts") -> Experts:
-    """DeepSeek-V3's and its relatives': sigmoid, groups, a factor, shared experts of one width.
+    """Experts as in DeepSeek-V3: sigmoid gates, expert groups, a scale, shared experts.
 
-    A token's experts are chosen by gates plus a bias, which starts at zero.
+    Experts are selected by gate plus a bias, which starts at zero.
     """
     width = read.count("moe_intermediate_size")
     groups = read.count("n_group", 1)
@@ -78,7 +78,7 @@ def sigmoid_experts(read: Entries, name: str = "n_routed_experts") -> Experts:
 
 
 def first_dense(read: Entries) -> Iterable[int]:
-    """Layers behind the first `first_k_dense_replace`, which are dense."""
+    """Layers with experts: all after the first `first_k_dense_replace`, which are dense."""
     dense = read("first_k_dense_replace", 0)
     if dense < 0:
         raise domain_error("first_k_dense_replace", dense, "0 or more")
@@ -86,7 +86,7 @@ def first_dense(read: Entries) -> Iterable[int]:
 
 
 def listed_sparse(read: Entries, dense: int = 0) -> list[int]:
-    """Layers with experts: `mlp_layer_types`, else all but the first ones, of a usual number."""
+    """Layers with experts: `mlp_layer_types`, by default all but the first (`dense` of them)."""
     first = read.replaced(first_k_dense_replace=read("first_k_dense_replace", dense))
     chosen = set(first_dense(first))
     usual = ["sparse" if n in chosen else "dense" for n in range(read.layers("num_hidden_layers"))]
@@ -95,7 +95,7 @@ def listed_sparse(read: Entries, dense: int = 0) -> list[int]:
 
 
 def _stepped(read: Entries) -> list[int]:
-    """Every decoder_sparse_step-th layer, unless it is one of mlp_only_layers."""
+    """Layers with experts: every decoder_sparse_step-th one that is not in mlp_only_layers."""
     step, dense = read.count("decoder_sparse_step", 1), read.several("mlp_only_layers", 0)
     layers = range(read.layers("num_hidden_layers"))
     return [number for number in layers if number not in dense and not (number + 1) % step]
@@ -111,7 +111,7 @@ def _mixtral(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _qwen2_moe(read: Entries, seq_len: int | None) -> Transformer:
-    """A shared expert behind a sigmoid; windows in every second of the first layers, if any."""
+    """A shared expert with a sigmoid gate; optional windows in every second of the first layers."""
     first = read("max_window_layers")
     used, layers = read.flag("use_sliding_window"), read.layers("num_hidden_layers")
     usual = [FULL if n % 2 or n >= first or not used else SLIDING for n in range(layers)]
@@ -163,7 +163,7 @@ def _granitemoe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _ernie4_5_moe(read: Entries, seq_len: int | None) -> Transformer:
-    """From layer moe_layer_start_index to moe_layer_end_index, every moe_layer_interval-th."""
+    """Experts in every moe_layer_interval-th layer between the start and end indices."""
     read.refuse("use_bias", False, "biases of all but the experts")
     layers, step = read.layers("num_hidden_layers"), read.count("moe_layer_interval")
     first, last = read("moe_layer_start_index"), read("moe_layer_end_index")
@@ -183,7 +183,7 @@ def _ernie4_5_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _glm4_moe(read: Entries, seq_len: int | None) -> Transformer:
-    """Rotary positions on half of a head's features; no bias on attention's output."""
+    """Rotary positions on half of a head's features; no bias on the output projection."""
     biased = INWARD if read.flag("attention_bias") else ()
     return _decoder(
         read,
@@ -207,12 +207,12 @@ def _dots1(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _minimax_m2(read: Entries, seq_len: int | None) -> Transformer:
-    """Sigmoid over the sum of the chosen; rotary positions on `rotary_dim` features."""
+    """Sigmoid gates, normalised over the chosen; rotary positions on `rotary_dim` features."""
     width = read.count("head_dim")
-    turned = read.count("rotary_dim", width)
+    rotated = read.count("rotary_dim", width)
     plain = read.rotary()
     experts = softmax_experts(read, rule="sigmoid")
-    fraction = turned / width if read.has("rotary_dim") else plain.fraction
+    fraction = rotated / width if read.has("rotary_dim") else plain.fraction
     return _decoder(
         read,
         seq_len,
@@ -224,7 +224,7 @@ def _minimax_m2(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
-    """One expert a token, which reads the token times its gate, and a shared one."""
+    """One expert per token, whose input is multiplied by its gate, and a shared expert."""
     tokens, layers = _length(read, seq_len), read.layers("num_hidden_layers")
     for name in ("attention_chunk_size", "floor_scale"):
         if (reach := read(name, 8192)) < tokens:
@@ -232,7 +232,7 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     for name in ("attn_scale", "attn_temperature_tuning", "layer_types"):
         read.read.add(name)
     every = read.count("no_rope_layer_interval")
-    turned = read.several("no_rope_layers", 0, layers) or [
+    rotates = read.several("no_rope_layers", 0, layers) or [
         int((n + 1) % every != 0) for n in range(layers)
     ]
     rotary, normed = positions_of(read)["rotary"], LayerAttention(qk_norm="rmsnorm", qk_gains=False)
@@ -251,8 +251,8 @@ def _llama4_text(read: Entries, seq_len: int | None) -> Transformer:
     model = _decoder(
         read,
         seq_len,
-        rotary=[rotary if flag else None for flag in turned],
-        mixer=[normed if used and flag else None for flag in turned],
+        rotary=[rotary if flag else None for flag in rotates],
+        mixer=[normed if used and flag else None for flag in rotates],
         ffn=routed(read, experts, chosen),
     )
     return model.replace(d_ff=read.count("intermediate_size_mlp"))

@@ -1,5 +1,5 @@
-"""Types that are an earlier one with another block, pattern or default; text sides of models that
-also read pictures, whose positions on a text alone are those of its tokens."""
+"""Types that change a block, layer pattern or default of an earlier one; text models of multimodal
+types, whose positions are ordinary token positions if there are no images."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from .moe import (
     softmax_experts,
 )
 from .recurrent import _lfm2, _qwen3_next
-from .relatives import _by_type, _exaone4, _glm, _hunyuan, _kinds, _of_kinds, _olmo2
+from .relatives import _by_type, _exaone4, _glm, _hunyuan, _kinds, _olmo2, _positions_per_layer
 
 
 def _alike(read: Entries, name: str, usual: int) -> int:
-    """An entry that is a count, or a list of the same one for every layer.
+    """A count, or a list that repeats one count for every layer.
 
     Raises:
         DomainError: layers differ.
     """
     given = read(name, ...) if read.has(name) else usual
-    several: Sequence[Any] = given if isinstance(given, list) and given else [given]
-    if any(one != several[0] for one in several):
+    counts: Sequence[Any] = given if isinstance(given, list) and given else [given]
+    if any(count != counts[0] for count in counts):
         raise domain_error(name, given, "the same number in every layer")
-    return read.replaced(**{name: several[0]}).count(name)
+    return read.replaced(**{name: counts[0]}).count(name)
 
 
-def _longer(read: Entries, seq_len: int | None) -> None:
-    """Note queries that grow with the position, by floor(position / original length)."""
+def _note_query_scaling(read: Entries, seq_len: int | None) -> None:
+    """Note Llama 4's scaling of queries, which grows with floor(position / original length)."""
     given = read.rope() or read.usual("rope_parameters")
-    first = given.get("original_max_position_embeddings", 0)
+    original = given.get("original_max_position_embeddings", 0)
     beta = given.get("llama_4_scaling_beta")
-    if beta and _length(read, seq_len) > first:
-        meaning = f"queries behind the first {first} tokens are as large as those before"
+    if beta and _length(read, seq_len) > original:
+        meaning = f"queries behind the first {original} tokens are as large as those before"
         read.leave_out("llama_4_scaling_beta", beta, meaning)
 
 
 def _cwm(read: Entries, seq_len: int | None) -> Transformer:
-    """Every fourth layer full from the first on, the others in windows; no biases in attention."""
+    """Layers 1, 5, 9, ... full, the others with windows; no biases in attention."""
     layers = read.layers("num_hidden_layers")
     kinds = read.kinds([SLIDING if number % 4 else FULL for number in range(layers)])
     window = sliding(read, seq_len, kinds)
@@ -58,12 +58,12 @@ def _cwm(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _ministral3(read: Entries, seq_len: int | None) -> Transformer:
-    _longer(read, seq_len)
+    _note_query_scaling(read, seq_len)
     return _mistral(read, seq_len)
 
 
 def _vaultgemma(read: Entries, seq_len: int | None) -> Transformer:
-    """Gemma 2 without norms behind blocks."""
+    """Gemma 2 without norms after blocks."""
     return _gemma2(read, seq_len, norm="pre")
 
 
@@ -96,7 +96,7 @@ def _flex_olmo(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _hunyuan_moe(read: Entries, seq_len: int | None) -> Transformer:
-    """A shared expert as wide as the others; lists by layer of one number."""
+    """A shared expert as wide as the others; per-layer lists must repeat one number."""
     read = read.replaced(num_experts=_alike(read, "num_experts", 1))
     chosen = _alike(read, "moe_topk", 1)
     experts = softmax_experts(read, *_QWEN, chosen=chosen, shared=read.count("intermediate_size"))
@@ -104,7 +104,7 @@ def _hunyuan_moe(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _lfm2_moe(read: Entries, seq_len: int | None) -> Transformer:
-    """Experts behind the first layers; their biases, of the choice alone, start at 0."""
+    """Experts after the first layers; their biases, used only in selection, start at 0."""
     dense = first_dense(read.replaced(first_k_dense_replace=read("num_dense_layers")))
     experts = sigmoid_experts(read, "num_experts")
     return _lfm2(read, seq_len, ffn=routed(read, experts, dense))
@@ -117,9 +117,9 @@ def _solar_open(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _mellum(read: Entries, seq_len: int | None) -> Transformer:
-    """Qwen 3's experts, with windows and rotary bases by kind of layer."""
+    """Qwen 3's experts, with windows and rotary bases by layer type."""
     kinds = _kinds(read, None)
-    turned = _of_kinds(_by_type(read, 5e5, 1e4, "rope_local_base_freq"), kinds)
+    positions = _positions_per_layer(_by_type(read, 5e5, 1e4, "rope_local_base_freq"), kinds)
     experts = softmax_experts(
         read,
         "num_local_experts",
@@ -133,7 +133,7 @@ def _mellum(read: Entries, seq_len: int | None) -> Transformer:
         qk_norm="rmsnorm",
         window=sliding(read, seq_len, kinds),
         ffn=routed(read, experts, listed_sparse(read)),
-        **turned,
+        **positions,
     )
 
 
@@ -143,13 +143,13 @@ def _granitemoe_swa(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _mistral4(read: Entries, seq_len: int | None) -> Transformer:
-    """Latent attention; softmax over all experts, of which groups score by their best two."""
-    _longer(read, seq_len)
+    """Latent attention; softmax over all experts; a group's score is the sum of its best two."""
+    _note_query_scaling(read, seq_len)
     given = dict(read.rope() or read.usual("rope_parameters"))
-    parts = read.count("qk_rope_head_dim"), read.count("qk_nope_head_dim")
-    usual = parts[0] / sum(parts)
-    if (said := given.pop("partial_rotary_factor", usual)) != usual:
-        read.leave_out("partial_rotary_factor", said, "qk_rope_head_dim says it")
+    rope, nope = read.count("qk_rope_head_dim"), read.count("qk_nope_head_dim")
+    usual = rope / (rope + nope)
+    if (fraction := given.pop("partial_rotary_factor", usual)) != usual:
+        read.leave_out("partial_rotary_factor", fraction, "qk_rope_head_dim says it")
     read = read.replaced(rope_parameters=given, rope_scaling=None)
     width = read.count("moe_intermediate_size")
     experts = softmax_experts(
@@ -166,7 +166,7 @@ def _mistral4(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _indexed(read: Entries, seq_len: int | None) -> Transformer:
-    """DeepSeek-V3's blocks, each token seeing the `index_topk` keys that an indexer picks."""
+    """DeepSeek-V3 with sparse attention to `index_topk` keys, read as full attention."""
     if (most := read.count("index_topk")) < _length(read, seq_len):
         read.leave_out("index_topk", most, "every token sees all those before it")
     return _deepseek_v3(read, seq_len, listed_sparse(read))

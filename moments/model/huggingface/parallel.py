@@ -1,4 +1,4 @@
-"""Decoders whose attention and feed-forward block read one stream: GPT-NeoX, GPT-J, Phi, ..."""
+"""Decoders with parallel attention and feed-forward blocks: GPT-NeoX, GPT-J, Phi, Falcon."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def _phi(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _falcon(read: Entries, seq_len: int | None) -> Transformer:
-    """One norm for both blocks (7B), or one each (40B); one head of keys and values, or groups.
+    """One norm for both blocks (7B) or one each (40B); multi-query or grouped-query attention.
 
-    ALiBi's penalties are divided by sqrt(d_head) like the logits. Without them no attention weight
-    is dropped. Blocks one after the other drop attention_dropout of the first one's output.
+    ALiBi's penalties are divided by sqrt(d_head) like the logits. Only ALiBi models have attention
+    dropout. Sequential blocks apply attention_dropout to attention's output.
     """
     d_model, heads = read.count("hidden_size"), read.count("num_attention_heads")
     grouped = read.flag("new_decoder_architecture")

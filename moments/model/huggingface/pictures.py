@@ -1,7 +1,7 @@
-"""Encoders of pictures other than ViT and of sound, and text towers that are trained with them.
+"""Image encoders other than ViT, audio models, and text towers trained with image encoders.
 
-Of a type that has no loss of its own here the declaration ends below the last norm: the gradient at
-the last layer's output is given to `predict`.
+Types without a loss end before their last norm: `predict` takes the gradient at the last layer's
+output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .vit import classifier, encoder, patches
 
 
 def _deit(read: Entries, seq_len: int | None) -> Transformer:
-    """Class token, DeiT's distillation token and positions start at zero; the first classifies."""
+    """Zero class token, distillation token (DeiT) and positions; the class token classifies."""
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
     two = int(read.kind == "deit")
     embedding = patches(read, variance, registers=two, positions="learned", dropout=dropout)
@@ -29,7 +29,7 @@ def _deit(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _beit(read: Entries, seq_len: int | None) -> Transformer:
-    """Gains on every branch, no bias on keys; the patches' mean is normalised and classifies."""
+    """Gains on every branch, no bias on keys; classifies from the normalised mean of patches."""
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
     for name in ("use_relative_position_bias", "use_shared_relative_position_bias"):
         if read.flag(name):
@@ -55,7 +55,7 @@ def _beit(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _ijepa(read: Entries, seq_len: int | None) -> Transformer:
-    """No class token; the mean classifies."""
+    """No class token; classifies from the mean of all patches."""
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
     embedding = patches(
         read, variance, class_token=False, position_variance=variance, dropout=dropout
@@ -64,10 +64,10 @@ def _ijepa(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _vit_mae(read: Entries, seq_len: int | None) -> Transformer:
-    """The encoder, of all patches as in fine-tuning; positions are fixed.
+    """The encoder on all patches, as in fine-tuning; positions are fixed.
 
-    Drawn as its class says; the one of transformers 5 skips that rule, so that a fresh module has
-    no positions, and a class token at zero.
+    Initialised by the rule in its class; transformers 5 does not apply that rule, so a new module
+    there has zero positions and a zero class token.
     """
     read.without("mask_ratio", "the encoder reads all patches, and has no decoder")
     variance, width = read.variance(), read.count("hidden_size")
@@ -77,7 +77,7 @@ def _vit_mae(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
-    """A gain on every branch."""
+    """ViT with a gain on every branch, optionally gated."""
     read.without("drop_path_rate", "no branch is dropped whole")
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
     embedding = patches(
@@ -103,8 +103,7 @@ def _dinov2(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
-    """Registers behind the class token; the places of patches turn queries and keys, and no table
-    is added."""
+    """Register tokens after the class token; two-dimensional rotary positions, no table."""
     read.without("drop_path_rate", "no branch is dropped whole")
     for name in ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"):
         if (value := read(name, None)) is not None:
@@ -121,7 +120,7 @@ def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
     biases = {"query": "query_bias", "key": "key_bias", "value": "value_bias"}
     biases |= {"output": "proj_bias"}
     biases |= dict.fromkeys(("ffn_in", "ffn_out", *(("gate",) if gated else ())), "mlp_bias")
-    there = (matrix for matrix, name in biases.items() if read.flag(name))
+    biased = tuple(matrix for matrix, name in biases.items() if read.flag(name))
     return encoder(
         read,
         seq_len,
@@ -129,7 +128,7 @@ def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
         variance,
         gated=gated,
         attention_dropout=read.number("attention_dropout"),
-        biases=read.biases(tuple(there)),
+        biases=read.biases(biased),
         rotary=Rotary(base=read.positive("rope_theta"), grid=embedding.grid),
         layer_scale=True,
         branch_scale=read.positive("layerscale_value"),
@@ -137,8 +136,8 @@ def _dinov3(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _spectrogram(read: Entries, seq_len: int | None) -> Transformer:
-    """Patches of a spectrogram (mel bins down, time across) that overlap; two tokens that start at
-    zero stand before them, as positions do, and their mean is normalised again and classifies."""
+    """Overlapping patches of a spectrogram (mel bins by time), zero positions, and two zero tokens
+    before the patches, from whose mean a normalised classifier reads."""
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
     embedding = patches(
         read,
@@ -158,7 +157,7 @@ def _spectrogram(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _clip_weights(read: Entries) -> Weights:
-    """By width and depth; the depth divides query, key and value, where GPT-2's divides output."""
+    """Variances by width and depth; depth divides query, key and value, not output as in GPT-2."""
     width, depth = read.count("hidden_size"), 2 * read.layers("num_hidden_layers")
     factor = read.variance("initializer_factor")
     inward = factor / (width * depth)
@@ -166,7 +165,7 @@ def _clip_weights(read: Entries) -> Weights:
 
 
 def _clip_vision(read: Entries, seq_len: int | None) -> Transformer:
-    """Patches, class token and positions are normalised before layer 1."""
+    """A norm on the embedding (patches, class token and positions) before layer 1."""
     factor = read.variance("initializer_factor")
     variance = read.variance() * factor
     embedding = patches(
@@ -186,14 +185,14 @@ def _siglip_weights(read: Entries) -> tuple[Weights, Biases]:
     ffn = 2 / (width + hidden)
     square = 1 / width
     weights = Weights(square, square, square, square, ffn, ffn, distribution="uniform")
-    return weights, Biases(ffn_in=1e-12, ffn_out=1e-12)  # of deviation 1e-6
+    return weights, Biases(ffn_in=1e-12, ffn_out=1e-12)  # standard deviation 1e-6
 
 
 def _siglip_vision(read: Entries, seq_len: int | None) -> Transformer:
-    """No class token; a block that pools the patches by attention is left out.
+    """No class token; the block that pools the patches by attention is not modelled.
 
-    Patches are LeCun's truncated normal, widened for a cut at two deviations that then stands at 2
-    and cuts nothing.
+    The patch projection is a LeCun normal whose variance is corrected for truncation at two
+    standard deviations; the module truncates at the value 2 instead, which has no effect.
     """
     if read.flag("vision_use_head"):
         read.leave_out("vision_use_head", True, "the declaration ends below the last norm")
@@ -215,19 +214,19 @@ def _tower(
 
 
 def _text(read: Entries, seq_len: int | None, variance: float, **fields: Any) -> Transformer:
-    """A Pre-LN stack of tokens and learned positions, drawn alike."""
+    """A Pre-LN stack; token rows and learned positions have the same variance."""
     positions = {"position_variance": variance}
     return declared(read, seq_len, variance=variance, embedding=positions, head=None, **fields)
 
 
 def _clip_text(read: Entries, seq_len: int | None) -> Transformer:
-    variance = 4e-4 * read.variance("initializer_factor")  # of deviation .02, whatever the entries
+    variance = 4e-4 * read.variance("initializer_factor")  # deviation .02, not initializer_range
     weights = _clip_weights(read)
     return _text(read, seq_len, variance, weights=weights, biases=Biases(), causal=True)
 
 
 def _siglip_text(read: Entries, seq_len: int | None) -> Transformer:
-    """Not causal; the matrix behind the last norm is left out."""
+    """Not causal; the projection after the last norm is not modelled."""
     weights, biases = _siglip_weights(read)
     variance = 1 / read.count("hidden_size")
     return _text(read, seq_len, variance, weights=weights, biases=biases)
@@ -239,9 +238,8 @@ _BIASED = ("query", "value", "output", "ffn_in", "ffn_out")
 
 
 def _whisper(read: Entries, seq_len: int | None) -> Transformer:
-    """The decoder, whose `encoder` is the other stack: it reads a log-mel spectrogram as an image
-    of one channel, through two convolutions. Keys have no bias; every epsilon is the layers' own
-    default."""
+    """The decoder, with the encoder as its `encoder`, which reads a log-mel spectrogram through two
+    convolutions. Keys have no bias; norms have torch's default epsilon."""
     variance, dropout = read.variance("init_std"), read.number("dropout")
     if read.flag("apply_spec_augment", False):
         read.leave_out("apply_spec_augment", True, "no stretch of the spectrogram is masked")
@@ -264,8 +262,8 @@ def _whisper(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _wav2vec2(read: Entries, seq_len: int | None) -> Transformer:
-    """The stack behind the convolutions over a waveform, whose output's moments are given to
-    `predict`: of variance 1 where layers are Post-LN, as a norm precedes layer 1."""
+    """The layers after the convolutions over a waveform; `predict` takes the moments of the
+    convolutions' output (variance 1 if layers are Post-LN, as a norm precedes layer 1)."""
     front = "what enters layer 1 is given to predict, as variance and correlation or as kernel"
     read.leave_out("conv_dim", read("conv_dim"), front)
     read.without("layerdrop", "no layer is dropped")
@@ -286,9 +284,10 @@ def _wav2vec2(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _wavlm(read: Entries, seq_len: int | None) -> Transformer:
-    """Biases of logits by relative position, gated by what a token's features are.
+    """Relative position biases, gated by functions of a token's features.
 
-    A gate is a (b c - 1) + 2 with sigmoids a and b that start near 1/2 and c at 1.
+    The gate is a (b c - 1) + 2, with sigmoids a and b that start near 1/2 and c that starts at 1.
+    Approximation: it is the constant 7/4, its value at a = b = 1/2.
     """
     read.leave_out(
         "num_buckets",

@@ -1,4 +1,4 @@
-"""Decoders with recurrences or short convolutions in attention's place, in all layers or some."""
+"""Decoders with recurrences or short convolutions instead of attention in some or all layers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .moe import _QWEN, _normalised, _stepped, routed, softmax_experts
 
 _LINEAR = "linear_attention"
 LONGEST = 512
-"""Tokens where a config names none: as many as are followed by token."""
+"""Default sequence length where a config has none: the most that is followed token by token."""
 
 
 def _mixed(read: Entries, usual: Sequence[str], blocks: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The block of every layer by its kind, None where that is attention."""
+    """The token mixer of every layer, from its type; None: attention."""
     return tuple(map(blocks.get, read.kinds(usual, (FULL, *blocks))))
 
 
 def _lfm2(read: Entries, seq_len: int | None, ffn: Any = None) -> Transformer:
-    """Gated short convolutions and attention by `layer_types`; two thirds of intermediate_size."""
+    """Gated short convolutions and attention by `layer_types`; the hidden width may be adjusted."""
     read.refuse("conv_bias", False, "biases of a short convolution's matrices")
     layers = read.layers("num_hidden_layers")
     attends = read.several("full_attn_idxs", 0) if read.has("full_attn_idxs") else range(layers)
@@ -62,7 +62,7 @@ def _lfm2(read: Entries, seq_len: int | None, ffn: Any = None) -> Transformer:
 
 
 def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
-    """Three gated delta nets to one layer of gated attention, mostly with experts."""
+    """Gated attention in every fourth layer, gated delta nets in the rest; mostly with experts."""
     read.refuse("attention_bias", False, "biases together with gates of attention's output")
     layers, variance = read.layers("num_hidden_layers"), read.variance()
     every = read.count("full_attention_interval", 4)
@@ -93,7 +93,7 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
         read,
         seq_len,
         biases=None,
-        d_ff=read("intermediate_size", None),  # where some layer is dense
+        d_ff=read("intermediate_size", None),  # read by dense layers only
         qk_norm="rmsnorm",
         attention_gate="elementwise",
         mixer=mixers,
@@ -102,7 +102,7 @@ def _qwen3_next(read: Entries, seq_len: int | None) -> Transformer:
 
 
 ONE_STEP = math.log1p(math.e)
-"""Softplus of a bias of 1, which modules without a rule of their own for it start with."""
+"""Step size of modules that start the step bias at 1: softplus(1)."""
 
 
 _PREFIXED = {"heads": "mamba_n_heads", "head": "mamba_d_head", "state": "mamba_d_state"}
@@ -117,11 +117,11 @@ def mamba2_block(
     biased: str = "mamba_proj_bias",
     **changes: Any,
 ) -> Mamba2:
-    """Mamba-2 of its entries by what they are called, steps with biases of 1.
+    """Mamba-2, by default with step biases of 1.
 
     Args:
-        width: features of x; None: those of its heads, or "expand" times the stream's.
-        biased: the entry for biases that the block does not have.
+        width: inner features; None: "expand" times d_model if `names` has it, else heads * "head".
+        biased: the entry for projection biases, which are refused.
     """
     read.refuse(biased, False, "biases of a mixer's matrices")
     heads, variance = read.count(names["heads"]), read.variance()
@@ -150,7 +150,7 @@ def mamba2_block(
 
 
 def _bamba(read: Entries, seq_len: int | None) -> Transformer:
-    """Mamba-2 in all layers but those of `attn_layer_indices`, with gated units in each."""
+    """Attention in the layers `attn_layer_indices`, Mamba-2 in the rest; gated units in all."""
     layers, block = read.layers("num_hidden_layers"), mamba2_block(read)
     attends = read.several("attn_layer_indices", 0)
     mixers = tuple(None if number in attends else block for number in range(layers))
@@ -163,8 +163,8 @@ _ALONE |= {"epsilon": "layer_norm_epsilon"}
 
 
 def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
-    """Mixers alone. The output projection is torch's default, `in_proj` of initializer_range; steps
-    have random biases, and A is 1, 2, ..."""
+    """Mixers only. The output projection has torch's default initialisation, `in_proj`
+    initializer_range; step biases are random, and A is 1, 2, ..."""
     read.expect("hidden_act", "silu", "SiLU is assumed behind the convolution")
     drawn = {"tap_variance": None, "tap_distribution": "uniform", "steps": step_range(read)}
     block = mamba2_block(read, None, _ALONE, "use_bias", **drawn)
@@ -172,27 +172,27 @@ def _mamba2(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def step_limits(read: Entries) -> dict[str, Any]:
-    """Between which steps are kept; transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    """Bounds of the steps; transformers 5 writes infinity as {"__float__": "Infinity"}."""
     given = read("time_step_limit", None) or (0.0, None)
     unbounded = (None, math.inf, {"__float__": "Infinity"})
     if not isinstance(given, list | tuple) or len(given) != 2:
         raise domain_error("time_step_limit", given, "a list of two numbers")
     low, high = given
-    high = None if any(high == one for one in unbounded) else high
-    for one in (low, high or 0.0):
-        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one < math.inf:
+    high = None if any(high == value for value in unbounded) else high
+    for x in (low, high or 0.0):
+        if isinstance(x, bool) or not isinstance(x, int | float) or not 0 <= x < math.inf:
             raise domain_error("time_step_limit", given, "two numbers, of at least 0")
     return {"least_step": low, "most_step": high}
 
 
 def step_range(read: Entries) -> tuple[float, float]:
-    """Between which steps start, uniformly in their logarithm."""
+    """Range of the initial steps, which are log-uniform."""
     least = max(read.positive("time_step_min"), read.positive("time_step_floor"))
     return least, read.positive("time_step_max")
 
 
 def rescaled_output(read: Entries, inner: int) -> float:
-    """Variance of an output projection of torch's default, over the depth where it is rescaled."""
+    """Variance of torch's default for an output projection, over the depth if it is rescaled."""
     layers = read.layers("num_hidden_layers") if read.flag("rescale_prenorm_residual") else 1
     return 1 / (3 * inner * layers)
 
@@ -200,7 +200,7 @@ def rescaled_output(read: Entries, inner: int) -> float:
 def _alone(
     read: Entries, seq_len: int | None, block: Block, inner: int, **names: str
 ) -> Transformer:
-    """Mixers and nothing else."""
+    """A stack of mixers without feed-forward blocks."""
     return declared(
         read,
         seq_len,
@@ -208,7 +208,7 @@ def _alone(
         length=read.at_most(LONGEST, seq_len, "", table=False),
         d_head=1,
         normalization="rmsnorm",
-        activation="relu",  # of no block
+        activation="relu",  # used by no block
         biases=None,
         weights=Weights.normal(read.variance()).replace(output=rescaled_output(read, inner)),
         embedding={"padding_id": read.padding()},
@@ -218,13 +218,13 @@ def _alone(
 
 
 def step_rank(read: Entries, name: str) -> int:
-    """Features that steps are made of: the width over 16 where a config leaves it open."""
+    """Rank of the step projection, by default d_model / 16 rounded up."""
     given = read(name, None)
     return -(-read.count("hidden_size") // 16) if given in (None, "auto") else read.count(name)
 
 
 def mamba_block(read: Entries, names: dict[str, str], **fields: Any) -> Mamba:
-    """Mamba of its entries by what they are called."""
+    """Mamba; `names` maps a quantity to its entry name."""
     variance, d_model = read.variance(), read.count("hidden_size")
     return Mamba(
         int(read.number(names["expand"]) * d_model),
@@ -244,8 +244,8 @@ _MAMBA |= {"kernel": "conv_kernel", "tap_bias": "use_conv_bias"}
 
 
 def _mamba(read: Entries, seq_len: int | None, **fields: Any) -> Transformer:
-    """Mixers alone. The output projection and the convolution are torch's default; the matrix to
-    the steps is uniform, of `time_step_scale` over the root of its rank."""
+    """Mixers only. The output projection and the convolution have torch's default initialisation;
+    the step projection is uniform within `time_step_scale` over the square root of its rank."""
     read.refuse("use_bias", False, "biases of a mixer's matrices")
     read.refuse("time_step_init_scheme", "random", "steps of one weight for all features")
     read.expect("hidden_act", "silu", "SiLU is assumed behind the convolution")
@@ -257,15 +257,15 @@ def _mamba(read: Entries, seq_len: int | None, **fields: Any) -> Transformer:
 
 
 def _falcon_mamba(read: Entries, seq_len: int | None) -> Transformer:
-    """Norms without gains of B, C and what steps are made of."""
+    """Norms without gains on B, C and the input of the step projection."""
     epsilon = read.number("mixer_rms_eps")
     return _mamba(read, seq_len, inner_norm="plain", norm_epsilon=epsilon)
 
 
 def _recurrent_gemma(read: Entries, seq_len: int | None) -> Transformer:
-    """RG-LRUs and attention in windows by `block_types`, with gated units of half
-    `intermediate_size`; matrices have variances of their own, and biases, of 0."""
-    read = read.replaced(max_position_embeddings=LONGEST)  # it names none
+    """RG-LRUs and windowed attention by `block_types`, with gated units half as wide as
+    `intermediate_size`; each kind of matrix has its own variance, and a zero bias."""
+    read = read.replaced(max_position_embeddings=LONGEST)  # the config has none
     layers, d_model = read.layers("num_hidden_layers"), read.count("hidden_size")
     heads, width = read.count("num_attention_heads"), read.count("lru_width", d_model)
     every, kernel = read.positive("w_init_variance_scale"), read.count("conv1d_width")
@@ -308,29 +308,29 @@ _FACTORS = {
         ("mlp", "mlp"),
     )
 }
-"""Of a sum's addends, and their names in older configs."""
+"""Factors of a residual sum's two terms -> their names in older configs."""
 
 
 def _minimax(read: Entries, seq_len: int | None) -> Transformer:
-    """Lightning and full attention by turns, with experts.
+    """Alternating lightning and full attention, with experts.
 
-    A block's sum keeps what its norm made of the stream. So layers are Post-LN behind a norm of the
-    embedding, the last one's second norm being the final one; the stream is what those norms leave.
+    A block's skip connection starts from its norm's output. So layers are Post-LN after a norm of
+    the embedding, and the last layer's second norm is the final one.
     """
-    kinds = read.several("attn_type_list", 0)  # the authors' names, with factors of both
-    older = {"layer_types": [FULL if one else _LINEAR for one in kinds]} if kinds else {}
+    kinds = read.several("attn_type_list", 0)  # the authors' earlier entry, as are _FACTORS
+    older = {"layer_types": [FULL if kind else _LINEAR for kind in kinds]} if kinds else {}
     older |= {new: read(old, None) for new, old in _FACTORS.items()}
-    read = read.replaced(**{name: one for name, one in older.items() if one is not None})
+    read = read.replaced(**{name: value for name, value in older.items() if value is not None})
     layers, heads = read.layers("num_hidden_layers"), read.count("num_attention_heads")
     d_head = read.count("head_dim", read.count("hidden_size") // heads)
     linear = LinearAttention(heads, d_head, d_head, gate_variance=read.variance(), **_LIGHTNING)
     usual = [_LINEAR if number % 2 else FULL for number in range(layers)]
     mixers = [
-        one and one.replace(decays=lightning_decays(heads, number, layers))
-        for number, one in enumerate(_mixed(read, usual, {_LINEAR: linear}))
+        mixer and mixer.replace(decays=lightning_decays(heads, number, layers))
+        for number, mixer in enumerate(_mixed(read, usual, {_LINEAR: linear}))
     ]
     skip, branch = (
-        [[read.number(f"{'linear' if one else 'full'}_attn_{side}", 1.0), mlp] for one in mixers]
+        [[read.number(f"{'linear' if m else 'full'}_attn_{side}", 1.0), mlp] for m in mixers]
         for side in ("alpha_factor", "beta_factor")
         for mlp in (read.number(f"mlp_{side}", 1.0),)
     )

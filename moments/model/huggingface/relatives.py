@@ -1,8 +1,7 @@
-"""Dense decoders that the readers of Llama, and earlier ones that those of GPT-2 and GPT-J, read
-with a few changes.
+"""Dense decoders read as variations of Llama, and earlier ones as variations of GPT-2 and GPT-J.
 
-A module of theirs is read by what it computes (`moments.torch.from_config`), which is what these
-readers are held against.
+Tests compare these readers with `moments.torch.from_config`, which reads the computation of the
+families' modules.
 """
 
 from __future__ import annotations
@@ -35,10 +34,11 @@ from .parallel import _gptj
 
 
 def _kinds(read: Entries, full_every: int | None, pattern: str | None = None) -> list[str]:
-    """Kinds of layers: every so many-th is full, the others see a window; None: all are full."""
+    """Layer types; by default every `full_every`-th (None: each) is full, the rest have windows;
+    `pattern` names an entry that replaces `full_every`."""
     layers = read.layers("num_hidden_layers")
-    said = None if pattern is None else read(pattern, None)
-    every = said if isinstance(said, int) else full_every
+    period = None if pattern is None else read(pattern, None)
+    every = period if isinstance(period, int) else full_every
     usual = [SLIDING if every and (n + 1) % every else FULL for n in range(layers)]
     return read.kinds(usual)
 
@@ -46,34 +46,37 @@ def _kinds(read: Entries, full_every: int | None, pattern: str | None = None) ->
 def _by_type(
     read: Entries, full: float, sliding: float, local: str, everywhere: str = "rope_theta"
 ) -> dict[str, tuple[Any, Any]]:
-    """Positions of full layers and of those with windows, which have entries of their own.
+    """Rotary positions and logit temperature by layer type, from one set of entries for each.
 
     Args:
-        full, sliding: their usual bases.
-        local, everywhere: the older entries for the second and for the first.
+        full, sliding: default bases of full and of windowed layers.
+        local, everywhere: earlier entry names for the bases of windowed and of full layers.
     """
     nested = read.inside("rope_parameters")
     given = {kind: dict(nested(kind, {})) for kind in (FULL, SLIDING)}
     given[FULL] |= read("rope_scaling", {}) if read.has("rope_scaling") else {}
     given[FULL].setdefault("rope_theta", read(everywhere, full))
     given[SLIDING].setdefault("rope_theta", read(local, sliding))
-    found, width = {}, head_width(read)
-    for kind, one in given.items():
-        named = one.get("rope_type", one.get("type", "default"))
-        base = Entries(one, f"{read.kind}.{kind}", {}).number("rope_theta")
-        rotary, factor = slowed(read, one, Rotary(base=base), width)
-        if named != "default" and rotary.speeds is None:
-            read.leave_out("rope_type", named, "unscaled rotary frequencies are assumed")
-        found[kind] = rotary, factor**-2
-    return found
+    positions, width = {}, head_width(read)
+    for kind, values in given.items():
+        scaling = values.get("rope_type", values.get("type", "default"))
+        base = Entries(values, f"{read.kind}.{kind}", {}).number("rope_theta")
+        rotary, factor = slowed(read, values, Rotary(base=base), width)
+        if scaling != "default" and rotary.speeds is None:
+            read.leave_out("rope_type", scaling, "unscaled rotary frequencies are assumed")
+        positions[kind] = rotary, factor**-2
+    return positions
 
 
-def _of_kinds(found: dict[str, tuple[Any, Any]], kinds: Sequence[str]) -> dict[str, Any]:
-    temperatures = [found[kind][1] for kind in kinds]
-    alike = len(set(temperatures)) == 1
+def _positions_per_layer(
+    positions: dict[str, tuple[Any, Any]], kinds: Sequence[str]
+) -> dict[str, Any]:
+    """Fields "rotary" and "temperature" for layers of these types, from `_by_type`."""
+    temperatures = [positions[kind][1] for kind in kinds]
+    uniform = len(set(temperatures)) == 1
     return {
-        "rotary": [found[kind][0] for kind in kinds],
-        "temperature": temperatures[0] if alike else temperatures,
+        "rotary": [positions[kind][0] for kind in kinds],
+        "temperature": temperatures[0] if uniform else temperatures,
     }
 
 
@@ -95,7 +98,7 @@ def _ministral(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
-    """Biases of queries, keys and values, and by another entry of the output."""
+    """Separate entries for the biases of query, key and value and for that of the output."""
     biased: tuple[str, ...] = INWARD if read.flag("attention_bias") else ()
     biased += ("output",) if read.flag("attention_out_bias") else ()
     biased += FFN if read.flag("mlp_bias", False) else ()
@@ -106,25 +109,25 @@ def _seed_oss(read: Entries, seq_len: int | None) -> Transformer:
 def _glm(
     read: Entries, seq_len: int | None, biased: bool | None = None, **changes: Any
 ) -> Transformer:
-    """Half of every head's features turned; no bias on the output."""
+    """Half of every head's features rotated; no bias on the output projection."""
     biased = read.flag("attention_bias") if biased is None else biased
     return _decoder(read, seq_len, biases=read.biases(INWARD if biased else ()), **changes)
 
 
 def _glm4(read: Entries, seq_len: int | None) -> Transformer:
-    """Norms behind every block too."""
+    """Norms before and after every block."""
     return _glm(read, seq_len, norm="sandwich")
 
 
 def _helium(read: Entries, seq_len: int | None) -> Transformer:
-    """No bias on the output."""
+    """No bias on the output projection."""
     biased: tuple[str, ...] = INWARD if read.flag("attention_bias") else ()
     biased += FFN if read.flag("mlp_bias", False) else ()
     return _decoder(read, seq_len, biases=read.biases(biased))
 
 
 def _hunyuan(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
-    """Queries and keys normalised; a fixed factor stretches the positions' base."""
+    """Queries and keys normalised; `alpha` scales the rotary base at every length."""
     given, width = read.rope(), head_width(read)
     rotary = read.rotary(scaled=("dynamic",))
     if given.get("type", given.get("rope_type")) == "dynamic" and given.get("alpha"):
@@ -135,7 +138,7 @@ def _hunyuan(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
 
 
 def _nemotron(read: Entries, seq_len: int | None) -> Transformer:
-    """LayerNorm whose gains count from 1 and start at 1; no gate, ReLU squared."""
+    """LayerNorm that multiplies by 1 + gain, with gains of 1; no gate, ReLU squared."""
     return _decoder(
         read,
         seq_len,
@@ -148,7 +151,7 @@ def _nemotron(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _nanochat(read: Entries, seq_len: int | None) -> Transformer:
-    """Norms without gains, one of the embedding too; outputs of attention divided by depth."""
+    """Norms without gains, also on the embedding; output projections' variance over 2 layers."""
     variance = read.variance()
     output = variance / (2 * read.layers("num_hidden_layers"))
     return _decoder(
@@ -164,48 +167,48 @@ def _nanochat(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _olmo2(read: Entries, seq_len: int | None, **changes: Any) -> Transformer:
-    """Norms at every block's output alone, and of all heads' queries and keys together."""
+    """Norms only on block outputs; one norm over the queries, and keys, of all heads."""
     unclipped(read)
     return _decoder(read, seq_len, norm="output", qk_norm="rmsnorm-all", **changes)
 
 
 def _olmo3(read: Entries, seq_len: int | None) -> Transformer:
     kinds = _kinds(read, 4)
-    found = _by_type(read, 500000.0, 500000.0, "rope_local_base_freq")
+    positions = _by_type(read, 500000.0, 500000.0, "rope_local_base_freq")
     window = sliding(read, seq_len, kinds)
-    return _olmo2(read, seq_len, window=window, **_of_kinds(found, kinds))
+    return _olmo2(read, seq_len, window=window, **_positions_per_layer(positions, kinds))
 
 
 def _exaone4(
     read: Entries, seq_len: int | None, norm: str = "output", **changes: Any
 ) -> Transformer:
-    """Norms at outputs; where some layers have windows, only they have positions."""
-    free = read.null("sliding_window")
-    pattern = None if free else "sliding_window_pattern"
-    kinds = _kinds(read, None if free else 4, pattern)
+    """Norms on block outputs; if any layers have windows, only these are rotary."""
+    all_full = read.null("sliding_window")
+    pattern = None if all_full else "sliding_window_pattern"
+    kinds = _kinds(read, None if all_full else 4, pattern)
     read.read.add("sliding_window_pattern")
     positions = positions_of(read)
-    rotary = [positions["rotary"] if free or kind == SLIDING else None for kind in kinds]
+    rotary = [positions["rotary"] if all_full or kind == SLIDING else None for kind in kinds]
     window = sliding(read, seq_len, kinds)
     fields: dict[str, Any] = positions | {"rotary": rotary, "window": window} | changes
     return _decoder(read, seq_len, biased=(), norm=norm, qk_norm="rmsnorm", **fields)
 
 
 def _smollm3(read: Entries, seq_len: int | None) -> Transformer:
-    """No positions in every fourth layer."""
+    """No rotation in every fourth layer, by default."""
     layers, every = read.layers("num_hidden_layers"), read.count("no_rope_layer_interval")
     usual = [int((n + 1) % every != 0) for n in range(layers)]
     flags = read.several("no_rope_layers", 0, layers) or usual
     used = read.flag("use_sliding_window")
     kinds = read.kinds([FULL if flag or not used else SLIDING for flag in flags])
-    turned = positions_of(read)
-    rotary = [turned["rotary"] if flag else None for flag in flags]
-    fields: dict[str, Any] = turned | {"rotary": rotary, "window": sliding(read, seq_len, kinds)}
+    positions = positions_of(read)
+    rotary = [positions["rotary"] if flag else None for flag in flags]
+    fields: dict[str, Any] = positions | {"rotary": rotary, "window": sliding(read, seq_len, kinds)}
     return _decoder(read, seq_len, biased=_BOTH, **fields)
 
 
 def _cohere2(read: Entries, seq_len: int | None) -> Transformer:
-    """Parallel blocks behind one LayerNorm without bias; positions in layers with windows alone."""
+    """Parallel blocks after one LayerNorm without bias; only windowed layers are rotary."""
     kinds = _kinds(read, 4, "sliding_window_pattern")
     rotary = read.rotary()
     return _decoder(
@@ -221,10 +224,10 @@ def _cohere2(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _gemma3(read: Entries, seq_len: int | None) -> Transformer:
-    """Gemma 2 with norms of queries and keys, and bases of their own in layers with windows."""
+    """Gemma 2 with normalised queries and keys, and a separate rotary base for windowed layers."""
     read.refuse("use_bidirectional_attention", False, "attention without a causal mask")
     kinds = _kinds(read, 6, "sliding_window_pattern")
-    fields = _of_kinds(_by_type(read, 1e6, 1e4, "rope_local_base_freq"), kinds)
+    fields = _positions_per_layer(_by_type(read, 1e6, 1e4, "rope_local_base_freq"), kinds)
     scalar = math.sqrt(read.positive("query_pre_attn_scalar") / head_width(read))
     fields["temperature"] = (scalar * np.asarray(fields["temperature"])).tolist()
     return _decoder(
@@ -244,13 +247,13 @@ def _gemma3(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _gpt_bigcode(read: Entries, seq_len: int | None) -> Transformer:
-    """GPT-2 with one head of keys and values."""
+    """GPT-2 with multi-query attention."""
     model = _gpt2(read, seq_len)
     return model.replace(kv_heads=1) if read.flag("multi_query") else model
 
 
 def _openai_gpt(read: Entries, seq_len: int | None) -> Transformer:
-    """Post-LN, with neither a norm of the embedding nor a last one; "gelu" is the tanh form."""
+    """Post-LN without norms of the embedding or before the head; "gelu" is the tanh form."""
     activation = read.activation("afn")
     return declared(
         read,
@@ -263,8 +266,8 @@ def _openai_gpt(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _ctrl(read: Entries, seq_len: int | None) -> Transformer:
-    """Sinusoidal positions, token rows times sqrt(d_model); attention weights are not dropped, and
-    the epsilon of all norms but the last is written into the code."""
+    """Sinusoidal positions, token rows times sqrt(d_model), no attention dropout; the module
+    hard-codes the epsilon of all norms but the last."""
     epsilon = 1e-6
     read.expect("layer_norm_epsilon", epsilon, "the last norm has the others' epsilon")
     return declared(
@@ -278,7 +281,7 @@ def _ctrl(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _neox_japanese(read: Entries, seq_len: int | None) -> Transformer:
-    """Sequential, without biases; the one that its last layer's attention has is left out."""
+    """Sequential, without biases; the last layer's attention bias is not modelled."""
     return declared(
         read,
         seq_len,
@@ -290,8 +293,7 @@ def _neox_japanese(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _mpt(read: Entries, seq_len: int | None) -> Transformer:
-    """ALiBi, neither biases nor those of norms; one probability of attn_config drops what blocks
-    give and attention's weights."""
+    """ALiBi, no biases anywhere; attn_pdrop is the dropout of block outputs and of attention."""
     given = read.inside("attn_config")
     d_model, heads = read.count("d_model"), read.count("n_heads")
     usual = math.sqrt(heads / d_model)
@@ -308,7 +310,7 @@ def _mpt(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def _persimmon(read: Entries, seq_len: int | None) -> Transformer:
-    """Queries and keys normalised; what attention gives is not dropped."""
+    """Queries and keys normalised; no dropout on attention's output."""
     return declared(
         read,
         seq_len,
@@ -321,13 +323,13 @@ def _persimmon(read: Entries, seq_len: int | None) -> Transformer:
 
 
 def spread_base(d_model: int) -> float:
-    """Base of sinusoidal positions whose slowest frequency is 1/10000, as in tensor2tensor."""
+    """Base of sinusoidal positions with lowest frequency 1/10000, as in tensor2tensor."""
     half = check_count("d_model", d_model, least=4) // 2
     return float(10000 ** (half / (half - 1)))
 
 
 def _biogpt(read: Entries, seq_len: int | None, **embedding: Any) -> Transformer:
-    """Pre-LN as in fairseq: token rows times sqrt(d_model), LayerNorm's own epsilon."""
+    """Pre-LN as in fairseq: token rows times sqrt(d_model), torch's default LayerNorm epsilon."""
     scaled, learned = read.flag("scale_embedding"), "positions" not in embedding
     read.without("layerdrop", "no whole layer is dropped")
     return declared(

@@ -1,5 +1,5 @@
-"""Encoders with a decoder that also attends to what they give: T5, and BART with its relatives in
-Post-LN or Pre-LN, whose positions are added to the token rows that both stacks share."""
+"""Encoder-decoders: T5 with relative positions; BART and its relatives, Post-LN or Pre-LN, with
+absolute positions and one token table for both stacks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .relatives import spread_base
 
 
 def _t5(read: Entries, seq_len: int | None) -> Transformer:
-    """The decoder, whose `encoder` is the other stack; both read the same token table.
+    """The decoder, with the encoder as its `encoder`; both share the token table.
 
-    Attention logits are not divided by sqrt(d_kv); the initialisation of the queries makes up for
-    it. Where the output is scaled, logits are those of the token table times 1/sqrt(d_model).
+    Attention logits are not divided by sqrt(d_kv); the query initialisation compensates. With
+    scale_decoder_outputs, the output logits are multiplied by 1/sqrt(d_model).
     """
     gain, factor = read.positive("initializer_factor"), read.variance("initializer_factor")
     d_model, heads, d_head, d_ff = map(read.count, ("d_model", "num_heads", "d_kv", "d_ff"))
@@ -46,7 +46,7 @@ def _t5(read: Entries, seq_len: int | None) -> Transformer:
     }
     head = Head(norm=True, norm_gain=gain, dropout=dropout, loss=None)
     encoder = declared(read, None, names={"layers": "num_layers"}, head=head, **fields)
-    # T5 1.1 and its successors say so by the second entry, and tie in either case
+    # T5 1.1 and its successors use the second entry, and tie in either case
     tied = read("tie_word_embeddings", True)
     scaled = {"mt5": False, "umt5": True}.get(read.kind)
     if scaled is None:
@@ -68,20 +68,20 @@ def _feed_forward(read: Entries) -> tuple[str, bool]:
     return ACTIVATIONS[name], kind == "gated"
 
 
-# --- BART, Marian, M2M-100 and their relatives: positions are added to token rows -----------------
+# --- BART, Marian, M2M-100 and their relatives ----------------------------------------------------
 
-_EPSILON = 1e-5  # LayerNorm's own default, which the code does not change
+_EPSILON = 1e-5  # torch's default, which the modules keep
 
 
 def stack(
     read: Entries, side: str, *, norm: str, head: Head, length: int, **fields: Any
 ) -> Transformer:
-    """The "encoder" or the "decoder" of a config that has entries of its own for either.
+    """Declare one stack of a config with separate entries for its encoder and decoder.
 
     Args:
-        side: which of them.
-        norm: "post", or "pre" with one more norm behind the last layer.
-        head: of the stack; whether a norm is before it is `norm`'s to say.
+        side: "encoder" or "decoder".
+        norm: "post", or "pre" with a norm after the last layer.
+        head: of the stack; its `norm` is set to whether the stack is Pre-LN.
         fields: of `declared`.
     """
     read.without(f"{side}_layerdrop", "no whole layer is dropped")
@@ -99,8 +99,7 @@ def stack(
     )
 
 
-# Of every type where its norms are, whether its positions are sines and cosines, and whether its
-# embedding is normalised
+# Type -> place of the norms, sinusoidal positions or not, normalised embedding or not
 _BUILT = {
     "bart": ("post", False, True),
     "blenderbot": ("pre", False, False),
@@ -115,7 +114,7 @@ _BUILT = {
 
 
 def _bart(read: Entries, seq_len: int | None) -> Transformer:
-    """The decoder, whose `encoder` is the other stack."""
+    """The decoder, with the encoder as its `encoder`."""
     norm, fixed, normed = _BUILT[read.kind]
     read.same_as("num_hidden_layers", "encoder_layers")
     read("num_hidden_layers", None)
@@ -124,11 +123,11 @@ def _bart(read: Entries, seq_len: int | None) -> Transformer:
     for entry, value in usual.items():
         read.expect(entry, value, "it is left out")
     variance, d_model = read.variance("init_std"), read.count("d_model")
-    target = words = read.count("vocab_size")
+    target_vocab = vocab = read.count("vocab_size")
     if read.flag("share_encoder_decoder_embeddings", True):
-        read.expect("decoder_vocab_size", words, "both stacks share one table")
+        read.expect("decoder_vocab_size", vocab, "both stacks share one table")
     else:
-        target = read.count("decoder_vocab_size", words)
+        target_vocab = read.count("decoder_vocab_size", vocab)
     embedding: dict[str, Any] = {
         "positions": "sinusoidal" if fixed else "learned",
         "position_variance": 0.0 if fixed else variance,
@@ -150,7 +149,7 @@ def _bart(read: Entries, seq_len: int | None) -> Transformer:
         )
     # Inputs are the targets shifted by one, so that every token has its own target.
     fields["head"] = Head(**tied_or(read, variance), loss="causal")
-    fields["embedding"] = embedding | {"vocab_size": target}
+    fields["embedding"] = embedding | {"vocab_size": target_vocab}
     return stack(read, "decoder", causal=True, encoder=encoder, **fields)
 
 

@@ -1,4 +1,4 @@
-"""ViT: a Pre-LN encoder of image patches, whose first token classifies."""
+"""ViT: a Pre-LN encoder of image patches, with a classifier on its first token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .family import Reader, declared
 
 
 def patches(read: Entries, variance: float, **fields: Any) -> PatchEmbedding:
-    """Patches of square images; what a family adds are `fields`."""
+    """The patch embedding of square images; `fields` override the usual ones."""
     usual: dict[str, Any] = {"patch_variance": variance, "bias_variance": 0.0}
     if "image_size" not in fields:
         usual |= {"image_size": read("image_size"), "channels": read("num_channels")}
@@ -28,18 +28,18 @@ def encoder(
     variance: float = 0.0,
     **fields: Any,
 ) -> Transformer:
-    """A Pre-LN encoder with the entries' names of ViT; what a family adds are `fields`.
+    """A Pre-LN encoder with ViT's entry names; `fields` override the usual ones.
 
     Args:
-        seq_len: as the user asks; it is the picture's.
-        variance: of the matrices, where `fields` have no weights of their own.
+        seq_len: the user's request; only the image's own number of tokens is allowed.
+        variance: of the matrices, unless `fields` has weights.
     """
     if seq_len not in (None, embedding.seq_len):
         allowed = f"{embedding.seq_len}: the image's patches and the tokens before them"
         raise domain_error("seq_len", seq_len, allowed)
     if "biases" not in fields:
-        without = read.biases(("output", "ffn_in", "ffn_out"))
-        fields["biases"] = Biases() if read.flag("qkv_bias") else without
+        no_qkv = read.biases(("output", "ffn_in", "ffn_out"))
+        fields["biases"] = Biases() if read.flag("qkv_bias") else no_qkv
     fields = {"head": None} | fields
     return declared(
         read, None, length=embedding.seq_len, variance=variance, embedding=embedding, **fields
@@ -47,7 +47,7 @@ def encoder(
 
 
 def classifier(read: Entries, variance: float, pool: str = "first", **fields: Any) -> Head:
-    """A matrix on what a picture's tokens are pooled to."""
+    """A linear classifier on the pooled tokens of an image."""
     return Head(
         tied=False,
         weight_variance=variance,
@@ -60,7 +60,7 @@ def classifier(read: Entries, variance: float, pool: str = "first", **fields: An
 
 
 def _vit(read: Entries, seq_len: int | None) -> Transformer:
-    """Positions and class token are truncated at 2 on either side, which is no cut at .02."""
+    """Positions and class token are truncated at +-2, without effect at standard deviation .02."""
     variance, dropout = read.variance(), read.number("hidden_dropout_prob")
     embedding = patches(
         read, variance, position_variance=variance, class_variance=variance, dropout=dropout
