@@ -29,7 +29,7 @@ from scipy.special import gammaln, hyp2f1
 
 import moments
 from moments.engine.state import Kernel
-from moments.layers.attention.laws import AlikeLayer
+from moments.layers.attention.layers import AlikeLayer
 
 Array = np.ndarray
 Config = dict[str, Any]

@@ -34,7 +34,6 @@ import moments
 DATA = Path(__file__).parent / "data" / "constants.json"
 QUANTITIES = ("variance", "correlation", "gradient", "weight gradients", "deviation")
 KERNELS = "layers.attention.kernels"
-SOFTMAX = "layers.attention.softmax"
 
 
 class Constant(NamedTuple):
@@ -66,21 +65,25 @@ TABLE = (
     Constant(f"{KERNELS}.joint_laws", "SELF_SWEEPS", (1, 4), "precision", ROWS),
     Constant(f"{KERNELS}.joint_laws", "JOINT_SWEEPS", (2, 6), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.joint_laws", "TANGENT_SWEEPS", (3, 12), "precision", ("rotary",)),
-    Constant(f"{KERNELS}.finite_rows", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")),
-    Constant(f"{KERNELS}.finite_rows", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
-    Constant(f"{KERNELS}.finite_rows", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.logits", "TURNS", (1.0, 4.0), "choice", ("rotary",)),
-    Constant(f"{KERNELS}.logits", "TERM_TOLERANCE", (0.05, 0.002), "precision", ("rotary",)),
+    Constant(
+        f"{KERNELS}.row_statistics", "NEAREST_END", (0.8, 0.95), "precision", ("close", "text")
+    ),
+    Constant(f"{KERNELS}.row_statistics", "MOST_ORDERS", (6, 14), "precision", ("hot", "text")),
+    Constant(f"{KERNELS}.row_statistics", "TOLERANCE", (1e-1, 4e-3), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.relative_positions", "TURNS", (1.0, 4.0), "choice", ("rotary",)),
+    Constant(
+        f"{KERNELS}.relative_positions", "TERM_TOLERANCE", (0.05, 0.002), "precision", ("rotary",)
+    ),
     Constant(f"{KERNELS}.row_statistics", "LEAST_SCALE", (1e-2, 1e-4), "range", ("text",)),
     Constant(f"{KERNELS}.row_statistics", "LEAST_RESPONSE", (1e-2, 1e-4), "range", BY_TOKEN),
     Constant(f"{KERNELS}.row_statistics", "FEWEST_KEYS", (2.5, 4.0), "choice", BY_TOKEN),
-    Constant(f"{KERNELS}.logits", "EXACT_KEYS", (2, 8), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.logits", "SUPPORT_SLACK", (0.6, 0.1), "precision", BY_TOKEN),
-    Constant(f"{KERNELS}.logits", "NORM_STEP", (0.2, 0.01), "precision", ("bare", *BY_TOKEN)),
-    Constant(f"{KERNELS}.logits", "LEAST_WEIGHT", (1e-2, 1e-5), "precision", ("distances",)),
+    Constant(f"{KERNELS}.attention", "EXACT_KEYS", (2, 8), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.attention", "SUPPORT_SLACK", (0.6, 0.1), "precision", BY_TOKEN),
+    Constant(f"{KERNELS}.attention", "NORM_STEP", (0.2, 0.01), "precision", ("bare", *BY_TOKEN)),
+    Constant(f"{KERNELS}.attention", "LEAST_WEIGHT", (1e-2, 1e-5), "precision", ("distances",)),
     Constant(f"{KERNELS}.joint_laws", "RHO_MIN", (1e-2, 1e-5), "precision", BY_TOKEN),
     Constant(f"{KERNELS}.rows", "FAINT", (1e-4, 1e-7), "range", ("text",)),
-    Constant(f"{KERNELS}.exact_rows", "THETA_PEAKED", (100.0,), "range", ("hot",)),
+    Constant("layers.attention.softmax", "THETA_PEAKED", (100.0,), "range", ("hot",)),
     Constant("layers.attention.layers", "HEADS_RESOLVED", (2, 8), "precision", ("distances",)),
     Constant("layers.experts.routing", "STEP", (0.1, 0.4), "precision", ("experts",)),
     Constant("layers.experts.routing", "FINE", (0.025, 0.1), "precision", ("experts",)),
@@ -99,11 +102,11 @@ TABLE = (
     Constant("layers.streams", "NODES", (7, 13), "precision", ("streams",)),
     Constant("layers.streams", "DRAWS", (2**10, 2**14), "precision", ("streams",)),
     Constant("layers.streams", "POINTS", (48, 192), "precision", ("streams",)),
-    Constant("layers.attention.laws", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
-    Constant("layers.attention.laws", "_NODES", (20, 80), "precision", ("alike",)),
+    Constant("layers.attention.layers", "PROFILED_SCALE", (0.0,), "precision", ("alike",)),
+    Constant("layers.attention.layers", "_NODES", (20, 80), "precision", ("alike",)),
     Constant("layers.attention.projections", "FAINTEST", (1e-7, 1e-12), "range", ("alike",)),
     Constant("layers.attention.self_attention", "LEAST_FREEDOM", (3.5, 6.0), "range", ("hybrid",)),
-    Constant(f"{SOFTMAX}.norms", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
+    Constant("layers.attention.softmax", "CORRECTED_MAX", (15.0,), "range", ("hot", "alike")),
     Constant("engine.classes", "SUMMED", (16, 256), "precision", ("long",)),
     Constant("engine.classes", "LEAST_SHARED", (1e-3, 1e-12), "range", ("packed",)),
     Constant(
@@ -551,7 +554,7 @@ Thresholds of notes and warnings:
 `moments/layers/normalization.py::_NOT_GAUSSIAN`, `moments/layers/head/output.py::_PEAKED`,
 `moments/prediction/resolution.py::OFTEN`. Limits of work or memory:
 `moments/noise/band.py::CHUNK_ENTRIES`,
-`moments/layers/attention/kernels/row_groups.py::STACK_ENTRIES`.
+`moments/layers/attention/kernels/attention.py::STACK_ENTRIES`.
 """
 
 

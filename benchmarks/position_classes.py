@@ -30,7 +30,7 @@ import pandas as pd
 
 import moments
 from moments.engine.classes import PER_OCTAVE, PositionClasses
-from moments.layers.attention.kernels import logits
+from moments.layers.attention.kernels import attention
 from moments.prediction import resolution
 
 DATA = Path(__file__).parent / "data" / "position_classes.json"
@@ -374,11 +374,11 @@ def over_texts(model: Any) -> dict[str, Any]:
 
 def own_rows(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     """`compared`, by token with a class for every row."""
-    kept, logits.SUPPORT_SLACK = logits.SUPPORT_SLACK, 0.0
+    kept, attention.SUPPORT_SLACK = attention.SUPPORT_SLACK, 0.0
     try:
         return compared(model, given)
     finally:
-        logits.SUPPORT_SLACK = kept
+        attention.SUPPORT_SLACK = kept
 
 
 def halved(model: Any) -> dict[str, Any]:

@@ -13,13 +13,15 @@ from scipy.special import hyp0f1
 from scipy.stats import chi2
 
 from moments.engine.state import Kernel, Signal
-from moments.layers.attention.kernels.finite_rows import FiniteRows, Widths
-from moments.layers.attention.laws import AlikeLayer, alike_rows, profiled_rows
+from moments.layers.attention.kernels.row_statistics import FiniteRows, Widths
 from moments.layers.attention.layers import (
+    AlikeLayer,
     ClassLayer,
     Layer,
     TokenLayer,
+    alike_rows,
     layer_of,
+    profiled_rows,
 )
 from moments.layers.attention.projections import logit_law
 from moments.layers.attention.self_attention import SelfAttention

@@ -365,7 +365,7 @@ def test_harmonic_sums_against_zeta(count: int) -> None:
 
 def test_caches_hold_tens_of_megabytes_at_most() -> None:
     """The largest result that a cache of arrays is asked for, times how many it keeps."""
-    from moments.layers.attention.laws import _profile
+    from moments.layers.attention.layers import _profile
 
     most = _profile.cache_parameters()["maxsize"]
     assert most * _profile(1.0, 16, 64.0, 16.0).nbytes < 40e6

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from moments.engine.state import Kernel
 from moments.errors import DomainError
 from moments.layers.attention.kernels import KernelAttention, Rotation
-from moments.layers.attention.kernels.row_groups import rotation_factor
+from moments.layers.attention.kernels.attention import rotation_factor
 from moments.layers.attention.kernels.row_statistics import matched, saturation
-from moments.layers.attention.laws import AlikeLayer
+from moments.layers.attention.layers import AlikeLayer
 from moments.layers.attention.response import AttentionResponse
 from moments.layers.attention.self_attention import SelfAttention
 from moments.layers.attention.softmax import SquareTable

@@ -11,7 +11,8 @@ from exact_softmax import pair_statistics, row_statistics
 from scipy.special import ndtr
 
 import moments
-from moments.layers.attention.kernels import KernelAttention, exact_rows
+from moments.layers.attention import softmax
+from moments.layers.attention.kernels import KernelAttention
 from moments.layers.attention.projections import bent
 from moments.layers.head.cross_entropy import softmax_expectations
 from moments.prediction.gate import Gate
@@ -20,7 +21,7 @@ from moments.prediction.gate import Gate
 @pytest.mark.parametrize("keys", [4, 16, 64])
 def test_rows_beyond_the_tables(keys: int) -> None:
     exact = row_statistics(32.0, keys)
-    found = exact_rows.rows(np.array([32.0]), np.array([float(keys)]))
+    found = softmax.rows(np.array([32.0]), np.array([float(keys)]))
     for name, error in (
         ("sum_square", 0.005),
         ("sum_cube", 0.02),
@@ -37,7 +38,7 @@ def test_rows_beyond_the_tables(keys: int) -> None:
 @pytest.mark.parametrize("keys", [4, 16, 64])
 def test_pairs_beyond_the_tables(keys: int) -> None:
     rho = np.array([0.3, 0.9, 1.0])
-    found = exact_rows.pairs(np.array([[16.0]]), np.array([float(keys)]), rho)
+    found = softmax.pairs(np.array([[16.0]]), np.array([float(keys)]), rho)
     for index, one in enumerate(rho):
         exact = pair_statistics(16.0, keys, one)
         assert found.overlap[0, index] == pytest.approx(exact.overlap, rel=0.05)
@@ -61,7 +62,7 @@ def same_maximum(keys: int, rho: float) -> float:
 @pytest.mark.parametrize("keys", [4, 16])
 @pytest.mark.parametrize("rho", [0.3, 0.9])
 def test_a_hard_maximum(keys: int, rho: float) -> None:
-    found = exact_rows.pairs(np.array([[200.0]]), np.array([float(keys)]), np.array([rho]))
+    found = softmax.pairs(np.array([[200.0]]), np.array([float(keys)]), np.array([rho]))
     softened = rho * 200 / (200 + np.pi**2 / 6)  # by Gumbel's noise
     assert 1 - found.overlap[0, 0] == pytest.approx(1 - same_maximum(keys, softened), rel=0.06)
 
@@ -178,7 +179,7 @@ def test_rows_of_bent_logits(
     driven = (slopes**2 * orthogonal * a * a * (1 - 2 * a + square)).sum(1)
     common_part = (a * a * (slopes - (a * slopes).sum(1, keepdims=True)) ** 2).sum(1)
     found = bent(own, shared, keys, 0.0, cap, dimension)
-    of_gaussian = exact_rows.AlikeRows.of(float(keys)).rows(own * found.shrunk)
+    of_gaussian = softmax.AlikeRows.of(float(keys)).rows(own * found.shrunk)
     assert of_gaussian.sum_square == pytest.approx(square.mean(), rel=0.01)
     ours = found.driven * of_gaussian.jacobian_square
     assert ours == pytest.approx(driven.mean(), rel=0.01)

@@ -21,11 +21,8 @@ from moments.engine.classes import (
     documents_on,
 )
 from moments.engine.texts import TextClasses
-from moments.layers.attention.kernels import (
-    KernelAttention,
-    finite_rows,
-)
-from moments.layers.attention.kernels import logits as kernel_logits
+from moments.layers.attention.kernels import KernelAttention, row_statistics
+from moments.layers.attention.kernels import attention as token_rows
 from moments.layers.attention.kernels.position_attention import (
     Across,
     ClassLogits,
@@ -44,7 +41,7 @@ LENGTH = 96
 @pytest.fixture
 def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """By token, a class for every row."""
-    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(token_rows, "SUPPORT_SLACK", 0.0)
 
 
 def predicted(model: Transformer, **arguments: Any) -> moments.Prediction:
@@ -173,8 +170,8 @@ def test_arithmetic_of_class_matrices_is_that_of_blocks() -> None:
 
 def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a class for every row there, too."""
-    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(finite_rows, "TOLERANCE", 1e-6)  # for classes as fine
+    monkeypatch.setattr(token_rows, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(row_statistics, "TOLERANCE", 1e-6)  # for classes as fine
     length = 20
     scale = 1.5
     settings = {
@@ -213,8 +210,8 @@ def test_every_position_a_class_is_attention_by_token(monkeypatch: pytest.Monkey
 def test_two_documents_are_attention_by_token_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same of rows that see their own document alone, whose keys share something across: most
     at one place, as under a table of positions."""
-    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
-    monkeypatch.setattr(finite_rows, "TOLERANCE", 1e-6)
+    monkeypatch.setattr(token_rows, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(row_statistics, "TOLERANCE", 1e-6)
     length, scale = 14, 1.2
     settings = {"d_model": 128.0, "d_head": 32.0, "norm_spread": 0.002}
     place, same = np.arange(length), np.eye(length) > 0
@@ -428,7 +425,7 @@ def test_classes_against_every_token(name: str) -> None:
 
 def test_queries_and_keys_against_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """By token, with a class for every row; see above for what grouped rows cost there."""
-    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(token_rows, "SUPPORT_SLACK", 0.0)
     model = Transformer(3, 128, 4, 40, dropout=0.1, norm="post", causal=True)
     by_token = predicted(model, tokens=True, correlation=0.2)
     by_class = predicted(model, correlation=0.2)
@@ -526,7 +523,7 @@ def test_queries_and_keys_that_are_not_the_tokens(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By token, with a class for every row: grouped rows alone cost .7 % of a Llama's gradient."""
-    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(token_rows, "SUPPORT_SLACK", 0.0)
     model = Transformer(2, 128, 4, 40, dropout=0.1, causal=True, **OTHERS[name])
     by_class = predicted(model, correlation=0.3)
     by_token = predicted(model, tokens=True, correlation=0.3)
@@ -563,7 +560,7 @@ def test_tokens_that_know_their_distances_are_one_class(name: str) -> None:
 def test_decoders_on_classes_read_encoders_of_tokens_alike(
     relative: moments.RelativeBias | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(token_rows, "SUPPORT_SLACK", 0.0)
     encoder = Transformer(2, 96, 4, 36, dropout=0.1, relative_bias=relative)
     model = Transformer(
         2, 128, 4, 40, dropout=0.1, causal=True, encoder=encoder, relative_bias=relative
@@ -588,7 +585,7 @@ def test_decoders_on_classes_read_encoders_of_tokens_alike(
 
 def test_gradients_that_fall_steeply_meet_those_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind many norms on the stream the first tokens' gradients are orders above the others'."""
-    monkeypatch.setattr(kernel_logits, "SUPPORT_SLACK", 0.0)
+    monkeypatch.setattr(token_rows, "SUPPORT_SLACK", 0.0)
     model = Transformer(16, 64, 4, 32, causal=True, norm="post")
     by_token, by_class = (predicted(model, tokens=t) for t in (True, None))
     assert by_class.layout.classes is not None

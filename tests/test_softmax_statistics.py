@@ -30,11 +30,15 @@ from numpy.polynomial.hermite_e import hermegauss
 from scipy import integrate, stats
 
 from moments.errors import DomainError
-from moments.layers.attention.kernels import exact_rows
-from moments.layers.attention.kernels.exact_rows import AlikeRows
-from moments.layers.attention.softmax import RowStatistics, SquareTable, chi_square_rule
-from moments.layers.attention.softmax.norms import key_corrections
-from moments.layers.attention.softmax.table import chebyshev_basis
+from moments.layers.attention import softmax as exact_rows
+from moments.layers.attention.softmax import (
+    AlikeRows,
+    RowStatistics,
+    SquareTable,
+    chebyshev_basis,
+    chi_square_rule,
+    key_corrections,
+)
 
 
 def softmax(logits):

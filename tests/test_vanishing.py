@@ -12,7 +12,7 @@ import moments
 from moments import DomainError, Embedding, Transformer, ValidityWarning, Weights
 from moments.engine.state import Kernel
 from moments.layers.attention.kernels import KernelAttention
-from moments.layers.attention.laws import AlikeLayer
+from moments.layers.attention.layers import AlikeLayer
 
 SMALL: dict[str, Any] = {"layers": 2, "d_model": 16, "heads": 4, "seq_len": 4}
 XAVIER = Weights.xavier(16, 4)

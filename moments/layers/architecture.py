@@ -503,7 +503,7 @@ class Blocks:
         if mixing is not None or keeps:
             own = Values() if mixing is None else mixing
             kv_heads = int(model.kv_heads or model.heads)
-            module = _loaded("attention.values")
+            module = _loaded("attention.other_sources")
             mixed = module.MixedValues(heads, own, self.number == 1, keeps, kv_heads)
             return self._projected("attention", "output", self._gated(mixed))
         return self._projected("attention", "output", self._gated(heads))
@@ -679,7 +679,7 @@ def layer_attention(parts: Blocks, block: LayerAttention) -> tuple[Component, ..
         assert isinstance(heads, SelfAttention)
         heads = NormalizedAttention(heads)
     if source is not None or parts.number in parts.model.read_again:
-        heads = _loaded("attention.shared_keys").SharedKeys(heads, source)
+        heads = _loaded("attention.other_sources").SharedKeys(heads, source)
     return heads, *rest
 
 

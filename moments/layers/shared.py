@@ -35,8 +35,7 @@ from ..engine.trace import Record, Run
 from ..errors import DomainError, MomentsError
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
-from .attention.kernels.exact_rows import AlikeRows
-from .attention.softmax.table import PairStatistics
+from .attention.softmax import AlikeRows, PairStatistics
 
 MATRICES = ("query", "key", "value", "output", "ffn_in", "ffn_out")
 _NORMS = ("attention.norm", "ffn.norm")

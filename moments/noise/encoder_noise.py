@@ -38,8 +38,8 @@ from ..engine.response import (
 )
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.trace import Record, Trace
-from ..layers.attention.kernels.exact_rows import AlikeRows
 from ..layers.attention.projections import logit_law
+from ..layers.attention.softmax import AlikeRows
 from .alike import ExchangeableStack, averaged_tokens, stacked
 from .band import GaussianSource, GradientSource, mean_covariances
 from .network import ExchangeableWalk, Group, Network, SideOutput, matvec

@@ -18,9 +18,7 @@ from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...errors import domain_error
 from ...formulas.algebra import is_number
 from .kernels import Paths
-from .kernels.exact_rows import THETA_PEAKED, AlikeRows
-from .softmax import chi_square_rule
-from .softmax.table import LENGTH_MAX
+from .softmax import LENGTH_MAX, THETA_PEAKED, AlikeRows, chi_square_rule
 
 CAP_NOTED = 0.7
 """Ratio of the logit variance to the squared soft cap beyond which a note warns."""

@@ -50,7 +50,8 @@ from ...engine.response import (
 from ...engine.state import Array, Kernel, Signal
 from ...engine.texts import TextClasses
 from ...engine.trace import Record
-from .kernels import exact_rows, position_attention
+from . import softmax
+from .kernels import position_attention
 from .kernels.position_attention import ClassLogits, Words
 from .kernels.row_statistics import (
     FAINT,
@@ -258,10 +259,10 @@ class AttentionResponse:
         Rows that share a logit c per key, of variance `agreement` theta, weight keys by e^{2 c}:
         E sum_j a_j^2 of the doubled logits.
         """
-        theta = exact_rows.tabulated(4.0 * (agreement * self.logit_variance).astype(float))
+        theta = softmax.tabulated(4.0 * (agreement * self.logit_variance).astype(float))
         keys = np.maximum(self.keys.astype(float), 1.0 + 1e-6)
         theta, keys = np.broadcast_arrays(theta, keys)
-        rows = exact_rows.rows(theta.ravel(), keys.ravel())
+        rows = softmax.rows(theta.ravel(), keys.ravel())
         return np.asarray(rows.sum_square).reshape(keys.shape)
 
     @functools.cached_property
@@ -389,8 +390,8 @@ def _bend(rows: AttentionRows) -> Array:
     keys = np.maximum(rows.keys, 1 + 1e-6).ravel()
     step, logs = BEND_STEP, []
     for factor in (1 - step, 1 + step):
-        theta = exact_rows.tabulated(factor * np.maximum(rows.theta, LEAST_BENT)).ravel()
-        square = np.asarray(exact_rows.rows(theta, keys).sum_square)
+        theta = softmax.tabulated(factor * np.maximum(rows.theta, LEAST_BENT)).ravel()
+        square = np.asarray(softmax.rows(theta, keys).sum_square)
         logs.append(np.log(np.log(square * (keys - 1) / (1 - square))))
     slope = (logs[1] - logs[0]) / np.log((1 + step) / (1 - step))
     slope = slope.reshape(rows.keys.shape)

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from ....engine.classes import KeyCounts, Matrix, diagonal_of
 from ....engine.state import ratio_or_zero
-from . import exact_rows
-from .finite_rows import Nodes, Widths, calibrate, nodes_for
+from .. import softmax
 from .joint_laws import (
     ALIKE,
     JOINT_SWEEPS,
@@ -37,9 +36,16 @@ from .joint_laws import (
     times,
 )
 from .relative_positions import RotaryMeans
-from .row_groups import single
-from .row_statistics import AttentionRows, attention_rows, log_weights
-from .rows import Paths, RowAttention
+from .row_statistics import (
+    AttentionRows,
+    Nodes,
+    Widths,
+    attention_rows,
+    calibrate,
+    log_weights,
+    nodes_for,
+)
+from .rows import Paths, RowAttention, single
 
 # --- pairs of rows --------------------------------------------------------------------------------
 
@@ -805,7 +811,7 @@ class PositionAttention(RowAttention):
         left = np.einsum("pq,pqr->pr", self.counted, off_diagonal) + weights * excess
         both = (self.counted * left).sum(1)
         off_diagonal = off_diagonal - left[:, None, :] - left[:, :, None] + both[:, None, None]
-        trace = exact_rows.jacobian_square(self.sum_square, self._rows.count)
+        trace = softmax.jacobian_square(self.sum_square, self._rows.count)
         bare = (self.counted * weights * (excess + diagonal_of(off_diagonal))).sum(1)
         usable = bare > 1e-300
         scale = trace * (self.counted @ diagonal) / np.where(usable, bare, 1.0)

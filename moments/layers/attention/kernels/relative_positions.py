@@ -1,29 +1,32 @@
-"""Relative positions on classes: rotary positions and biases by relative position.
+"""Relative positions: rotary positions and biases by relative position, by token and on classes.
 
 Rotation multiplies the kernel of two keys of one row by rho(j' - j), and the covariance of two
 rows' logits by rho(j' - j - (i' - i)), rho(x) = sum_m s_m cos(w_m x). On classes it is averaged
-over the pairs of different tokens of two cells. See docs/theory/state.md, Classes of positions.
+over the pairs of different tokens of two cells. By token it is split as rho(delta - D) =
+rho(D) rho(delta) + sum_t U_t(D) V_t(delta), for offsets D of the rows and delta of the keys. See
+docs/theory/state.md, Classes of positions, and docs/theory/attention.md, The closure.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.classes import BothSides, KeyCounts, Matrix, OneClass, PositionClasses, diagonal_of
-from ....model.positions import RelativeBias
-
-# --- rotary positions -----------------------------------------------------------------------------
+from ....model.positions import RelativeBias, Rotary
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Phases = NDArray[np.complex128]
+
+
+# --- rotary positions on classes ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +195,129 @@ def basis_of(classes: PositionClasses, speed: Array) -> LinearBasis:
         if isinstance(classes, OneClass)
         else LinearBasis(classes, speed)
     )
+
+
+# --- rotary positions by token --------------------------------------------------------------------
+
+TURNS = 2.0
+"""Full turns over the whole sequence beyond which a frequency counts as fast."""
+
+TERM_TOLERANCE = 0.01
+"""Largest neglected slow term of the sum over t."""
+
+
+class _Split(NamedTuple):
+    """The split of rho on the offsets -reach ... reach: (g,), (t, g), (t, g) and (t,) arrays."""
+
+    whole: Array
+    query_terms: Array
+    key_terms: Array
+    parity: Array
+
+
+@functools.lru_cache(maxsize=32)
+def _split(frequencies: tuple[float, ...], shares: tuple[float, ...], reach: int) -> _Split:
+    speed = np.array(frequencies)
+    phases = np.multiply.outer(np.arange(-reach, reach + 1.0), speed)
+    return _split_phases(phases, np.array(shares), speed * reach <= 2.0 * np.pi * TURNS)
+
+
+def _split_phases(phases: Array, share: Array, slow: NDArray[np.bool_]) -> _Split:
+    """The split on offsets with these phases (g, m); every offset occurs with its opposite."""
+    whole = np.cos(phases) @ share
+    # remainder = slow cos cos + slow sin sin - whole whole^T, of low rank: eigenvalues per parity
+    even = np.column_stack([np.cos(phases[:, slow]), whole])
+    queries, keys, parity = [], [], []
+    for vectors, weights, sign in (
+        (even, np.append(share[slow], -1.0), 1.0),
+        (np.sin(phases[:, slow]), share[slow], -1.0),
+    ):
+        basis, inside = np.linalg.qr(vectors)
+        values, axes = np.linalg.eigh((inside * weights) @ inside.T)
+        keep = np.abs(values) > TERM_TOLERANCE * len(phases)
+        # nothing remains at offset 0
+        modes = (basis @ axes[:, keep]).T * phases.any(1)
+        queries.append(values[keep, None] * modes)
+        keys.append(modes)
+        parity.append(np.full(len(modes), sign))
+    return _Split(whole, np.vstack(queries), np.vstack(keys), np.concatenate(parity))
+
+
+def _split_places(
+    angles: Sequence[Array], speeds: Array, shares: Array
+) -> tuple[_Split, list[Indices]]:
+    """The split for patches of an image, and the offset of every pair of patches, from their rotary
+    angles: one half for the vertical position, one half for the horizontal."""
+    half = len(shares) // 2
+    pairs = [a[None, :, [0, half]] - a[:, None, [0, half]] for a in angles]
+    flat = np.concatenate([p.reshape(-1, 2) for p in pairs])
+    offsets, index = np.unique(np.round(flat, 9), axis=0, return_inverse=True)
+    phases = np.repeat(offsets, half, axis=1) * (speeds / speeds[0])
+    split = _split_phases(phases, shares, np.ones(len(shares), bool))
+    parts = np.split(index.ravel(), np.cumsum([p.shape[0] * p.shape[1] for p in pairs])[:-1])
+    return split, [part.reshape(p.shape[:2]) for part, p in zip(parts, pairs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary positions of the queries and the keys of one layer.
+
+    Attributes:
+        queries: (Lq, Lq) rho(D), the factor on the queries' correlation.
+        keys: (Lk, Lk) rho(delta), the factor on the keys' kernel.
+        query_terms, key_terms: (t, Lq, Lq) and (t, Lk, Lk), U_t and V_t.
+        parity: (t,) 1 if both are even functions, -1 if both are odd.
+        shares: (m,) s_m.
+        query_angles, key_angles: (Lq, m) and (Lk, m) rotation angles of the tokens.
+    """
+
+    queries: Array
+    keys: Array
+    query_terms: Array
+    key_terms: Array
+    parity: Array
+    shares: Array
+    query_angles: Array
+    key_angles: Array
+
+    @classmethod
+    def of(
+        cls, frequencies: Array, shares: Array, query_positions: Array, key_positions: Array
+    ) -> Rotation:
+        """The split above for tokens at the given positions."""
+        places = query_positions, key_positions
+        offsets = [np.subtract.outer(p, p).T for p in places]
+        reach = max(1.0, *(float(np.abs(offset).max()) for offset in offsets))
+        split = _split(tuple(frequencies), tuple(shares), round(reach))
+        index = [np.rint(offset + reach).astype(np.intp) for offset in offsets]
+        return cls._of(split, index, shares, [np.multiply.outer(p, frequencies) for p in places])
+
+    @classmethod
+    def of_rotary(cls, rotary: Rotary, d_head: int, *places: Array) -> Rotation:
+        """The split of declared rotary positions, for the positions of queries and of keys."""
+        speeds, shares = rotary.frequencies(d_head)
+        if rotary.grid is None:
+            return cls.of(speeds, shares, *places)
+        angles = [rotary.angles(p, d_head) for p in places]
+        return cls._of(*_split_places(angles, speeds, shares), shares, angles)
+
+    @classmethod
+    def _of(
+        cls, split: _Split, index: Sequence[Indices], shares: Array, angles: Sequence[Array]
+    ) -> Rotation:
+        return cls(
+            split.whole[index[0]],
+            split.whole[index[1]],
+            split.query_terms[:, index[0]],
+            split.key_terms[:, index[1]],
+            split.parity,
+            shares,
+            *angles,
+        )
+
+    def kernels(self, keys: Array) -> Array:
+        """(1 + t, Lk, Lk): Ck times rho(delta), then times every V_t(delta)."""
+        return np.concatenate([(keys * self.keys)[None], keys * self.key_terms])
 
 
 # --- biases by relative position ------------------------------------------------------------------

@@ -19,9 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.classes import Matrix, diagonal_of
-from ..softmax.table import THETA_MAX
-from .finite_rows import Calibration, Nodes, Widths
-from .row_statistics import AttentionRows, dropped_by_own, saturation
+from ..softmax import THETA_MAX
+from .row_statistics import (
+    AttentionRows,
+    Calibration,
+    Nodes,
+    Widths,
+    dropped_by_own,
+    saturation,
+)
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -222,7 +228,7 @@ class RowAttention:
 
     @property
     def beyond_tables(self) -> NDArray[np.bool_]:
-        """(rows,) whether theta exceeds 8, where statistics are those of `softmax.peaked`."""
+        """(rows,) whether theta exceeds 8, where statistics are those of `softmax`."""
         return np.asarray(self.logit_variance > THETA_MAX)
 
 
@@ -316,3 +322,9 @@ def fixed_norms(
     same_token = np.expm1(-0.5 * (stiffness[first] + stiffness[second]) * (1.0 + correlation))
     different_tokens = 0.5 * (against[first] + against[second])
     return np.asarray(same_token * (common + excess) - different_tokens * (mean - common))
+
+
+def single(array: Array) -> tuple[float, NDArray[np.float32]]:
+    """The largest absolute entry, and the array divided by it, in single precision."""
+    scale = float(max(array.max(initial=0.0), -array.min(initial=0.0))) or 1.0
+    return scale, (array / scale).astype(np.float32)

@@ -1,24 +1,30 @@
-"""Attention whose values are a sum of three sources, v = a W_v x + b v_1 + c g e.
+"""Attention to keys and values of earlier layers, and values of other sources.
 
-v_1 are the first layer's values, e rows of a token table with gates g. The three matrices are
-independent, so the values' kernel is the sum of three kernels, and the gradient of each source is
-that of the values times its squared factor; v_1 and e do not enter the logits. The kernel of gated
-rows is a product, whose derivative (`by_law`) gives the gate's gradient. See
-docs/theory/attention.md, Values of other sources.
+With shared keys, the heads attend to the tokens of an earlier layer by its key and value matrices.
+In the backward pass that layer collects the gradients of all layers that read its keys and values:
+these have different output projections, so the gradients are independent and their moments add.
+
+Mixed values are v = a W_v x + b v_1 + c g e; v_1 are the first layer's values, e rows of a token
+table with gates g. The three matrices are independent, so the values' kernel is the sum of three
+kernels, and the gradient of each source is that of the values times its squared factor; v_1 and e
+do not enter the logits. The kernel of gated rows is a product, whose derivative (`by_law`) gives
+the gate's gradient. See docs/theory/attention.md, Keys and values of an earlier layer, and Values
+of other sources.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from ...engine import laws
-from ...engine.composition import PullbackResult, added
+from ...engine.composition import Component, PullbackResult, added
+from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
 from ...engine.laws import Layout
 from ...engine.response import sum_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
@@ -28,7 +34,104 @@ from ...model.values import FIRST, ROWS, Values
 from ..by_law import LawLeaf
 from .projections import biased
 from .self_attention import AttentionPullback, SelfAttention, attended
-from .shared_keys import AroundHeads
+
+SHARED_NAMES = ("key", "value")
+"""Prefixes of the names of the earlier layer's parameters: matrices, biases, gains of norms."""
+
+Named = Callable[[], Mapping[str, Array]]
+
+
+@dataclass(frozen=True)
+class AroundHeads(Component):
+    """Base of components around self-attention heads.
+
+    Attributes:
+        heads: a `SelfAttention` or `NormalizedAttention`.
+    """
+
+    heads: Any
+
+    mixes_tokens = True
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        label: str = self.heads.label
+        return label
+
+    @property
+    def normalises(self) -> bool:
+        return bool(self.heads.normalises)
+
+    @property
+    def padding(self) -> Any:
+        return self.heads.padding
+
+    def without_positions(self) -> Self:
+        return dataclasses.replace(self, heads=self.heads.without_positions())
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        result: UnsharedOverlap = self.heads.unshared_overlap(record, at, walk)
+        return result
+
+
+@dataclass(frozen=True)
+class SharedKeys(AroundHeads):
+    """Self-attention that shares keys and values with other layers.
+
+    Attributes:
+        source: layer whose keys and values are read; None: this one, whose are read by others.
+    """
+
+    source: int | None = None
+
+    def propagate(self, signal: Signal, run: Run) -> Record:
+        memory = None
+        if self.source is None:
+            run.kept[SHARED_NAMES, run.layer] = signal
+        else:
+            memory = run.kept[SHARED_NAMES, self.source]
+        output, pullback = self.heads.attend(signal, memory or signal)
+        return run.record_forward(Record(self, run.layer, signal, output, (), pullback, memory))
+
+    def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
+        run.record_backward(record, gradient)
+        pulled, to_memory = record.pullback(gradient)
+        weights, overlaps = pulled.weights, pulled.overlaps
+        if self.source is not None:
+            run.send((SHARED_NAMES, self.source), (to_memory.kernel, weights, overlaps))
+            pulled.weights = functools.partial(_without_source, weights)
+            pulled.overlaps = functools.partial(_without_source, overlaps)
+        else:
+            readers = run.sent.pop((SHARED_NAMES, record.layer), [])
+            kernels = pulled.gradient.kernel, to_memory.kernel, *(k for k, _, _ in readers)
+            pulled.gradient = pulled.gradient.with_kernel(sum_of(kernels))
+            pulled.weights = functools.partial(_with_readers, weights, [w for _, w, _ in readers])
+            pulled.overlaps = functools.partial(_with_readers, overlaps, [o for *_, o in readers])
+        return record.completed(gradient, pulled.gradient, (), pulled, to_memory)
+
+
+def _of_source(name: str) -> bool:
+    return name.partition(".")[0] in SHARED_NAMES
+
+
+def _without_source(named: Named) -> Mapping[str, Array]:
+    """Gradient norms of the parameters that do not belong to the earlier layer."""
+    return {name: norm for name, norm in named().items() if not _of_source(name)}
+
+
+def _with_readers(named: Named, readers: list[Named]) -> Mapping[str, Array]:
+    """Gradient norms of the earlier layer with those from the layers that read its keys."""
+    total = dict(named())
+    for reader in readers:
+        for name, norm in reader().items():
+            if _of_source(name):
+                total[name] = total[name] + norm
+    return total
+
+
+# --- values of other sources ----------------------------------------------------------------------
 
 
 class _Pullbacks(NamedTuple):
