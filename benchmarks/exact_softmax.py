@@ -49,7 +49,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moments.errors import domain_error
-from moments.layers.attention.softmax import PairStatistics, RowStatistics, table
+from moments.layers.attention import softmax as table
+from moments.layers.attention.softmax import PairStatistics, RowStatistics
 
 # --- integrals over the partition sum -------------------------------------------------------------
 

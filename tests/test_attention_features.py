@@ -481,7 +481,7 @@ def test_the_laws_and_statistics_of_alike_rows_are_one(
 
 def test_memory_alike_agrees_with_memory_resolved() -> None:
     leaf = CrossAttention(
-        "c", D_MODEL, HEADS, D_HEAD, 1 / D_MODEL, 1 / 64, 1 / 64, 64, 0.1, value_bias=0.1
+        "c", D_MODEL, HEADS, D_HEAD, 1 / D_MODEL, 1 / 64, 1 / 64, 64, drop_prob=0.1, value_bias=0.1
     )
     found = []
     for signal, memory, gradient in (

@@ -537,7 +537,7 @@ class Blocks:
             weights.cross_key,
             weights.cross_value,
             encoder.d_model,
-            model.attention_dropout,
+            drop_prob=model.attention_dropout,
             temperature=float(model.temperatures[self.number - 1]),
             padding=self.memory_padding,
             **self._projections(),

@@ -110,7 +110,7 @@ def latent_attention(
     own = Read(change, entering, walk.response, walk.overlaps)
     reads = {"query": own, SHARED_KEY: own}
     for latent in latents:
-        walk.response, shape = own.response, (float(leaf.attention.d_model), latent.at.width)
+        walk.response, shape = own.response, (float(leaf.heads.d_model), latent.at.width)
         gradient, layer, variance = latent.at.gradient, leaving.layer, latent.variance
         result = walk.matrix(latent.name, change, entering, gradient, layer, shape, variance)
         walk.response = shape[0] * variance * own.response

@@ -180,7 +180,7 @@ def latent_block(
     leaf: LatentHeads, reading: Reading, entering: Site, leaving: Site
 ) -> tuple[Block, list[Latent]]:
     """The heads of latent attention as a block, and the latents that they read."""
-    heads, block, tokens = leaf.attention, leaf.block, entering.signal
+    heads, block, tokens = leaf.heads, leaf.block, entering.signal
     assert tokens is not None
     d, count = int(heads.d_model), int(heads.heads)
     downs: dict[str, tuple[str, int, tuple[str, ...]]]

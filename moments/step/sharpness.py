@@ -625,7 +625,7 @@ class Hessian:
     @leaf.register(LatentHeads)
     def latent(self, leaf: LatentHeads, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         block, latents = latent_block(leaf, self.reading, at, leaving)
-        before, d = [], float(leaf.attention.d_model)
+        before, d = [], float(leaf.heads.d_model)
         layer, rope_dim = leaving.layer, int(leaf.block.rope_dim)
         for latent in latents:
             shape, key = (d, latent.at.width), (layer, latent.name)

@@ -27,7 +27,7 @@ from ...model.positions import Rotary
 from ..elementary import Linear
 from ..normalization import FiniteNormalization
 from .response import AttentionSublayer, through_attention
-from .self_attention import AttentionPullback, SelfAttention, attended, mean_size
+from .self_attention import AroundHeads, AttentionPullback, SelfAttention, attended, mean_size
 
 QUERY_LATENT, KV_LATENT = "attention.query_latent", "attention.kv_latent"
 
@@ -75,43 +75,30 @@ class _Core(SelfAttention):
 
 
 @dataclass(frozen=True)
-class LatentHeads(Leaf):
+class LatentHeads(AroundHeads, Leaf):
     """The concatenated heads of latent attention.
 
     Attributes:
-        attention: heads, mask, positions and temperature; `query`, `key` and `value` are variances
-            of the matrices after the latents, `d_model` is the tokens' width.
+        heads: with mask, positions and temperature; `query`, `key` and `value` are variances of the
+            matrices after the latents, `d_model` is the tokens' width.
         block: ranks, widths of a head's parts, and variances of the other matrices.
         affine: whether the norms of the latents have gains that receive gradients.
     """
 
-    attention: SelfAttention
+    heads: SelfAttention
     block: LatentAttention
     affine: bool = False
-
-    mixes_tokens = True
-
-    @property
-    def label(self) -> str:  # type: ignore[override]
-        return self.attention.label
-
-    @property
-    def padding(self) -> Any:
-        return self.attention.padding
 
     @property
     def matrices(self) -> tuple[str, ...]:
         return ("value",)
 
     def with_variances(self, names: tuple[str, ...], factor: float) -> LatentHeads:
-        return replace(self, attention=self.attention.with_variances(names, factor))
-
-    def without_positions(self) -> LatentHeads:
-        return replace(self, attention=self.attention.without_positions())
+        return replace(self, heads=self.heads.with_variances(names, factor))
 
     def _latent(self, weight: str, label: str, rank: Any, factor: float) -> tuple[Any, Any]:
         """The matrix to a latent, and its norm."""
-        block, width = self.block, self.attention.d_model
+        block, width = self.block, self.heads.d_model
         variance = block.down_variances[weight]
         parameters = {"fan_in": width, "fan_out": rank, "weight_variance": variance}
         down = Linear(LINEAR, "refined", weight, parameters, rank, weight)
@@ -124,7 +111,7 @@ class LatentHeads(Leaf):
     def _shares(self, size: float) -> tuple[float, float]:
         """Variance of a key's entry, averaged over both parts, and the shared part's fraction of
         it, for tokens of second moment `size`."""
-        block, leaf = self.block, self.attention
+        block, leaf = self.block, self.heads
         diagonal = block.nope_dim * block.kv_rank * float(leaf.key) * block.kv_factor**2
         shared = block.rope_dim * float(leaf.d_model) * block.kv_down * size
         total = diagonal + shared
@@ -132,7 +119,7 @@ class LatentHeads(Leaf):
 
     def core(self, size: float) -> _Core:
         """Attention between the latents of tokens of second moment `size`."""
-        block, leaf = self.block, self.attention
+        block, leaf = self.block, self.heads
         entry, share = self._shares(size)
         rotary: Any = leaf.rotary
         if rotary is not None:
@@ -166,8 +153,6 @@ class LatentHeads(Leaf):
         core = self.core(mean_size(signal))
         if block.query_rank is None and block.query_factor != 1.0:
             core = replace(core, query=core.query * block.query_factor**2)
-        if not signal.resolved:
-            core._check_exchangeable(signal.seq_len)
         pullback = attended(core, queries, latent)
         maps = tuple(query_maps), tuple(key_maps)
         return pullback.output, functools.partial(self._back, signal, pullback, *maps)
@@ -189,7 +174,7 @@ class LatentHeads(Leaf):
         total = total + _down(key_maps, rest, length, parts)
         # gradient's kernel per feature at the keys' shared part, for a matrix of unit gain
         shared = key.scaled(share * block.kv_rank * block.kv_factor**2)
-        total = total + shared.scaled(1.0 / (float(self.attention.d_model) * mean_size(signal)))
+        total = total + shared.scaled(1.0 / (float(self.heads.d_model) * mean_size(signal)))
         return PullbackResult(
             Gradient(total, length),
             functools.partial(
@@ -218,7 +203,7 @@ class LatentHeads(Leaf):
                 result[f"{name}.gain"] = result[f"{name}.gain"] * factor**2
         if block.rope_dim:
             tokens = signal.second_moment()
-            if self.attention.rotary is None:
+            if self.heads.rotary is None:
                 tokens = tokens.without_common()
             total = (tokens * shared).total(signal.seq_len)
             result["kv_down"] += total / max(block.kv_down * mean_size(signal), 1e-300)
@@ -226,7 +211,7 @@ class LatentHeads(Leaf):
 
     def _without_latents(self, signal: Signal) -> SelfAttention:
         """Self-attention with the same logits and values: the limit of large ranks."""
-        size, block, leaf = mean_size(signal), self.block, self.attention
+        size, block, leaf = mean_size(signal), self.block, self.heads
         core, width = self.core(size), float(leaf.d_model)
         query_gain = core.d_model * core.query * block.query_factor**2
         if block.query_rank is not None:

@@ -825,5 +825,4 @@ def layer_of(
             value_bias=leaf.value_bias / positive(leaf.memory_width * leaf.value),
             wanted=wanted,
         )
-    sink = getattr(leaf, "sink", None)
-    return layer if sink is None else SinkLayer(layer, law, sink, tokens)
+    return layer if leaf.sink is None else SinkLayer(layer, law, leaf.sink, tokens)

@@ -18,13 +18,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...engine import laws
-from ...engine.composition import Component, PullbackResult, added
-from ...engine.fluctuation import OverlapWalk, UnsharedOverlap
+from ...engine.composition import PullbackResult, added
 from ...engine.laws import Layout
 from ...engine.response import sum_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
@@ -33,47 +32,12 @@ from ...engine.trace import Record, Run
 from ...model.values import FIRST, ROWS, Values
 from ..by_law import LawLeaf
 from .projections import biased
-from .self_attention import AttentionPullback, SelfAttention, attended
+from .self_attention import AroundHeads, AttentionPullback, SelfAttention, attended
 
 SHARED_NAMES = ("key", "value")
 """Prefixes of the names of the earlier layer's parameters: matrices, biases, gains of norms."""
 
 Named = Callable[[], Mapping[str, Array]]
-
-
-@dataclass(frozen=True)
-class AroundHeads(Component):
-    """Base of components around self-attention heads.
-
-    Attributes:
-        heads: a `SelfAttention` or `NormalizedAttention`.
-    """
-
-    heads: Any
-
-    mixes_tokens = True
-
-    @property
-    def label(self) -> str:  # type: ignore[override]
-        label: str = self.heads.label
-        return label
-
-    @property
-    def normalises(self) -> bool:
-        return bool(self.heads.normalises)
-
-    @property
-    def padding(self) -> Any:
-        return self.heads.padding
-
-    def without_positions(self) -> Self:
-        return dataclasses.replace(self, heads=self.heads.without_positions())
-
-    def unshared_overlap(
-        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
-    ) -> UnsharedOverlap:
-        result: UnsharedOverlap = self.heads.unshared_overlap(record, at, walk)
-        return result
 
 
 @dataclass(frozen=True)
@@ -173,8 +137,6 @@ class MixedValues(AroundHeads):
         return dataclasses.replace(self.heads, value=value, value_bias=0.0, **changes)
 
     def propagate(self, signal: Signal, run: Run) -> Record:
-        if not signal.resolved:
-            self.heads._check_exchangeable(signal.seq_len)
         leaf, values, tokens = self.heads, self.values, signal.second_moment()
         gain = leaf.d_model * leaf.value
         own = tokens.scaled(gain)

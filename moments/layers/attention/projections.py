@@ -1,9 +1,8 @@
-"""Projections: from the kernels of tokens to the covariance of logits, and back to weights.
+"""Projections: from the kernels of tokens to the covariance of logits.
 
 Given the tokens, queries and keys are Gaussian with kernels d s_q C + b_q and d s_k C' + b_k. With
-norms of queries and keys or a soft cap, logits are replaced by the Gaussian ones of `LogitLaw`.
-Weight gradients are E|dW|^2 = d_model sum_ij E[x_i x_j] E[dx_i dx_j] / (variance of W). See
-docs/theory/logits.md and docs/theory/attention.md, Weight gradients.
+norms of queries and keys or a soft cap, logits are replaced by the Gaussian ones of `LogitLaw`. See
+docs/theory/logits.md.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...engine.state import Array, Kernel, Signal, ratio_or_zero
+from ...engine.state import Array, Kernel, ratio_or_zero
 from ...errors import domain_error
 from ...formulas.algebra import is_number
-from .kernels import Paths
 from .softmax import LENGTH_MAX, THETA_PEAKED, AlikeRows, chi_square_rule
 
 CAP_NOTED = 0.7
@@ -108,20 +106,6 @@ def attention_diagnostics(
         "distance_to_uniform": square - 1 / keys,
         "entropy": entropy,
     }
-
-
-class RowMoments(NamedTuple):
-    """E sum_j a_ij^2 and logit variance of every attention row."""
-
-    squares: Array
-    logit_variance: Array
-
-
-def of_rows(output: Signal, shape: tuple[int, ...] = ()) -> RowMoments:
-    """`RowMoments` from the diagnostics of attention's output, reshaped if a shape is given."""
-    assert output.diagnostics is not None
-    result = (np.asarray(output.diagnostics[name]) for name in ("square_sum", "logit_variance"))
-    return RowMoments(*(values.reshape(shape) if shape else values for values in result))
 
 
 def _side(tokens: Kernel, gain: Any, bias: Any, norm: str | None, epsilon: Any, width: Any) -> Side:
@@ -338,7 +322,7 @@ def logit_law(
                 remedy = "zeros have no direction"
                 raise domain_error(name, getattr(leaf, name), allowed, remedy)
     by_head = norm is not None and not over_all_heads(leaf)
-    widths_normed = _freedom(leaf), _freedom(leaf, leaf.kv_heads)
+    widths_normed = norm_freedom(leaf), norm_freedom(leaf, leaf.kv_heads)
     gains = (
         widths[0] * positive(leaf.query, leaf.query_bias / widths[0]),
         widths[1] * positive(leaf.key, leaf.key_bias / widths[1]),
@@ -358,7 +342,7 @@ def logit_law(
         real = real_tokens(leaf)
         real_queries = real if query_tokens is key_tokens else None
         count = _keys_of_a_row(leaf, length)
-        count = (count + 1) / 2 if getattr(leaf, "causal", False) else count
+        count = (count + 1) / 2 if leaf.causal else count
         size = scale * queries.kernel.mean_diagonal(real_queries)
         total = size * keys.kernel.mean_diagonal(real)
         shared = size * keys.kernel.mean_off_diagonal(real)
@@ -380,7 +364,7 @@ def logit_law(
                 "queries and keys were simulated up to 15 % smaller at 1 to 5, and up to a quarter "
                 "larger where queries and keys are normalised",
             )
-    table = getattr(leaf, "relative_bias", None)
+    table = leaf.relative_bias
     if table is not None and table.variance > TABLE_NOTED:
         notes += (
             f"relative biases of variance {table.variance:.2g} spread attention: gradients of "
@@ -420,56 +404,6 @@ def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
     return at_tokens.scaled(gradient_scale)
 
 
-# --- gradients of the projections -----------------------------------------------------------------
-
-
-def projection_gradients(
-    leaf: Any,
-    law: LogitLaw,
-    signal: Signal,
-    memory: Signal,
-    mixed: Kernel,
-    grad_out: Kernel,
-    paths: Paths[Kernel],
-    overlap_path: Kernel,
-    rows: RowMoments,
-) -> dict[str, Array]:
-    """Expected squared gradient norms of the three projections, of their biases and norms.
-
-    Args:
-        leaf: a `SelfAttention` or `CrossAttention`.
-        signal, memory: the tokens of the queries, and those of keys and values.
-        mixed: second moments per feature of sum_j a_ij y_j, y the latter.
-        grad_out: gradient's kernel at the heads.
-        paths: gradient paths in the kernels of queries and keys (`Side`).
-        overlap_path: growth of the query path per unit of the variance of two tokens' overlap.
-    """
-    width, length = leaf.value_width, signal.seq_len
-    grown = overlap_gradients(leaf, law, signal, overlap_path)
-    result: dict[str, Array] = {}
-    sides = (("query", signal, paths.query), ("key", memory, paths.key))
-    inverse = _inverse_variances(leaf)
-    for side, tokens, path in sides:
-        grad_in = _of_side(leaf, law, side, tokens, path)
-        result |= {name: norm * inverse[side] for name, norm in grad_in.items()}
-    result["value"] = leaf.memory_width * width * (mixed * grad_out).total(length)
-    result["key"] = result["key"] + grown["key"] / leaf.memory_width
-    if leaf.qk_norm is not None and leaf.norm_affine:
-        # E (tr J)^2 of two rows, to which the overlaps' variance contributes, is that of any two.
-        path = paths.query + overlap_path.scaled(-1 / leaf.memory_width)
-        within = _within_heads(law.queries.kernel, path, rows).scaled(2 / _freedom(leaf))
-        gain = _of_gain(leaf, law, law.queries.kernel * paths.query + within, length)
-        result["query.norm.gain"] = result["key.norm.gain"] = gain
-    if "value" in biased(leaf.has_bias):
-        dropped = leaf.drop_prob / (1 - leaf.drop_prob)
-        at_bias = grad_out.with_diagonal(grad_out.diagonal * (1 + dropped * rows.squares))
-        result["value.bias"] = width * at_bias.total(length)
-    if "key.bias" in result:
-        shifts = _shift_matters(leaf)
-        result["key.bias"] = np.maximum(result["key.bias"], 0.0) if shifts else 0.0
-    return prefixed(leaf, dict(sorted(result.items(), key=lambda one: one[0].count("."))))
-
-
 def biased(given: bool | tuple[str, ...]) -> tuple[str, ...]:
     """Names of the projections that have a bias."""
     if isinstance(given, tuple):
@@ -477,78 +411,7 @@ def biased(given: bool | tuple[str, ...]) -> tuple[str, ...]:
     return ("query", "key", "value") if given else ()
 
 
-def overlap_gradients(
-    leaf: Any, law: LogitLaw, signal: Signal, overlap_path: Kernel
-) -> dict[str, Array]:
-    """Growth of queries' and keys' squared gradient norms per unit of the overlaps' variance."""
-    inverse = _inverse_variances(leaf)
-    of_query = _of_side(leaf, law, "query", signal, overlap_path)
-    grown = {name: norm * inverse["query"] for name, norm in of_query.items()}
-    # The same sum over overlaps of queries times overlaps of keys.
-    grown["key"] = of_query["query"] * inverse["key"]
-    if leaf.qk_norm is not None and leaf.norm_affine:
-        gain = _of_gain(leaf, law, law.queries.kernel * overlap_path, signal.seq_len)
-        grown["query.norm.gain"] = grown["key.norm.gain"] = gain
-    return grown
-
-
-def _of_gain(leaf: Any, law: LogitLaw, product: Kernel, length: int) -> Array:
-    """Squared gradient norm of a norm's gain, from the product of kernel and query path."""
-    share = 1.0 if over_all_heads(leaf) else _freedom(leaf) / leaf.d_head
-    return leaf.memory_width * share * law.gradient_scale * product.total(length)
-
-
-def _freedom(leaf: Any, heads: int | None = None) -> Any:
+def norm_freedom(leaf: Any, heads: int | None = None) -> Any:
     """Degrees of freedom under the norm of queries, or of keys with their number of heads."""
     width = leaf.d_head * ((heads or leaf.heads) if over_all_heads(leaf) else 1.0)
     return width - 1.0 if (leaf.qk_norm or "").startswith("layernorm") else width
-
-
-def _within_heads(kernel: Kernel, path: Kernel, rows: RowMoments) -> Kernel:
-    """(1 - N^2)^2 dQ/dN of different rows."""
-    first, second = kernel.over_tokens(kernel.diagonal)
-    size = np.sqrt(first * second)
-    cosine = ratio_or_zero(kernel.off_diagonal, size)
-    theta, square = (
-        np.sqrt(np.multiply(*kernel.over_tokens(np.asarray(values))))
-        for values in (rows.logit_variance, rows.squares)
-    )
-    # odds of one key's weight at this correlation of two queries
-    odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
-    slope = theta * (1 - odds) / (1 + odds)
-    off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal
-    return Kernel.of_parts(0.0 * kernel.diagonal, off_diagonal, kernel.resolved)
-
-
-def _of_side(leaf: Any, law: LogitLaw, name: str, tokens: Signal, path: Kernel) -> dict[str, Array]:
-    """Squared gradient norms of one projection and its bias, times the variance of the weights."""
-    side = law.queries if name == "query" else law.keys
-    kernel, length = tokens.second_moment(), tokens.seq_len
-    if name == "key" and not _shift_matters(leaf):
-        kernel = kernel.without_common()
-    grad_in, size = through(path, side, law.gradient_scale), leaf.memory_width
-    result = {name: size * (kernel * grad_in).total(length)}
-    if name in biased(leaf.has_bias):
-        result[f"{name}.bias"] = size / tokens.width * grad_in.total(length)
-    return result
-
-
-def _shift_matters(leaf: Any) -> bool:
-    """Whether a common shift of all keys changes attention. It cancels in the softmax, whose
-    Jacobian has rows of sum 0, except with rotary positions, normalised keys or a sink."""
-    sinks = getattr(leaf, "sink", None) is not None
-    return leaf.rotary is not None or leaf.qk_norm is not None or sinks
-
-
-def _inverse_variances(leaf: Any) -> dict[str, Array]:
-    """1 over the variance of a projection's entries, in the limit of small ones; 0 if the other
-    projection is 0, so that no gradient reaches this one."""
-    query = positive(leaf.query, leaf.query_bias / leaf.d_model)
-    key = positive(leaf.key, leaf.key_bias / leaf.memory_width)
-    nonzero = (np.add(leaf.query, leaf.query_bias) > 0, np.add(leaf.key, leaf.key_bias) > 0)
-    return {"query": nonzero[1] / query, "key": nonzero[0] / key}
-
-
-def prefixed(leaf: Any, norms: dict[str, Array]) -> dict[str, Array]:
-    """Norms under the full names of a leaf's weights."""
-    return {f"{leaf.prefix}{name}": norm for name, norm in norms.items()}

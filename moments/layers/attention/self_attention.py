@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -47,18 +47,18 @@ from .layers import (
 )
 from .projections import (
     LogitLaw,
+    biased,
     logit_law,
-    of_rows,
-    overlap_gradients,
-    prefixed,
-    projection_gradients,
+    norm_freedom,
+    over_all_heads,
+    positive,
     through,
     variance_notes,
 )
 from .response import AttentionSublayer, through_attention
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Attention(Component):
     """Fields common to self-attention and cross-attention.
 
@@ -67,6 +67,7 @@ class Attention(Component):
         prefix: of the names of all weights.
         heads, d_head: number and width of the heads.
         query, key, value: variances of the projections' entries.
+        drop_prob: dropout on the attention weights.
         temperature: divides the logits.
         kv_heads: key and value heads, each shared by heads / kv_heads queries; None: heads.
         qk_norm: normalisation of each head's queries and keys: None, "rmsnorm" or "layernorm".
@@ -92,6 +93,8 @@ class Attention(Component):
     query: Any
     key: Any
     value: Any
+    _: KW_ONLY
+    drop_prob: Any = 0.0
     temperature: Any = 1.0
     kv_heads: Any = None
     qk_norm: str | None = None
@@ -127,8 +130,6 @@ class SelfAttention(Attention, Leaf):
     """Query, key and value projections, softmax with dropout, heads concatenated.
 
     Attributes:
-        d_model: width of the input.
-        drop_prob: dropout on the attention weights.
         causal: whether a token attends only to itself and earlier tokens.
         rotary: rotary positions of queries and keys.
         alibi: factor on the ALiBi slopes, by which logits fall with distance; 0: no penalty.
@@ -137,14 +138,7 @@ class SelfAttention(Attention, Leaf):
         sink: variance over heads of the logit of an additional key without a value; None: no sink.
     """
 
-    label: str
-    d_model: Any
-    heads: Any
-    d_head: Any
-    query: Any
-    key: Any
-    value: Any
-    drop_prob: Any
+    drop_prob: Any = 0.0
     causal: bool = False
     rotary: Rotary | None = None
     alibi: bool | float = False
@@ -161,20 +155,12 @@ class SelfAttention(Attention, Leaf):
         return self.d_model
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        """Moments of the concatenated heads, and the map from their gradient to the input's.
-
-        Raises:
-            DomainError: tokens are exchangeable in `signal`, but not under this mask.
-        """
-        if not signal.resolved:
-            self._check_exchangeable(signal.seq_len)
+        """Moments of the concatenated heads, and the map from their gradient to the input's."""
         pullback = attended(self, signal, signal)
         return pullback.output, pullback
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """`forward` with keys and values from other tokens, at the same positions."""
-        if not signal.resolved:
-            self._check_exchangeable(signal.seq_len)
         pullback = attended(self, signal, memory)
         return pullback.output, pullback.to_both
 
@@ -182,24 +168,10 @@ class SelfAttention(Attention, Leaf):
         """(queries, keys) masks of the keys that each query attends to, one per kernel."""
         return self_masks(self, keys, matrices)
 
-    def _check_exchangeable(self, length: int) -> None:
-        """Raise if the mask distinguishes tokens by position."""
-        if length == 1:
-            return
-        positional = {
-            "causal": self.causal,
-            "alibi": bool(self.alibi),
-            "window": self.window is not None and self.window < length,
-        }
-        for name, present in positional.items():
-            if present:
-                allowed = "absent where all tokens are alike"
-                remedy = "resolve moments by token: tokens=True"
-                raise domain_error(name, getattr(self, name), allowed, remedy)
-
     def apart(self) -> Linear:
-        sizes = {"fan_in": self.d_model, "fan_out": self._width, "weight_variance": self.value}
-        return Linear(LINEAR, "refined", self.label, sizes, self._width, self.matrices[0])
+        width = self.value_width
+        sizes = {"fan_in": self.d_model, "fan_out": width, "weight_variance": self.value}
+        return Linear(LINEAR, "refined", self.label, sizes, width, self.matrices[0])
 
     def without_positions(self) -> SelfAttention:
         free = dataclasses.replace(self, causal=False, window=None, padding=None, sequences=1)
@@ -207,10 +179,6 @@ class SelfAttention(Attention, Leaf):
 
     def response(self, record: Record, around: GradientUnits) -> Response:
         return AttentionSublayer.of(self, record.input, around.grad_out(record))
-
-    @property
-    def _width(self) -> Any:
-        return self.heads * self.d_head
 
 
 @dataclass(slots=True, eq=False)
@@ -286,42 +254,134 @@ class AttentionPullback:
         result: Kernel = self.layer.overlap_path(grad_out.scaled(self.gain * self.aligned))
         return result
 
-    def summed(self, query: Kernel) -> Kernel:
-        """The query path as it enters sums over pairs of tokens."""
-        result: Kernel = self.layer.summed(query)
-        return result
-
-    def overlaps(self, grad_out: Kernel) -> dict[str, Array]:
-        """See `Pulled.overlaps`."""
-        path = self.overlap_path(grad_out)
-        return prefixed(self.leaf, overlap_gradients(self.leaf, self.law, self.signal, path))
-
     def response(self) -> Kernel:
         """The query path of a gradient of ones."""
         result: Kernel = self.layer.response()
         return self._at_queries(result.scaled(self.gain))
 
-    def weights(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
-        """Squared gradient norms of the projections, of a table of relative biases and of sinks."""
-        gained = grad_out.scaled(self.gain)
-        norms = self._projection_gradients(grad_out, sides)
-        table = self.layer.table_gradient(self.leaf, gained)
-        if table is not None:
-            norms |= {"relative_bias": table}
-        kept, length = self.layer.rows, self.signal.seq_len
-        if kept is None:
-            return norms
-        if "value.bias" in norms:
-            share = ratio_or_zero((grad_out * kept).total(length), grad_out.total(length))
-            norms["value.bias"] = norms["value.bias"] * share
-        return norms | {"attention_sink": self.layer.sink_gradient(self.leaf, gained, length)}
+    # --- gradients of the projections ------------------------------------------------------------
 
-    def _projection_gradients(self, grad_out: Kernel, sides: Any) -> dict[str, Array]:
-        query = self.summed(sides.query)
-        rows = of_rows(self.output, np.shape(self.mixed.diagonal) if self.mixed.resolved else ())
-        tokens, path = (self.signal, self.memory, self.mixed), self.overlap_path(grad_out)
-        paths = sides._replace(query=query)
-        return projection_gradients(self.leaf, self.law, *tokens, grad_out, paths, path, rows)
+    def weights(self, grad_out: Kernel, sides: Paths[Kernel]) -> dict[str, Array]:
+        """Squared gradient norms of the projections, with their biases and norms, of a table of
+        relative biases and of sinks; `sides` are the paths in the kernels of queries and keys."""
+        leaf, law, length = self.leaf, self.law, self.signal.seq_len
+        path, query = self.overlap_path(grad_out), self.layer.summed(sides.query)
+        grown, inverse = self._overlap_gradients(path), self._inverse_variances()
+        result: dict[str, Array] = {}
+        for side, grad_in in (("query", query), ("key", sides.key)):
+            norms = self._of_side(side, grad_in)
+            result |= {name: norm * inverse[side] for name, norm in norms.items()}
+        result["value"] = (
+            leaf.memory_width * leaf.value_width * (self.mixed * grad_out).total(length)
+        )
+        result["key"] = result["key"] + grown["key"] / leaf.memory_width
+        if leaf.qk_norm is not None and leaf.norm_affine:
+            # E (tr J)^2 of two rows, to which overlaps' variance contributes, is that of any two.
+            within = self._within_heads(query + path.scaled(-1 / leaf.memory_width))
+            gain = self._of_gain(law.queries.kernel * query + within)
+            result["query.norm.gain"] = result["key.norm.gain"] = gain
+        if "value" in biased(leaf.has_bias):
+            result["value.bias"] = self._of_value_bias(grad_out)
+        if "key.bias" in result:
+            shifts = self._shift_matters
+            result["key.bias"] = np.maximum(result["key.bias"], 0.0) if shifts else 0.0
+        result = self._named(dict(sorted(result.items(), key=lambda one: one[0].count("."))))
+        gained = grad_out.scaled(self.gain)
+        table = self.layer.table_gradient(leaf, gained)
+        if table is not None:
+            result |= {"relative_bias": table}
+        if self.layer.rows is None:
+            return result
+        return result | {"attention_sink": self.layer.sink_gradient(leaf, gained, length)}
+
+    def overlaps(self, grad_out: Kernel) -> dict[str, Array]:
+        """See `PullbackResult.overlaps`."""
+        return self._named(self._overlap_gradients(self.overlap_path(grad_out)))
+
+    def _overlap_gradients(self, path: Kernel) -> dict[str, Array]:
+        """Growth of queries' and keys' squared gradient norms per unit of overlaps' variance."""
+        leaf, inverse, of_query = self.leaf, self._inverse_variances(), self._of_side("query", path)
+        grown = {name: norm * inverse["query"] for name, norm in of_query.items()}
+        # The same sum over overlaps of queries times overlaps of keys.
+        grown["key"] = of_query["query"] * inverse["key"]
+        if leaf.qk_norm is not None and leaf.norm_affine:
+            gain = self._of_gain(self.law.queries.kernel * path)
+            grown["query.norm.gain"] = grown["key.norm.gain"] = gain
+        return grown
+
+    def _named(self, norms: dict[str, Array]) -> dict[str, Array]:
+        """Norms under the full names of the weights."""
+        return {f"{self.leaf.prefix}{name}": norm for name, norm in norms.items()}
+
+    def _of_side(self, name: str, path: Kernel) -> dict[str, Array]:
+        """Squared gradient norms of the query or key projection and its bias, times the variance of
+        the weights: d_model sum_ij E[x_i x_j] E[dx_i dx_j]."""
+        is_query = name == "query"
+        tokens, side = (self.signal, self.law.queries) if is_query else (self.memory, self.law.keys)
+        kernel, length = tokens.second_moment(), tokens.seq_len
+        if not (is_query or self._shift_matters):
+            kernel = kernel.without_common()
+        grad_in, size = through(path, side, self.law.gradient_scale), self.leaf.memory_width
+        result = {name: size * (kernel * grad_in).total(length)}
+        if name in biased(self.leaf.has_bias):
+            result[f"{name}.bias"] = size / tokens.width * grad_in.total(length)
+        return result
+
+    def _of_value_bias(self, grad_out: Kernel) -> Array:
+        leaf, length = self.leaf, self.signal.seq_len
+        dropped = leaf.drop_prob / (1 - leaf.drop_prob)
+        diagonal = grad_out.diagonal * (1 + dropped * self._of_rows("square_sum"))
+        result = leaf.value_width * grad_out.with_diagonal(diagonal).total(length)
+        kept = self.layer.rows
+        if kept is None:
+            return result
+        return result * ratio_or_zero((grad_out * kept).total(length), grad_out.total(length))
+
+    def _of_gain(self, product: Kernel) -> Array:
+        """Squared gradient norm of a norm's gain, from the product of kernel and query path."""
+        leaf = self.leaf
+        share = 1.0 if over_all_heads(leaf) else norm_freedom(leaf) / leaf.d_head
+        total = product.total(self.signal.seq_len)
+        return leaf.memory_width * share * self.law.gradient_scale * total
+
+    def _within_heads(self, path: Kernel) -> Kernel:
+        """(1 - N^2)^2 dQ/dN of different rows, times 2 over the features of a norm."""
+        kernel = self.law.queries.kernel
+        first, second = kernel.over_tokens(kernel.diagonal)
+        size = np.sqrt(first * second)
+        cosine = ratio_or_zero(kernel.off_diagonal, size)
+        theta, square = (
+            np.sqrt(np.multiply(*kernel.over_tokens(self._of_rows(name))))
+            for name in ("logit_variance", "square_sum")
+        )
+        # odds of one key's weight at this correlation of two queries
+        odds = ratio_or_zero(square, np.maximum(1 - square, 0.0)) * np.exp((cosine - 1) * theta)
+        slope = theta * (1 - odds) / (1 + odds)
+        off_diagonal = size * (1 - cosine * cosine) ** 2 * slope * path.off_diagonal
+        result = Kernel.of_parts(0.0 * kernel.diagonal, off_diagonal, kernel.resolved)
+        return result.scaled(2 / norm_freedom(self.leaf))
+
+    def _of_rows(self, name: str) -> Array:
+        """A reported statistic of the rows, in the shape of queries."""
+        assert self.output.diagnostics is not None
+        values = np.asarray(self.output.diagnostics[name])
+        return values.reshape(np.shape(self.mixed.diagonal)) if self.mixed.resolved else values
+
+    @property
+    def _shift_matters(self) -> bool:
+        """Whether a common shift of all keys changes attention. It cancels in the softmax, whose
+        Jacobian has rows of sum 0, except with rotary positions, normalised keys or a sink."""
+        leaf = self.leaf
+        return leaf.rotary is not None or leaf.qk_norm is not None or leaf.sink is not None
+
+    def _inverse_variances(self) -> dict[str, Array]:
+        """1 over the variance of a projection's entries, in the limit of small ones; 0 if the other
+        projection is 0, so that no gradient reaches this one."""
+        leaf = self.leaf
+        query = positive(leaf.query, leaf.query_bias / leaf.d_model)
+        key = positive(leaf.key, leaf.key_bias / leaf.memory_width)
+        nonzero = (np.add(leaf.query, leaf.query_bias) > 0, np.add(leaf.key, leaf.key_bias) > 0)
+        return {"query": nonzero[1] / query, "key": nonzero[0] / key}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -344,7 +404,12 @@ def attended(
             self-attention.
         values: input of the value projection, if it is not `memory`.
         own: part of the values' kernel that comes from these tokens, over the tokens' kernel.
+
+    Raises:
+        DomainError: tokens are exchangeable, but not under this mask.
     """
+    if not signal.resolved:
+        _check_exchangeable(leaf, signal.seq_len)
     queries = signal.second_moment()
     tokens = queries if memory is signal else memory.second_moment()
     law = logit_law(leaf, queries, tokens, (leaf.d_model, leaf.memory_width), memory.seq_len)
@@ -363,6 +428,20 @@ def attended(
         shared = None if alone is None else alone.shared
         output = output.replace(fluctuation=output.fluctuation._replace(shared=shared))
     return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
+
+
+def _check_exchangeable(leaf: Any, length: int) -> None:
+    """Raise if the mask distinguishes tokens by position."""
+    positional = {
+        "causal": leaf.causal,
+        "alibi": bool(leaf.alibi),
+        "window": leaf.window is not None and leaf.window < length,
+    }
+    for name, present in positional.items():
+        if present and length > 1:
+            allowed = "absent where all tokens are alike"
+            remedy = "resolve moments by token: tokens=True"
+            raise domain_error(name, getattr(leaf, name), allowed, remedy)
 
 
 def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) -> Kernel:
@@ -424,20 +503,14 @@ class CrossAttention(Attention, Reader):
     """Attention with keys and values from a memory, without a causal mask.
 
     Attributes:
-        d_model, memory_width: widths of the tokens and of the memory.
-        drop_prob: dropout on the attention weights.
+        memory_width: width of the memory's tokens.
     """
 
-    label: str
-    d_model: Any
-    heads: Any
-    d_head: Any
-    query: Any
-    key: Any
-    value: Any
     memory_width: Any
-    drop_prob: Any = 0.0
 
+    causal: ClassVar[bool] = False
+    window: ClassVar[None] = None
+    sink: ClassVar[None] = None
     rotary: ClassVar[None] = None
     alibi: ClassVar[bool] = False
     relative_bias: ClassVar[None] = None
@@ -476,6 +549,45 @@ class CrossAttention(Attention, Reader):
         return masks if len(masks) == matrices else masks * matrices
 
 
+# --- around the heads -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AroundHeads(Component):
+    """Base of components around self-attention heads.
+
+    Attributes:
+        heads: a `SelfAttention`, or another component around one.
+    """
+
+    heads: Any
+
+    mixes_tokens: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        label: str = self.heads.label
+        return label
+
+    @property
+    def normalises(self) -> bool:
+        return bool(self.heads.normalises)
+
+    @property
+    def padding(self) -> Padding | None:
+        padding: Padding | None = self.heads.padding
+        return padding
+
+    def without_positions(self) -> Self:
+        return dataclasses.replace(self, heads=self.heads.without_positions())
+
+    def unshared_overlap(
+        self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
+    ) -> UnsharedOverlap:
+        result: UnsharedOverlap = self.heads.unshared_overlap(record, at, walk)
+        return result
+
+
 # --- normalised values ----------------------------------------------------------------------------
 
 LEAST_FREEDOM = 4.0
@@ -484,7 +596,7 @@ it the ratio (n - 1)/(n - 2) of the backward pass."""
 
 
 @dataclass(frozen=True)
-class NormalizedAttention(Leaf):
+class NormalizedAttention(AroundHeads, Leaf):
     """Self-attention on q/|q|, k/|k| and v/|v|.
 
     The result does not depend on the tokens' norms, so tokens are normalised first, at the width of
@@ -492,25 +604,13 @@ class NormalizedAttention(Leaf):
     normalising values on a gradient is applied to all paths, an error of order 1/d_head in those of
     queries and keys. Correlations of values are those of infinitely wide heads.
 
-    Attributes:
-        attention: with `qk_norm`; its `value` is the variance of the unnormalised projection.
+    `heads` have `qk_norm`; their `value` is the variance of the unnormalised projection.
     """
 
-    attention: SelfAttention
-
-    mixes_tokens: ClassVar[bool] = True
     normalises: ClassVar[bool] = True
 
-    @property
-    def label(self) -> str:  # type: ignore[override]
-        return self.attention.label
-
-    @property
-    def padding(self) -> Padding | None:
-        return self.attention.padding
-
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
-        attention = self.attention
+        attention = self.heads
         if not np.all(np.add(attention.value, attention.value_bias) > 0):
             allowed = "above 0 where values are normalised"
             raise domain_error("value", attention.value, allowed, "zeros have no direction")
@@ -519,7 +619,7 @@ class NormalizedAttention(Leaf):
 
     def attend(self, signal: Signal, memory: Signal) -> tuple[Signal, ReaderPullback]:
         """`forward` with keys and values from other tokens, at the same positions."""
-        attention, size = self.attention, mean_size(memory)
+        attention, size = self.heads, mean_size(memory)
         unit, plain = self.values_normalised(memory)
         inner, norm = unit.forward(memory)
         queries, query_norm = (inner, norm) if memory is signal else unit.forward(signal)
@@ -562,7 +662,7 @@ class NormalizedAttention(Leaf):
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
         # normalising tokens adds no unshared overlap
-        return through_attention(self.attention, record, at, walk, fixed=True)
+        return through_attention(self.heads, record, at, walk, fixed=True)
 
     def values_normalised(self, signal: Signal) -> tuple[FiniteNormalization, SelfAttention]:
         """Equivalent normalisation of the tokens, and attention with values of unit variance.
@@ -570,7 +670,7 @@ class NormalizedAttention(Leaf):
         Biases are divided by the tokens' mean second moment. The value bias enters the norm of a
         value with its mean share (averaged over configurations too).
         """
-        attention = self.attention
+        attention = self.heads
         unit = FiniteNormalization(RMSNORM, attention.label, attention.norm_epsilon, centres=False)
         width, size = attention.d_model, mean_size(signal)
         diagonal, bias = width * attention.value * size, attention.value_bias
@@ -585,12 +685,9 @@ class NormalizedAttention(Leaf):
         return unit, plain
 
     def apart(self) -> Chain:
-        leaf = self.attention
+        leaf = self.heads
         unit = FiniteNormalization(RMSNORM, leaf.label, leaf.norm_epsilon, centres=False)
         return Chain((unit, dataclasses.replace(leaf, value=1 / leaf.d_model).apart()))
-
-    def without_positions(self) -> NormalizedAttention:
-        return NormalizedAttention(self.attention.without_positions())
 
     def response(self, record: Record, around: GradientUnits) -> Response:
         # The derivative of the values' norms, of order 1/d_head, is neglected. The gradient between
