@@ -43,13 +43,13 @@ from moments.layers.head.readout import Readout
 from moments.layers.head.targets import Targets, alike_targets, class_targets, text_targets
 from moments.noise import band as bands
 from moments.noise.band import band, log_variance
-from moments.noise.loss_noise import (
+from moments.noise.network import Network, SequentialWalk
+from moments.noise.sources import (
     log_variance_of_mean,
     logit_agreement,
     logit_effect,
     mean_square,
 )
-from moments.noise.network import Network, SequentialWalk
 from moments.prediction.stack import gaussian
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -10,8 +10,6 @@ See docs/theory/band.md, How it travels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,10 +17,8 @@ from ..engine.classes import ClassMatrix, diagonal_of
 from ..engine.composition import Chain, Layer
 from ..engine.response import (
     SINGLE,
-    GradientAdjoint,
     Matrix,
     Response,
-    SignalAdjoint,
     Sublayer,
     count_of,
     diagonal_matrix,
@@ -30,14 +26,21 @@ from ..engine.response import (
     per_unit,
     stacked,
     total,
-    trace_of,
-    trace_of_products,
 )
 from ..engine.state import Array
 from ..engine.trace import Trace
 from ..errors import listed
-from .alike import ExchangeableStack, across_sequences, sublayer_of, sublayer_starts
-from .network import ExchangeableWalk, Network, SensitivityWalk, SequentialWalk
+from .network import (
+    ExchangeableStack,
+    ExchangeableWalk,
+    Network,
+    SensitivityWalk,
+    SequentialWalk,
+    mean_covariances,
+    sublayer_of,
+    sublayer_starts,
+)
+from .sources import GaussianSource, GradientSource
 
 NORMAL_95 = 1.959963984540054
 """Half width, in standard deviations, of the central 95 % of a normal distribution."""
@@ -54,14 +57,6 @@ ALIKE_TARGETS = 129
 
 CHUNK_ENTRIES = 2**23
 """Most entries of all sensitivities that are evaluated together."""
-
-
-class GradientSource(Protocol):
-    """Source of the gradient at the last layer: a loss, or a decoder that reads the stack."""
-
-    def gradient_response(self, trace: Trace, batch: float) -> tuple[Matrix, Response]:
-        """The gradient at the last layer, over its trace, and the response of its source, for
-        `batch` sequences that share the weights."""
 
 
 def log_variance(
@@ -183,42 +178,6 @@ def between_documents(trace: Trace) -> list[Matrix] | None:
             return None
         result.append(ClassMatrix(*across, kernel.classes.one_document_with_words).astype(SINGLE))
     return result
-
-
-def mean_covariances(
-    layers: Sequence[Layer], trace: Trace, walk: SensitivityWalk, batch: float
-) -> Sequence[Array]:
-    """`across_sequences` with the variances of a walk."""
-    if batch == 1:
-        return (0.0,)
-    variances: dict[int, Array] = {}
-    for group in walk.groups:
-        kernel = group.sublayer.entering
-        variances |= group.by_place(trace_of(kernel) / count_of(kernel))
-    return across_sequences(layers, trace, [variances[k] for k in sorted(variances)])
-
-
-@dataclass(frozen=True)
-class GaussianSource:
-    """Source of an independent Gaussian gradient at the last layer, kernel (..., L, L)."""
-
-    grad_out: Matrix
-    width: Array
-
-    @classmethod
-    def from_trace(cls, trace: Trace) -> tuple[Matrix, GaussianSource]:
-        """The gradient at the last layer, over its trace, and its source."""
-        signal, gradient = trace.passing()[-1]
-        grad_out = matrix_of(gradient.kernel, signal.seq_len)
-        grad_out = per_unit(grad_out, trace_of(grad_out)).astype(SINGLE)
-        return grad_out, cls(grad_out, signal.width)
-
-    def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
-        noise = 2 / self.width * trace_of_products(sensitivity, self.grad_out, self.grad_out)
-        return GradientAdjoint(sensitivity, None, noise, 0.0)
-
-    def signal_adjoint(self, sensitivity: Array, exposure: Any) -> SignalAdjoint:
-        return SignalAdjoint(sensitivity)
 
 
 def _sublayers(trace: Trace) -> list[Sublayer]:

@@ -6,7 +6,8 @@ on all realised signal kernels, with sensitivities Gamma (`response`). Parts abo
 noise through Lambda, all parts of the network through Gamma. Directions that are orthogonal on
 average have a random overlap, of mean square q, which bounds from below how far averaging over
 tokens and sequences reduces the variance. Exchangeable tokens are one class (`classes.OneClass`);
-their parts of one structure are evaluated together (`alike`).
+their parts of one structure are evaluated together. Memories of an encoder's texts are assumed to
+covary as two tokens of one text do; memories of other inputs not at all.
 
 See docs/theory/band.md, What fluctuates. See docs/theory/band.md, The floor."""
 
@@ -18,13 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..engine.classes import ClassMatrix, PositionClasses, diagonal_of
+from ..engine.composition import Layer
 from ..engine.fluctuation import has_fixed_norms, overlap_covariance, signed_root
+from ..engine.layout import SequenceLayout
 from ..engine.response import (
     SINGLE,
+    GradientUnits,
     Matrix,
     Response,
     SignalAdjoint,
     Sublayer,
+    count_of,
     diagonal_matrix,
     matrix_of,
     per_unit,
@@ -35,7 +40,9 @@ from ..engine.response import (
     trace_of,
     trace_of_products,
 )
-from ..engine.state import Array, Signal
+from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
+from ..engine.structure import fields_of, flattened, joined
+from ..engine.trace import Record, Run, Trace
 
 
 class Group(NamedTuple):
@@ -473,3 +480,158 @@ class Network:
         added = group.gathered(self.mean_covariances[1:]) - kept
         noise = (4 * kept + sublayer.kappa * added) * added / self.width
         return (1 - 1 / self.batch) * noise * total(sensitivity) ** 2
+
+
+# --- stacks of exchangeable tokens ----------------------------------------------------------------
+
+ENDLESS = 10**9
+"""Length of a sequence in whose averages a single token has no weight."""
+
+_KERNEL_FIELDS = ("diagonal", "off_diagonal")
+_ZERO_OR_NOT = ("off_diagonal", "norm_response")
+
+
+class ExchangeableStack(NamedTuple):
+    """A stack of exchangeable tokens, or of averaged ones.
+
+    Attributes:
+        entering: the signal that enters layer 1.
+        passing: for each layer the signal at its input and the gradient at its output.
+        memory: the signal that cross-attention reads; None: there is no cross-attention.
+    """
+
+    entering: Signal
+    passing: Sequence[tuple[Signal, Gradient]]
+    memory: Signal | None
+
+    @classmethod
+    def from_trace(cls, trace: Trace) -> ExchangeableStack:
+        """The stack of a trace, averaged over tokens where these are resolved."""
+        passing, memory = trace.passing(), trace.memory
+        length = trace.entering.seq_len
+        if trace.entering.resolved:
+            passing = [
+                (_of_signal(signal), Gradient(averaged_tokens(gradient.kernel, length), length))
+                for signal, gradient in passing
+            ]
+            memory = None if memory is None else _of_signal(memory)
+        passing = [(signal.replace(notes=()), gradient) for signal, gradient in passing]
+        return cls(passing[0][0], passing, memory and memory.replace(notes=()))
+
+    def sublayers(self, layers: Sequence[Layer]) -> list[tuple[Group, Record]]:
+        """The parts of all layers, grouped by structure, with the records of both passes.
+
+        Positional components are removed, as exchangeable tokens have no positions.
+        """
+        starts, by_structure = sublayer_starts(layers), dict[Any, list[int]]()
+        distinct = {id(layer.body): layer.body for layer in layers}  # most layers share one body
+        bodies = {key: body.without_positions() for key, body in distinct.items()}
+        structures = {key: structure(body) for key, body in bodies.items()}
+        for n, (layer, (signal, gradient)) in enumerate(zip(layers, self.passing, strict=True)):
+            key = structures[id(layer.body)], structure(signal), structure(gradient)
+            by_structure.setdefault(key, []).append(n)
+        memory, result = None if self.memory is None else side_by_side([self.memory]), []
+        for numbers in by_structure.values():
+            body = side_by_side([bodies[id(layers[n].body)] for n in numbers])
+            signals, gradients = (
+                side_by_side([self.passing[n][i] for n in numbers]) for i in (0, 1)
+            )
+            record = body.propagate(signals, Run(memory)).backward(gradients)
+            for position, one in enumerate(record.in_order()):
+                places = [starts[n] + position for n in numbers]
+                axes = one.input.kernel.diagonal, one.grad_in.kernel.diagonal
+                shape = np.broadcast_shapes(*map(np.shape, axes))
+                result.append((Group(sublayer_of(one, shape), places, True), one))
+        return result
+
+
+def sublayer_of(record: Record, shape: tuple[int, ...]) -> Sublayer:
+    """The response of a part, for configurations of this shape."""
+    unit = trace_of(matrix_of(record.grad_in.kernel, record.input.seq_len))
+    return GradientUnits(np.broadcast_to(unit, shape)).part(record)
+
+
+def across_sequences(
+    layers: Sequence[Layer], trace: Trace, variances: Sequence[Array]
+) -> list[Array]:
+    """Covariance of two tokens of different sequences, before every part and behind the last.
+
+    It starts at 0 for independent inputs, at that of two tokens of one sequence for embedded texts,
+    and grows by the mean of the activations, which all tokens share.
+
+    Args:
+        variances: of a token before every part.
+    """
+    embedded = trace.embedding is not None
+    entering = averaged_tokens(trace.entering.kernel, trace.entering.seq_len)
+    covariance = entering.off_diagonal if embedded else 0.0 * entering.off_diagonal
+    width, memory = trace.entering.width, None
+    if trace.memory is not None:
+        tokens = averaged_tokens(trace.memory.second_moment(), trace.memory.seq_len)
+        kernel = Kernel(tokens.diagonal, tokens.off_diagonal * float(embedded))
+        memory = Signal(kernel, ENDLESS, width=trace.memory.width)
+    parts = [part for layer in layers for part in layer.body.apart().in_order()]
+    result = [covariance]
+    for part, variance in zip(parts, variances, strict=True):
+        signal = Signal(Kernel(0.0 * covariance + variance, covariance), ENDLESS, width=width)
+        covariance = part.propagate(signal, Run(memory)).output.kernel.off_diagonal
+        result.append(covariance)
+    return result
+
+
+def sublayer_starts(layers: Sequence[Layer]) -> list[int]:
+    """Index of the first part of each layer, and the number of all parts."""
+    return [0, *np.cumsum([len(layer.body.in_order()) for layer in layers]).tolist()]
+
+
+def structure(value: Any) -> Any:
+    """A hashable key: values with equal keys can be `side_by_side`.
+
+    It holds everything but numbers, and which numbers are 0, as 0 often switches a formula; not so
+    for off-diagonal entries and norm responses, of which sweeps have zeros and other values.
+    """
+    numbers: list[Any] = []
+    result = flattened(value, numbers, axes=True)
+    pairs = zip(fields_of(result), numbers, strict=True)
+    return result, tuple(name in _ZERO_OR_NOT or not np.any(number) for name, number in pairs)
+
+
+def side_by_side(values: Sequence[Any]) -> Any:
+    """Join values of one structure on a last axis of their numbers; equal numbers outside kernels
+    get no such axis."""
+    first = values[0]
+    same = len(values) > 1 and all(value is first for value in values)
+    return joined(values[:1] if same else values, _on_last_axis)
+
+
+def _on_last_axis(field: str, numbers: tuple[Any, ...]) -> Any:
+    if field in _KERNEL_FIELDS or any(isinstance(number, np.ndarray) for number in numbers):
+        return np.stack(np.broadcast_arrays(*numbers), axis=-1)
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers)
+
+
+def averaged_tokens(kernel: Kernel, seq_len: int) -> Kernel:
+    """The kernel of exchangeable tokens, averaged over the tokens of each sequence."""
+    if not kernel.resolved:
+        return kernel
+    several = kernel.resolved is True and seq_len > 1
+    sequences = kernel.off_diagonal.shape[-1] // seq_len if several else 1
+    return Kernel(*SequenceLayout(sequences).token_average(kernel))
+
+
+def _of_signal(signal: Signal) -> Signal:
+    kernel = averaged_tokens(signal.second_moment(), signal.seq_len)
+    return Signal(kernel, signal.seq_len, width=signal.width, fluctuation=Fluctuation.fixed(kernel))
+
+
+def mean_covariances(
+    layers: Sequence[Layer], trace: Trace, walk: SensitivityWalk, batch: float
+) -> Sequence[Array]:
+    """`across_sequences` with the variances of a walk."""
+    if batch == 1:
+        return (0.0,)
+    variances: dict[int, Array] = {}
+    for group in walk.groups:
+        kernel = group.sublayer.entering
+        variances |= group.by_place(trace_of(kernel) / count_of(kernel))
+    return across_sequences(layers, trace, [variances[k] for k in sorted(variances)])

@@ -194,7 +194,7 @@ def _decoder_top(
     output: OutputMoments | None,
 ) -> Any:
     """The decoder as the source of its encoder's gradient (`noise.band`, refined theory)."""
-    from ..noise.encoder_noise import DecoderTop
+    from ..noise.sources import DecoderTop
 
     declaration = declare(decoder, "refined", *layout.places)
     return DecoderTop(declaration, trace, head_top(output))

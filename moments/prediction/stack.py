@@ -36,7 +36,7 @@ from ..layers.images import ReadsPixels, entering, image_gradients
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..model.values import ROWS
-from ..noise.loss_noise import HeadTop
+from ..noise.sources import HeadTop
 from .gate import Gate, breakdown, validity_warnings
 from .result import Prediction
 
