@@ -333,9 +333,9 @@ def row_statistics(theta: float, n: float) -> RowStatistics:
     Source:
         E sum over distinct keys of prod a_j^{p_j} g_j^{q_j}, for c keys and p = sum p_j, is
         n (n-1) .. (n-c+1) / Gamma(p) int phi^{n-c} prod E[e^{p_j} g^{q_j} E] dlog t; sums over keys
-        are split by which of them coincide, so that 1 - S = sum_{j != k} a_j a_k and
-        s_j - m = sum_k a_k (s_j - s_k) hold without cancellation. E m^2 and dP2/dtheta by Stein's
-        lemma. Entropy is E log Z - E m with E m = theta (1 - P2) and, by Frullani,
+        are split by which of them coincide, so that 1 - S = sum_{j != k} a_j a_k and, for
+        m = sum_j a_j s_j, s_j - m = sum_k a_k (s_j - s_k) hold without cancellation. dP2/dtheta by
+        Stein's lemma. Entropy is E log Z - E m with E m = theta (1 - P2) and, by Frullani,
         E log Z = log M + int (e^{-t M} - phi^n) dlog t, M = E Z.
     """
     return _row(check_theta("theta", theta), check_length("n", n))
@@ -373,15 +373,12 @@ def _row(theta: float, n: float) -> RowStatistics:
         sum_square=p2,
         sum_cube=p3,
         sum_fourth=p4,
-        trace_square=2.0 * p22 + 4.0 * p211 + keys(a1, a1, a1, a1),
         jacobian_square=2.0 * p22 + p211,
         radial_square=2.0 * (keys(a2gg, a2) - keys(a2g, a2g))
         + keys(a2gg, a1, a1)
         - 2.0 * keys(a2g, a1g, a1)
         + keys(a2, a1g, a1g),
         sum_square_slope=theta * (p211 + 4.0 * p22 - 2.0 * p31),
-        mean_logit_square=p2 + theta * (one_minus_p2 - 6.0 * p3 + 6.0 * (p4 + p22)),
-        weighted_logit_square=keys(a2gg),
         entropy=max(log_z - theta * one_minus_p2, 0.0),
     )
 
@@ -434,7 +431,7 @@ def fixed_norm_statistics(theta: float, n: float) -> FixedNorms:
 
 
 def encode_row(theta: float, n: float) -> Array:
-    """(10,) functions of one row that are tabulated; theta > 0 and n > 1.
+    """(7,) functions of one row that are tabulated; theta > 0 and n > 1.
 
     First the log-odds of P2 per theta, log[(n-1) P2 / (1-P2)] / theta: 1 at theta = 0.
     """
@@ -446,9 +443,6 @@ def encode_row(theta: float, n: float) -> Array:
             row.jacobian_square / (row.sum_square * rest),
             row.sum_square_slope / (theta * row.jacobian_square),
             row.radial_square / row.jacobian_square,
-            row.trace_square / rest,
-            (row.mean_logit_square - theta * rest**2) / row.sum_square,
-            math.log(row.weighted_logit_square / row.sum_square),
             (math.log(n) - row.entropy) / (theta * rest),
             math.log(n**2 * row.sum_cube) / theta,
             math.log(n**3 * row.sum_fourth) / theta,

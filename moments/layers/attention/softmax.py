@@ -41,30 +41,24 @@ class PairStatistics(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """One row a of n keys, its logits s of variance theta; S = sum_j a_j^2, m = sum_j a_j s_j.
+    """One row a of n keys, its logits s of variance theta; S = sum_j a_j^2.
 
     Attributes:
         sum_square: P2 = E S.
         sum_cube: P3 = E sum a^3.
         sum_fourth: P4 = E sum a^4.
-        trace_square: E (tr J)^2 = E (1 - S)^2; hence E S^2 = trace_square - 1 + 2 P2.
         jacobian_square: T2 = E tr J^2.
         radial_square: U = E |J s|^2 / theta; (1 + theta) T2 for many keys.
         sum_square_slope: dP2/dlog theta.
-        mean_logit_square: E m^2 / theta.
-        weighted_logit_square: E sum a^2 s^2 / theta.
         entropy: E[-sum a log a], in nats.
     """
 
     sum_square: Array | float
     sum_cube: Array | float
     sum_fourth: Array | float
-    trace_square: Array | float
     jacobian_square: Array | float
     radial_square: Array | float
     sum_square_slope: Array | float
-    mean_logit_square: Array | float
-    weighted_logit_square: Array | float
     entropy: Array | float
 
 
@@ -83,18 +77,14 @@ def decode_row(theta: Array, n: Array | float, functions: Array) -> RowStatistic
     """Statistics of one row from the tabulated functions, whose trailing axes are theta's."""
     p2, rest = decode_participation(theta, n, functions)
     jacobian = functions[1] * p2 * rest
-    spread = theta * rest
     return RowStatistics(
         sum_square=p2,
-        sum_cube=np.minimum(np.exp(theta * functions[8]) / n**2, p2),
-        sum_fourth=np.minimum(np.exp(theta * functions[9]) / n**3, p2),
-        trace_square=functions[4] * rest,
+        sum_cube=np.minimum(np.exp(theta * functions[5]) / n**2, p2),
+        sum_fourth=np.minimum(np.exp(theta * functions[6]) / n**3, p2),
         jacobian_square=jacobian,
         radial_square=functions[3] * jacobian,
         sum_square_slope=functions[2] * theta * jacobian,
-        mean_logit_square=functions[5] * p2 + spread * rest,
-        weighted_logit_square=np.exp(functions[6]) * p2,
-        entropy=np.log(n) - functions[7] * spread,
+        entropy=np.log(n) - functions[4] * (theta * rest),
     )
 
 
@@ -293,21 +283,15 @@ GUMBEL = math.pi**2 / 6
 
 
 @functools.lru_cache(maxsize=4096)
-def extremes(keys: float) -> tuple[float, float]:
-    """f, and E max^2, of n standard normals (any real n > 1)."""
+def extremes(keys: float) -> float:
+    """f of n standard normals (any real n > 1)."""
     from scipy.special import log_ndtr
 
     x = np.linspace(-12.0, 12.0, 1201)
     log_density = -0.5 * x * x - 0.5 * math.log(2 * math.pi)
     below = log_ndtr(x)
     step = x[1] - x[0]
-    gap = keys * (keys - 1.0) * np.exp(2 * log_density + (keys - 2.0) * below).sum() * step
-    top = keys * (x * x * np.exp(log_density + (keys - 1.0) * below)).sum() * step
-    return float(gap), float(top)
-
-
-def _powers(row: RowStatistics) -> tuple[Any, Any, Any]:
-    return row.sum_cube, row.sum_fourth, row.trace_square
+    return float(keys * (keys - 1.0) * np.exp(2 * log_density + (keys - 2.0) * below).sum() * step)
 
 
 def _falling(theta: Array, gap: Array, edge: Array) -> Array:
@@ -316,12 +300,11 @@ def _falling(theta: Array, gap: Array, edge: Array) -> Array:
     return np.asarray((_deficit(theta, gap, edge) - _deficit(theta * (1 + step), gap, edge)) / step)
 
 
-def _of_keys(keys: Array) -> tuple[Array, Array]:
+def _of_keys(keys: Array) -> Array:
     """`extremes` of every number of keys."""
     distinct, where = np.unique(keys, return_inverse=True)
     result = np.array([extremes(max(n, 1.0 + 1e-6)) for n in distinct.tolist()])[where.ravel()]
-    result = result.reshape(*np.shape(keys), 2)
-    return result[..., 0], result[..., 1]
+    return result.reshape(np.shape(keys))
 
 
 def _deficit(theta: Array, gap: Array, edge: Array) -> Array:
@@ -334,15 +317,11 @@ def _deficit(theta: Array, gap: Array, edge: Array) -> Array:
     return np.where(gap < 1.5 * at_edge, frozen, spread)
 
 
-def _partitions(square: Array) -> tuple[Array, Array, Array, Array]:
-    """E tr J^2, P3, P4 and E (1 - S)^2 of the Poisson-Dirichlet law with this P2.
-
-    E S^2 = [P2 (1 + P2)(2 + P2) + (1 - P2) P2^2]/6, by the partitions of four draws of a key.
-    """
+def _partitions(square: Array) -> tuple[Array, Array, Array]:
+    """E tr J^2, P3 and P4 of the Poisson-Dirichlet law with this P2, by the partitions of up to
+    four draws of a key."""
     cube = square * (1 + square) / 2
-    fourth = cube * (2 + square) / 3
-    squares = fourth + (1 - square) * square**2 / 6
-    return square * (1 - square) / 3, cube, fourth, 1 - 2 * square + squares
+    return square * (1 - square) / 3, cube, cube * (2 + square) / 3
 
 
 TIES = (math.pi**2 - 6) / 6
@@ -369,7 +348,7 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
     Args:
         edge: statistics at min(theta, THETA_MAX).
     """
-    gap, top = _of_keys(keys)
+    gap = _of_keys(keys)
     far = np.maximum(theta, THETA_MAX)
     rest = np.maximum(1.0 - np.asarray(edge.sum_square), 1e-300)
     deficit = _deficit(far, gap, rest)
@@ -377,25 +356,20 @@ def rows_beyond(theta: Array, keys: Array, edge: RowStatistics) -> RowStatistics
     jacobian = _curvature(far, deficit, edge)
     _, *before = _partitions(np.asarray(edge.sum_square))
     _, *laws = _partitions(1 - deficit)
-    cube, fourth, vacancy = (
+    cube, fourth = (
         law * (1 + (np.asarray(exact) / np.maximum(law_at_edge, 1e-300) - 1) * THETA_MAX / far)
-        for exact, law_at_edge, law in zip(_powers(edge), before, laws, strict=True)
+        for exact, law_at_edge, law in zip(
+            (edge.sum_cube, edge.sum_fourth), before, laws, strict=True
+        )
     )
-
-    def towards(value: Any, limit: Any) -> Array:
-        return np.asarray(limit + (np.asarray(value) - limit) * share)
-
     result = RowStatistics(
         sum_square=1.0 - deficit,
         sum_cube=np.minimum(cube, 1 - deficit),
         sum_fourth=np.minimum(fourth, 1 - deficit),
-        trace_square=np.minimum(vacancy, deficit),
         jacobian_square=jacobian,
         radial_square=_radial(far, edge) * jacobian,
         sum_square_slope=_falling(far, gap, rest),
-        mean_logit_square=towards(edge.mean_logit_square, top),
-        weighted_logit_square=towards(edge.weighted_logit_square, top),
-        entropy=towards(edge.entropy, 0.0),
+        entropy=np.asarray(edge.entropy) * share,
     )
     beyond = (theta > THETA_MAX) & (keys > 1.0 + 1e-6)
     return RowStatistics(*[np.where(beyond, a, b) for a, b in zip(result, edge, strict=True)])
@@ -426,7 +400,7 @@ def pairs_beyond(
         edge: single rows at THETA_MAX.
         result: pairs at min(theta, THETA_MAX) and at the correlation of `at_edge`, at most 1.
     """
-    gap, _ = _of_keys(keys)
+    gap = _of_keys(keys)
     far = np.maximum(theta, THETA_MAX)
     edge_rho, stretch = at_edge(far, rho, edge)
     rest = np.maximum(1.0 - np.asarray(edge.sum_square), 1e-300)
