@@ -226,8 +226,12 @@ class PositionClasses:
     @functools.cached_property
     def basis(self) -> Array:
         """(P, L) hat functions, piecewise linear in log position: 1 at their node, 0 at others."""
-        (left, share), index = self._cells, np.arange(self.length)
-        result = np.zeros((len(self.nodes) + 1, self.length))
+        return self.basis_at(np.arange(1, self.length + 1))
+
+    def basis_at(self, positions: NDArray[Any]) -> Array:
+        """(P, n) `basis` at given positions."""
+        (left, share), index = self.cells_of(positions), np.arange(len(positions))
+        result = np.zeros((len(self.nodes) + 1, len(positions)))
         result[left, index], result[left + 1, index] = 1.0 - share, share
         return result[:-1]
 
@@ -354,9 +358,8 @@ class OneClass(PositionClasses):
     """A single class of exchangeable tokens, whose rows attend to every key: its entries are means
     over tokens and over pairs of different tokens."""
 
-    @property
-    def basis(self) -> Array:
-        return np.ones((1, self.length))
+    def basis_at(self, positions: NDArray[Any]) -> Array:
+        return np.ones((1, len(positions)))
 
     def key_counts(self, window: int | None = None) -> KeyCounts:
         return _all_keys(self)
@@ -711,7 +714,6 @@ class KeyCounts:
 
     Attributes:
         window: largest number of keys of a row.
-        last_key: (P,) position of the last key of each row.
         size: (P,) number of keys of each row.
         keys: (P, P) counts [p, q] of the keys of row p.
         shared: (P, P, P) counts [p, s, q] of the keys that rows p and s have in common.
@@ -727,7 +729,6 @@ class KeyCounts:
 
     classes: PositionClasses
     window: int
-    last_key: NDArray[np.intp]
     size: Array
     keys: Array
     shared: Array
@@ -781,7 +782,7 @@ def _causal_counts(classes: PositionClasses, reach: int) -> KeyCounts:
                     rest = sums(end, nodes[p] + reach - 1, last[s] + 1, last[p], 1)
                     sending[p, s] = common + rest
     size = np.minimum(nodes, reach).astype(float)
-    return KeyCounts(classes, reach, nodes, size, keys, shared, split, rows, sending, later, first)
+    return KeyCounts(classes, reach, size, keys, shared, split, rows, sending, later, first)
 
 
 @functools.lru_cache(maxsize=64)
@@ -789,9 +790,8 @@ def _all_keys(classes: OneClass) -> KeyCounts:
     """Counts of a single class, whose rows attend to every key."""
     size, zero = float(classes.length), np.zeros(1, np.intp)
     pairs, triples = np.full((1, 1), size), np.full((1, 1, 1), size)
-    ends = classes.nodes, np.array([size])
-    counts = pairs, triples, triples, pairs, triples, triples
-    return KeyCounts(classes, classes.length, *ends, *counts, zero)
+    counts = np.array([size]), pairs, triples, triples, pairs, triples, triples
+    return KeyCounts(classes, classes.length, *counts, zero)
 
 
 @functools.lru_cache(maxsize=16)
@@ -816,7 +816,7 @@ def _bidirectional_counts(classes: BothSides, reach: int) -> KeyCounts:
     cube, zeros = (total, total, total), np.zeros(total, np.intp)
     split, sending = np.broadcast_to(keys, cube), np.broadcast_to(rows[:, None], cube)
     sizes = size(nodes.astype(float))
-    return KeyCounts(classes, reach, ends, sizes, keys, shared, split, rows, sending, later, zeros)
+    return KeyCounts(classes, reach, sizes, keys, shared, split, rows, sending, later, zeros)
 
 
 class _Sums:
@@ -1039,26 +1039,16 @@ class ClassMatrix:
             self.classes,
         )
 
-    def __add__(self, other: Any) -> ClassMatrix:
-        return self._with(other, np.add)
-
-    def __sub__(self, other: Any) -> ClassMatrix:
-        return self._with(other, np.subtract)
-
-    def __mul__(self, other: Any) -> ClassMatrix:
-        return self._with(other, np.multiply)
-
-    def __truediv__(self, other: Any) -> ClassMatrix:
-        return self._with(other, np.divide)
+    __add__ = __radd__ = functools.partialmethod(_with, operation=np.add)
+    __sub__ = functools.partialmethod(_with, operation=np.subtract)
+    __mul__ = __rmul__ = functools.partialmethod(_with, operation=np.multiply)
+    __truediv__ = functools.partialmethod(_with, operation=np.divide)
 
     def __pow__(self, power: int) -> ClassMatrix:
         return ClassMatrix(self.diagonal**power, self.off_diagonal**power, self.classes)
 
-    def __rsub__(self, other: Any) -> ClassMatrix:
-        return (self * -1.0).__add__(other)
-
-    __radd__ = __add__
-    __rmul__ = __mul__
+    def __rsub__(self, other: Any) -> Any:
+        return self * -1.0 + other
 
 
 def diagonal_factor(other: Any) -> Any:

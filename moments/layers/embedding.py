@@ -15,7 +15,7 @@ from ..errors import DomainError, domain_error
 from ..formulas.embedding import SEGMENT_EMBEDDING, TOKEN_EMBEDDING
 from ..formulas.law import Theory
 from ..model.embedding import Embedding
-from .attention.kernels.relative_positions import basis_of, of_pairs, turned_means
+from .attention.kernels.relative_positions import basis_sums, of_pairs, turned_means
 
 WIDEST = 2**16
 """Largest width of sinusoidal positions: their cost grows with the square of the frequencies."""
@@ -217,7 +217,7 @@ def _fixed_on(d_model: int, base: float, classes: PositionClasses) -> tuple[Matr
     """Kernel and common part of sinusoidal positions within one document, averaged over cells."""
     frequencies = _frequencies(d_model, base)
     count = len(frequencies)
-    phases, mass, same_token = basis_of(classes, frequencies).sums(0, classes.length)
+    phases, mass, same_token = (part[-1] for part in basis_sums(classes, frequencies))
     cosines = (phases @ phases.conj().T).real / count
     pairs = mass[:, None] * mass
     near = float(np.cos(frequencies).mean())

@@ -445,7 +445,7 @@ class PositionAttention(RowAttention):
         """Form the backward maps in single precision and drop the laws behind them."""
         laws = zip(self._pairs.tiles, self._laws, strict=True)
         self._backward_maps = [self._key_gradient_maps(tile, law) for tile, law in laws]
-        del self._laws, self._projections, self._response, self._slope, self._sums, self._traces
+        del self._laws, self._projections, self._response, self._sums, self._traces
 
     def _with_kernels(self, kernels: Across | ClassLogits) -> PositionAttention:
         """The same rows with other kernels between the two rows of a pair. Between two documents
@@ -561,7 +561,7 @@ class PositionAttention(RowAttention):
         self._sums = [self._sums_of(tile) for tile in pairs.tiles]
         self._traces = [self._trace(*one) for one in zip(pairs.tiles, self._sums, strict=True)]
         for tile, trace in zip(pairs.tiles, self._traces, strict=True):
-            diagonal, of_relations = self._between_keys(tile)
+            diagonal, of_relations = self._between(tile, "keys")
             kernels: list[tuple[list[Array], list[Array], bool]] = [(diagonal, of_relations, False)]
             if tile.rotated is not None:
                 of_keys, of_rows = tile.rotated
@@ -574,7 +574,7 @@ class PositionAttention(RowAttention):
                 of_keys_alone = diagonal, [kernel * within for kernel in of_relations]
                 kernels = [(*with_rows, True), (*of_keys_alone, False)]
             if not logits.aligned:
-                kernels.append((*self._between_values(tile), False))
+                kernels.append((*self._between(tile, "values"), False))
             result = self._projected(tile, kernels)
             rotated.append(result[0])
             along_values.append(result[-1])
@@ -606,7 +606,6 @@ class PositionAttention(RowAttention):
         self._correlation = rho = np.clip(bare * rotation_factor, nodes.low, 1.0)
         basis, slopes = nodes.basis(rho)
         factor, slope = (np.vecdot(one.T, exponent) for one in (basis, slopes))
-        self._slope = slope
         along = factor
         exponents: list[ByRelation] = rotated
         factors: Array | None = factor
@@ -644,12 +643,14 @@ class PositionAttention(RowAttention):
             rotated_factors = np.stack([paths.along, 0.0 * paths.cross])
             self._derivative_factors = rotated_factors, unrotated_factors
 
-    def _between_keys(self, tile: Tile) -> tuple[list[Array], list[Array]]:
-        """(o,) diagonals and (n, k) off-diagonals of the keys' kernel, one per relation."""
-        return _by_relation(tile, self._kernels.keys, self._kernels.words, "keys")
-
-    def _between_values(self, tile: Tile) -> tuple[list[Array], list[Array]]:
-        return _by_relation(tile, self._kernels.values, self._kernels.words, "values")
+    def _between(self, tile: Tile, name: str) -> tuple[list[Array], list[Array]]:
+        """(o,) diagonals and (n, k) off-diagonals of the kernel of `keys` or `values`, one per
+        relation."""
+        words, kernel = self._kernels.words, getattr(self._kernels, name)
+        relations = [kernel] if words is None else [kernel, getattr(words, name)]
+        return [diagonal[tile.common] for diagonal, _ in relations], [
+            off_diagonal[tile.left, tile.right] for _, off_diagonal in relations
+        ]
 
     def _law(
         self,
@@ -722,7 +723,7 @@ class PositionAttention(RowAttention):
         `_traced` sums over them."""
         key_counts, weights = self.logits.key_counts, self.weights
         long, short, same = tile.long, tile.short, self._pairs.itself[tile.pairs]
-        values, kernels = self._between_values(tile)
+        values, kernels = self._between(tile, "values")
         once = key_counts.shared[long, short, tile.common] * weights[long, tile.common]
         once[same] = self.counted[long[same], tile.common]
         once *= weights[short, tile.common]
@@ -976,16 +977,6 @@ def attention_by_word(logits: ClassLogits, rows: AttentionRows) -> Array:
     weight = np.exp(logs - logs.max((1, 2), keepdims=True))
     total = (keys * (weight @ mixture.portions)).sum(1)
     return np.asarray(weight / total[:, None, None])
-
-
-def _by_relation(
-    tile: Tile, kernel: Matrix, words: Words | None, name: str
-) -> tuple[list[Array], list[Array]]:
-    """(o,) diagonals and (n, k) off-diagonals of a kernel on a tile's keys, one per relation."""
-    relations = [kernel] if words is None else [kernel, getattr(words, name)]
-    return [diagonal[tile.common] for diagonal, _ in relations], [
-        off_diagonal[tile.left, tile.right] for _, off_diagonal in relations
-    ]
 
 
 def _combined(

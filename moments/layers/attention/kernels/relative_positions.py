@@ -124,77 +124,43 @@ def _rotary_means(
     key_counts: KeyCounts, frequencies: tuple[float, ...], shares: tuple[float, ...]
 ) -> RotaryMeans:
     speed, share = np.array(frequencies), np.array(shares)
-    size = len(key_counts.classes.nodes)
-    basis = basis_of(key_counts.classes, speed)
+    sums, mass, same = parts = basis_sums(key_counts.classes, speed)
+    rows = sums[-1], mass[-1], same[-1]
     # A causal window may begin inside a cell; sums are over whole cells up to its end.
-    whole = isinstance(key_counts.classes, BothSides | OneClass)
-    ends = np.full(size, key_counts.classes.length) if whole else key_counts.last_key
-    result = [basis.sums(0, int(end)) for end in ends]
-    sums, mass, same = (np.stack(part) for part in zip(*result, strict=True))
+    if isinstance(key_counts.classes, BothSides):
+        sums, mass, same = (np.broadcast_to(part[-1], part.shape) for part in parts)
     keys = np.divide(sums, mass[:, :, None], out=np.zeros_like(sums), where=mass[:, :, None] > 0.0)
     total = np.asarray(((keys * share) @ np.swapaxes(keys.conj(), -1, -2)).real)
     near = float(np.cos(speed) @ share)
     within = of_pairs(total, mass[:, :, None] * mass[:, None, :], same, 1.0, near)
-    rows = basis.sums(0, key_counts.classes.length)
     return RotaryMeans(within, keys, share, mass, same, rows, speed)
 
 
-class LinearBasis:
-    """Sums over positions weighed by functions that are linear in log position between nodes."""
-
-    def __init__(self, classes: PositionClasses, speed: Array) -> None:
-        self._nodes, self._speed = classes.nodes, speed
-        self._parts: dict[tuple[int, int, int], tuple[Phases, Array, Array]] = {}
-
-    def _part(self, cell: int, low: int, high: int) -> tuple[Phases, Array, Array]:
-        """Sums over low < j < high, in the cell after a node: phases and masses of both basis
-        functions, and their squares and product."""
-        if (cell, low, high) not in self._parts:
-            ends = np.log(self._nodes[cell : cell + 2])
-            rising = (np.log(np.arange(low + 1.0, high)) - ends[0]) / (ends[1] - ends[0])
-            basis = np.stack([1.0 - rising, rising])
-            phases = turned_sums(basis, low + 1, self._speed)
-            self._parts[cell, low, high] = phases, basis.sum(1), basis @ basis.T
-        return self._parts[cell, low, high]
-
-    def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
-        """(P, m) phases, (P,) masses and (P, P) products of basis functions, summed over the
-        positions start < j <= end."""
-        nodes, size = self._nodes, len(self._nodes)
-        phases = np.zeros((size, len(self._speed)), complex)
-        mass, products = np.zeros(size), np.zeros((size, size))
-        nodes_inside = np.flatnonzero((nodes > start) & (nodes <= end))
-        phases[nodes_inside] += np.exp(
-            1j * np.multiply.outer(nodes[nodes_inside].astype(float), self._speed)
+def basis_sums(classes: PositionClasses, speed: Array) -> tuple[Phases, Array, Array]:
+    """(P, P, m) phases, (P, P) masses and (P, P, P) products of `PositionClasses.basis`, summed
+    over the positions up to each node [node, class]."""
+    nodes, size = classes.nodes.tolist(), len(classes.nodes)
+    if isinstance(classes, OneClass):
+        phases = turned_sums(np.ones((1, classes.length)), 1, speed)
+        return (
+            phases[None],
+            np.full((1, 1), float(classes.length)),
+            np.full((1, 1, 1), float(classes.length)),
         )
-        mass[nodes_inside] += 1.0
-        products[nodes_inside, nodes_inside] += 1.0
-        for cell in range(size - 1):
-            low, high = max(start, int(nodes[cell])), min(end + 1, int(nodes[cell + 1]))
-            if high - low > 1:
-                part = self._part(cell, low, high)
-                phases[cell : cell + 2] += part[0]
-                mass[cell : cell + 2] += part[1]
-                products[cell : cell + 2, cell : cell + 2] += part[2]
-        return phases, mass, products
-
-
-class ConstantBasis(LinearBasis):
-    """Unweighted sums over all positions."""
-
-    def sums(self, start: int, end: int) -> tuple[Phases, Array, Array]:
-        length = int(self._nodes[-1])
-        phases = turned_sums(np.ones((1, length)), 1, self._speed)
-        return phases, np.array([float(length)]), np.array([[float(length)]])
-
-
-def basis_of(classes: PositionClasses, speed: Array) -> LinearBasis:
-    """The basis functions of classes of positions, or of a single class."""
-    return (
-        ConstantBasis(classes, speed)
-        if isinstance(classes, OneClass)
-        else LinearBasis(classes, speed)
-    )
+    phases = np.zeros((size, size, len(speed)), complex)
+    mass, products = np.zeros((size, size)), np.zeros((size, size, size))
+    for p, node in enumerate(nodes):
+        phases[p:, p] += np.exp(1j * (float(node) * speed))
+        mass[p:, p] += 1.0
+        products[p:, p, p] += 1.0
+        if p and node - nodes[p - 1] > 1:
+            cell, first, ends = slice(p - 1, p + 1), nodes[p - 1] + 1, np.log(nodes[p - 1 : p + 1])
+            rising = (np.log(np.arange(float(first), node)) - ends[0]) / (ends[1] - ends[0])
+            basis = np.stack([1.0 - rising, rising])
+            phases[p:, cell] += turned_sums(basis, first, speed)
+            mass[p:, cell] += basis.sum(1)
+            products[p:, cell, cell] += basis @ basis.T
+    return phases, mass, products
 
 
 # --- rotary positions by token --------------------------------------------------------------------
@@ -386,16 +352,6 @@ def _grid(length: int) -> Indices:
     return np.unique(np.geomspace(1.0, length + 1.0, count).round().astype(np.intp)) - 1
 
 
-def _linear_basis(classes: PositionClasses, place: Indices) -> Array:
-    """(P, n) `PositionClasses.basis` at given positions."""
-    size, every = len(classes.nodes), np.arange(len(place))
-    if size == 1:
-        return np.ones((1, len(place)))
-    (left, share), result = classes.cells_of(place), np.zeros((size + 1, len(place)))
-    result[left, every], result[left + 1, every] = 1.0 - share, share
-    return result[:-1]
-
-
 @functools.lru_cache(maxsize=8)
 def _keys_of_buckets(key_counts: KeyCounts, table: RelativeBias) -> Array:
     """(P, b, P) counts of a row's keys [row, bucket, class]."""
@@ -408,7 +364,7 @@ def _keys_of_buckets(key_counts: KeyCounts, table: RelativeBias) -> Array:
         edges = np.unique(np.clip(edges, 0, min(row, key_counts.window)))
         bucket = np.searchsorted(begins, -edges[:-1], "right") - 1
         middle = row - (edges[:-1] + edges[1:] - 1) // 2
-        np.add.at(result[number], bucket, (_linear_basis(classes, middle) * np.diff(edges)).T)
+        np.add.at(result[number], bucket, (classes.basis_at(middle) * np.diff(edges)).T)
     return result
 
 
@@ -423,7 +379,7 @@ def _uniform_overlaps(key_counts: KeyCounts, table: RelativeBias) -> Matrix:
     valid = offset < rows
     rows, others, shares = rows[valid], (rows - offset)[valid], shares[valid]
     common, itself = _uniform_overlap(key_counts, table, rows, others), rows == others
-    first, second = _linear_basis(classes, rows), _linear_basis(classes, others)
+    first, second = classes.basis_at(rows), classes.basis_at(others)
 
     def mean(sums: Callable[[Array], Array]) -> Array:
         total = sums(shares.astype(float))
