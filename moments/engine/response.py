@@ -340,12 +340,6 @@ class Sequence:
 
     parts: tuple[Response, ...]
 
-    @property
-    def shares(self) -> list[Array]:
-        """`Sum.shares` of the parallel branches in the sequence."""
-        inner = [part for part in self.parts if isinstance(part, Sum | Sequence)]
-        return inner[0].shares
-
     def gradient_adjoint(self, sensitivity: Array) -> GradientAdjoint:
         noise, coherence, exposures = 0.0, 1.0, []
         for part in self.parts:

@@ -135,7 +135,7 @@ class Layer:
 
     def table_gradient(self, leaf: Any, gained: Kernel) -> Array | None:
         """Squared gradient norm of a table of relative biases: that of rows at their mean weights,
-        times `kernels.rows.amplification`."""
+        times `RowAttention.amplification`."""
         table = leaf.relative_bias
         if table is None or table.variance == 0.0:
             return None
@@ -488,7 +488,7 @@ class TokenLayer(RowsLayer):
         self._rows = self._build(law, memory, norm_spread, values_differ)
         self._length = self._shape[-1]
         self._shares = head_slopes(leaf)[1].tolist() if leaf.alibi else [1.0]
-        self.beyond_tables = any(np.any(h.beyond_tables) for heads in self._rows for h in heads)
+        self.beyond_tables = any(h.beyond_tables for heads in self._rows for h in heads)
         self.keys = np.stack([mask.sum(-1) for mask in self._masks]).astype(float)
 
     def _build(
@@ -640,7 +640,7 @@ class ClassLayer(RowsLayer):
                     value_bias=leaf.value_bias / memory_gain(leaf),
                 )
             )
-        self.beyond_tables = any(np.any(rows.beyond_tables) for rows in self._rows)
+        self.beyond_tables = any(rows.beyond_tables for rows in self._rows)
         self._tokens, self._length = tokens, classes.length
         self.keys = self._of_tokens(key_counts.size)
 

@@ -617,13 +617,6 @@ def _project_part(
     return diagonal, np.subtract(middle, rest, out=rest)
 
 
-def times(matrices: Array, values: Array) -> Array:
-    """(c, n) or (c, n, d) products of (c, n, k) matrices and (c, k) or (c, k, d) values."""
-    if values.ndim == 2:
-        return np.asarray((matrices @ values[:, :, None])[..., 0])
-    return np.asarray(matrices @ values)
-
-
 def on_diagonal(matrices: Array) -> Array:
     """(c, o) writable view of the diagonals of (c, o, o) matrices."""
     if matrices.flags.c_contiguous:

@@ -33,7 +33,6 @@ from .joint_laws import (
     geometric_mean,
     on_diagonal,
     softmax_response,
-    times,
 )
 from .relative_positions import RotaryMeans
 from .row_statistics import (
@@ -823,7 +822,7 @@ class PositionAttention(RowAttention):
         """(P,) tr(E[J D J] X) of every row, for one kernel X or one per row."""
         counted, (excess, noise) = self.counted, self._noise
         same_token = (excess + diagonal_of(noise)) * diagonal - diagonal_of(noise * kernels)
-        total = (times(noise * kernels, counted) * counted).sum(1)
+        total = (((noise * kernels) @ counted[:, :, None])[..., 0] * counted).sum(1)
         return np.asarray(total + (counted * self.weights * same_token).sum(1))
 
     # --- backward ------------------------------------------------------------------------------

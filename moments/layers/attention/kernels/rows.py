@@ -136,7 +136,10 @@ class RowAttention:
         phases, kernel = self._key_phases(), self._mean_kernel("values")
         if phases is None:
             return shift
-        parts = shift_by_key(self.counted * (kernel[0] - self._rows_times(kernel)), shift)
+        parts = self.counted * (kernel[0] - self._rows_times(kernel))
+        total = parts.sum(1)
+        usable = np.abs(total) > 1e-300
+        parts = parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None]
         return np.asarray((parts[:, None, :] @ phases)[:, 0])
 
     def _shift_products(self) -> Array:
@@ -149,7 +152,7 @@ class RowAttention:
         nodes."""
         first, second = self._two_rows
         weights, calibration = np.moveaxis(basis, 0, -1), self._calibration
-        sharp = sharpening(self._rows, first, second, self._correlation)
+        sharp = self._sharpening()
 
         def between(values: Array) -> Array:
             return np.asarray(np.vecdot(weights, 0.5 * (values[first] + values[second])))
@@ -162,6 +165,21 @@ class RowAttention:
         key = between(calibration.key - nodes.rho * calibration.along) * sharp
         along = between(calibration.along) * self._bare * sharp
         return PathFactors(query, key, cross, along)
+
+    def _sharpening(self) -> Array | float:
+        """Growth of dF/drho beyond the tables, per pair of rows.
+
+        At rho = 1 a hard softmax is sensitive only where two logits nearly tie, E tr J^2 of order
+        theta^{-1/2}; correlations with theta (1 - rho) >> 1 have reached their limit.
+        """
+        rows, (first, second) = self._rows, self._two_rows
+        if not np.any(rows.logit_variance > rows.theta):
+            return 1.0
+        inside = np.sqrt(rows.theta)
+        beyond = np.sqrt(np.maximum(rows.logit_variance, rows.theta))
+        unlike = 1.0 - self._correlation
+        inner = 1.0 / (inside[first] * inside[second]) + unlike
+        return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + unlike)))
 
     def _dropped_terms(self) -> tuple[Array, Array]:
         """Two (rows,): sum_j E a_ij^2 C_jj of the values, and tr(E[J D J] C)."""
@@ -186,25 +204,20 @@ class RowAttention:
             common_weights: sum_j w_ij w_i'j over common tokens; None: there are none.
             itself: whether a row paired with itself is one query, as it is within one document.
         """
-        logits, rows, widths, same = self.logits, self._rows, self._widths, self._self_pairs
+        logits, widths, same = self.logits, self._widths, self._self_pairs
         (first, second), calibration = self._two_rows, self._calibration
         temperature, attended = logits.temperature, self.counted @ self._sizes
         if itself:
             shift = attended - (mean + excess)[same]
             if logits.keys is not logits.values:  # the query selects keys, the output moves values
                 keys, values = self._unshared("keys"), self._unshared("values")
-                shift = shift * shift_by_values(values, keys, attended)
+                usable = values > 1e-9 * attended
+                shift = shift * np.sqrt(np.where(usable, keys / np.where(usable, values, 1.0), 0.0))
             self._shift = self._rotated_shift(shift)
         shift_products = logits.scale * self._shift_products()
         gained = excess + shift_products * queries / widths.d_model
         if widths.deficit > 0.0:
-            common = np.zeros_like(mean)
-            if common_weights is not None:
-                squares = common_weights[same]
-                unshared = np.sqrt(unshared_part(rows.keys, attended - mean[same], squares))
-                common = common_weights * unshared[first] * unshared[second]
-            of_rows = calibration.stiffness, calibration.against
-            gained += fixed_norms(self._two_rows, self._correlation, *of_rows, mean, excess, common)
+            gained += self._fixed_norms(mean, excess, attended - mean[same], common_weights)
         output, norm = mean + self._linear * gained, np.sqrt(temperature)
         query = self._factors.query * slope / (norm[first] * norm[second])
         query = query + shift_products / widths.d_model
@@ -218,110 +231,49 @@ class RowAttention:
         self.response = self._as_kernel(self._linear * query)
         self.overlap_path = self._as_kernel(self._linear * shift_products)
 
+    def _fixed_norms(
+        self, mean: Array, excess: Array, unshared_sum: Array, common_weights: Array | None
+    ) -> Array:
+        """Change of the output because tokens have fixed norms, per pair of rows; see above.
+
+        The unshared second moment of a key is that of a row, `unshared_sum` (rows,), over the
+        n_e - 1 of its n_e effective keys that fluctuate independently; 0 for rows of one key.
+        """
+        (first, second), calibration = self._two_rows, self._calibration
+        common = np.zeros_like(mean)  # part of `mean` from the same tokens' unshared moments
+        if common_weights is not None:
+            keys = np.maximum(self._rows.keys, 1.0)
+            several = keys > 1.0 + 1e-6
+            unshared = np.where(several, unshared_sum / np.where(several, keys - 1.0, 1.0), 0.0)
+            size = np.sqrt(np.maximum(unshared, 0.0) / common_weights[self._self_pairs])
+            common = common_weights * size[first] * size[second]
+        stiffness = calibration.stiffness[first] + calibration.stiffness[second]
+        same_token = np.expm1(-0.5 * stiffness * (1.0 + self._correlation))
+        different_tokens = 0.5 * (calibration.against[first] + calibration.against[second])
+        return np.asarray(same_token * (common + excess) - different_tokens * (mean - common))
+
     @property
     def amplification(self) -> Any:
-        """`amplification` of every two rows, in the layout of kernels."""
-        result = amplification(self._rows, *self._two_rows, self._bare)
-        unshared = self._rows.unshared_fraction
-        result[self._self_pairs] *= 1.0 + dropped_by_own(self._dropped, unshared)
+        """Joint response of two rows over that of rows at their mean weights, in the layout of
+        kernels: R2 of exchangeable keys whose log-odds grow in proportion to the correlation of the
+        queries."""
+        rows, correlation = self._rows, self._bare
+        keys = np.maximum(rows.keys, 1.0 + 1e-6)
+        theta = np.maximum(rows.theta, FAINT)
+        odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
+        slopes = [
+            saturation(correlation, *(x[row] + 0.0 * correlation for x in (keys, theta, odds)))[1]
+            for row in self._two_rows
+        ]
+        first, second = (np.sqrt(rows.variance_kept)[row] for row in self._two_rows)
+        result = np.asarray(first * second * 0.5 * (slopes[0] + slopes[1]))
+        result[self._self_pairs] *= 1.0 + dropped_by_own(self._dropped, rows.unshared_fraction)
         return self._as_kernel(result)
 
     @property
-    def beyond_tables(self) -> NDArray[np.bool_]:
-        """(rows,) whether theta exceeds 8, where statistics are those of `softmax`."""
-        return np.asarray(self.logit_variance > THETA_MAX)
-
-
-def amplification(
-    rows: AttentionRows, first: Indices, second: Indices, correlation: Array
-) -> Array:
-    """Joint response of two rows over that of rows at their mean weights: R2 of exchangeable keys
-    whose log-odds grow in proportion to the correlation of the queries.
-
-    Args:
-        first, second: indices of both rows, per pair.
-        correlation: of the queries, per pair.
-    """
-    keys = np.maximum(rows.keys, 1.0 + 1e-6)
-    theta = np.maximum(rows.theta, FAINT)
-    odds = np.where(rows.keys > 1.0 + 1e-6, rows.odds * theta, theta)
-    slopes = [
-        saturation(correlation, *(x[row] + 0.0 * correlation for x in (keys, theta, odds)))[1]
-        for row in (first, second)
-    ]
-    kept = np.sqrt(rows.variance_kept)
-    return np.asarray(kept[first] * kept[second] * 0.5 * (slopes[0] + slopes[1]))
-
-
-def sharpening(
-    stats: AttentionRows, first: Indices, second: Indices, correlation: Array
-) -> Array | float:
-    """Growth of dF/drho beyond the tables, per pair of rows.
-
-    At rho = 1 a hard softmax is sensitive only where two logits nearly tie, E tr J^2 of order
-    theta^{-1/2}; correlations with theta (1 - rho) >> 1 have reached their limit.
-    """
-    if not np.any(stats.logit_variance > stats.theta):
-        return 1.0
-    inside = np.sqrt(stats.theta)
-    beyond = np.sqrt(np.maximum(stats.logit_variance, stats.theta))
-    unlike = 1.0 - correlation
-    inner = 1.0 / (inside[first] * inside[second]) + unlike
-    return np.asarray(np.sqrt(inner / (1.0 / (beyond[first] * beyond[second]) + unlike)))
-
-
-def shift_by_values(values: Array, keys: Array, size: Array) -> Array:
-    """(Lq,) factor on a row's shift along its query if keys and values have different kernels.
-
-    Args:
-        values, keys: attended second moments that are not shared.
-        size: attended second moment of the values.
-    """
-    usable = values > 1e-9 * size
-    return np.sqrt(np.where(usable, keys / np.where(usable, values, 1.0), 0.0))
-
-
-def shift_by_key(parts: Array, shift: Array) -> Array:
-    """(Lq, Lk) a row's shift, distributed over keys in proportion to `parts`."""
-    total = parts.sum(1)
-    usable = np.abs(total) > 1e-300
-    return np.asarray(parts * np.where(usable, shift / np.where(usable, total, 1.0), 0.0)[:, None])
-
-
-def unshared_part(effective_keys: Array, unshared_sum: Array, square: Array) -> Array:
-    """(Lq,) unshared second moment per key of a row, of which only n_e - 1 of its n_e effective
-    keys fluctuate independently; 0 for rows of one key.
-
-    Args:
-        unshared_sum: w.diag(C) - w^T C w.
-        square: sum_j w_j^2.
-    """
-    keys = np.maximum(effective_keys, 1.0)
-    several = keys > 1.0 + 1e-6
-    unshared = np.where(several, unshared_sum / np.where(several, keys - 1.0, 1.0), 0.0)
-    return np.asarray(np.maximum(unshared, 0.0) / square)
-
-
-def fixed_norms(
-    rows: tuple[Indices, Indices],
-    correlation: Array,
-    stiffness: Array,
-    against: Array,
-    mean: Array,
-    excess: Array,
-    common: Array,
-) -> Array:
-    """Change of the output because tokens have fixed norms, per pair of rows; see above.
-
-    Args:
-        rows: indices of both rows, per pair.
-        stiffness, against: (Lq,) of `Calibration`.
-        common: part of `mean` that comes from the same tokens' unshared second moments.
-    """
-    first, second = rows
-    same_token = np.expm1(-0.5 * (stiffness[first] + stiffness[second]) * (1.0 + correlation))
-    different_tokens = 0.5 * (against[first] + against[second])
-    return np.asarray(same_token * (common + excess) - different_tokens * (mean - common))
+    def beyond_tables(self) -> bool:
+        """Whether theta exceeds 8 in any row, beyond which statistics continue the tables."""
+        return bool(np.any(self.logit_variance > THETA_MAX))
 
 
 def single(array: Array) -> tuple[float, NDArray[np.float32]]:
