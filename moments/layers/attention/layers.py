@@ -9,7 +9,7 @@ Chebyshev nodes serves all of them. `TokenLayer`: any kernel and any mask, token
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -430,18 +430,53 @@ def logit_scales(law: LogitLaw) -> tuple[Array, Array]:
     return law.scale * np.minimum(1.0, LOGIT_VARIANCE_MAX / np.maximum(wanted, 1e-300)), wanted
 
 
-def memory_gain(leaf: Any) -> float:
-    """Variance of a value per unit of the tokens' kernel, kept above 0."""
-    return float(max(leaf.memory_width * leaf.value, 1e-60))
-
-
 def flat(kernel: Kernel) -> Array:
     """(matrices, n, n)."""
     return np.asarray(kernel.off_diagonal.reshape(-1, *kernel.off_diagonal.shape[-2:]))
 
 
 class RowsLayer(Layer):
-    """Attention from `kernels.rows.RowAttention`, by token or on classes."""
+    """Attention from `kernels.rows.RowAttention`, by token or on classes.
+
+    Attributes:
+        wanted: logit variance before it was capped.
+    """
+
+    wanted: Array
+
+    def _configurations(
+        self,
+        leaf: Any,
+        law: LogitLaw,
+        tokens: Kernel,
+        norm_spread: Array,
+        values_differ: bool,
+        lead: tuple[int, ...],
+        split: Callable[[Kernel], Iterable[Any]],
+    ) -> Iterator[tuple[Any, Any, Any, float, dict[str, Any]]]:
+        """For every configuration the kernels of queries, keys and values, the logit scale, and
+        further arguments of its `RowAttention`. Equal kernels are one object.
+
+        Args:
+            tokens: kernel of the input of the value projection.
+            lead: axes of configurations.
+            split: returns the kernels of all configurations.
+        """
+        queries, keys = law.queries.kernel, law.keys.kernel
+        scales, self.wanted = logit_scales(law)
+        scales, spreads = (np.broadcast_to(x, lead).ravel() for x in (scales, norm_spread))
+        # A common shift of all keys cancels in the softmax, unless it is rotated.
+        plain = law.keys.gain is None and (leaf.rotary is None or keys is tokens)
+        plain = plain and not values_differ
+        value_gain = float(max(leaf.memory_width * leaf.value, 1e-60))
+        given = {"drop_prob": leaf.drop_prob, "d_model": leaf.memory_width}
+        given |= {"d_head": law.head_freedom, "value_bias": leaf.value_bias / value_gain}
+        for query, key, value, scale, spread in zip(
+            *map(split, (queries, keys, tokens)), scales, spreads, strict=True
+        ):
+            of_queries = value if queries is tokens else query
+            of_keys = value if plain else key
+            yield of_queries, of_keys, value, float(scale), {**given, "norm_spread": float(spread)}
 
     def _of_rows(self, function: Callable[[Any], Any]) -> Kernel:
         """Kernel of a property of the `RowAttention` of every kernel."""
@@ -495,44 +530,27 @@ class TokenLayer(RowsLayer):
         self, law: LogitLaw, memory: Kernel, norm_spread: Array, values_differ: bool
     ) -> list[list[KernelAttention]]:
         """For every kernel the heads of `head_slopes`, or one if heads do not differ."""
-        leaf, queries, keys = self._leaf, law.queries.kernel, law.keys.kernel
-        scales, self.wanted = logit_scales(law)
-        lead, value_gain = memory.off_diagonal.shape[:-2], memory_gain(leaf)
-        scales, spreads = (np.broadcast_to(x, lead).ravel() for x in (scales, norm_spread))
-        # A common shift of all keys cancels in the softmax, unless it is rotated.
-        plain = (
-            law.keys.gain is None and (leaf.rotary is None or keys is memory) and not values_differ
+        leaf, result = self._leaf, []
+        places = [positions(shape[-1], leaf) for shape in (self._shape, self._memory_shape)]
+        rotation, biases = None, list[Any]([None])
+        if leaf.rotary is not None:
+            rotation = Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *places)
+        if leaf.alibi:
+            distance = np.abs(np.subtract.outer(*places))
+            biases = [-slope * distance for slope in head_slopes(leaf)[0]]
+        lead = memory.off_diagonal.shape[:-2]
+        configurations = self._configurations(
+            leaf, law, memory, norm_spread, values_differ, lead, flat
         )
-        result = []
-        kernels = flat(queries), flat(keys), flat(memory)
-        matrices = zip(*kernels, self._masks, scales, spreads, strict=True)
-        for query_tokens, key_tokens, values, mask, scale, spread in matrices:
-            places = [positions(len(tokens), leaf) for tokens in (query_tokens, key_tokens)]
-            rotation, biases = None, list[Any]([None])
-            if leaf.rotary is not None:
-                rotation = Rotation.of_rotary(leaf.rotary, int(leaf.d_head), *places)
-            if leaf.alibi:
-                distance = np.abs(np.subtract.outer(*places))
-                biases = [-slope * distance for slope in head_slopes(leaf)[0]]
-            result.append(
-                [
-                    KernelAttention(
-                        values,
-                        logit_scale=float(scale),
-                        allowed=mask,
-                        drop_prob=leaf.drop_prob,
-                        d_model=leaf.memory_width,
-                        d_head=law.head_freedom,
-                        norm_spread=float(spread),
-                        query_kernel=None if plain and queries is memory else query_tokens,
-                        key_kernel=None if plain else key_tokens,
-                        rotation=rotation,
-                        bias=bias,
-                        value_bias=leaf.value_bias / value_gain,
-                    )
-                    for bias in biases
-                ]
-            )
+        for (queries, keys, values, scale, given), mask in zip(
+            configurations, self._masks, strict=True
+        ):
+            kernels = {
+                "query_kernel": None if queries is keys else queries,
+                "key_kernel": None if keys is values else keys,
+            }
+            given |= kernels | {"logit_scale": scale, "allowed": mask, "rotation": rotation}
+            result.append([KernelAttention(values, bias=bias, **given) for bias in biases])
         return result
 
     def _kernel(self, matrices: Any) -> Kernel:
@@ -603,24 +621,14 @@ class ClassLayer(RowsLayer):
             np.shape(tokens.off_diagonal) if self._alike else tokens.off_diagonal.shape[:-2]
         )
         self._key_counts = key_counts = classes.key_counts(leaf.window)
-        scales, self.wanted = logit_scales(law)
-        scales, spreads = (
-            np.broadcast_to(x, lead).ravel() for x in (scales, norm_variance(memory))
-        )
-        self._rotary_means = rotary_means = None
+        rotary_means = None
         if leaf.rotary is not None:
             rotary_means = RotaryMeans.of(key_counts, *leaf.rotary.frequencies(int(leaf.d_head)))
-            self._rotary_means = rotary_means
+        self._rotary_means = rotary_means
         self._rows: list[PositionAttention] = []
-        kernels = (self._flat(k) for k in (law.queries.kernel, law.keys.kernel, tokens))
-        for query_tokens, key_tokens, values, scale, spread in zip(
-            *kernels, scales, spreads, strict=True
+        for queries, keys, values, scale, given in self._configurations(
+            leaf, law, tokens, norm_variance(memory), values_differ, lead, self._flat
         ):
-            # A common shift of all keys cancels in the softmax, unless it is rotated.
-            plain = law.keys.gain is None and (rotary_means is None or law.keys.kernel is tokens)
-            plain = plain and not values_differ
-            keys = values if plain else key_tokens
-            queries = values if law.queries.kernel is tokens else query_tokens
             blocks = list(zip(queries, keys, values, strict=True))
             words: list[Words | None] = [None, None]
             if isinstance(classes, TextClasses):
@@ -629,17 +637,8 @@ class ClassLayer(RowsLayer):
                 blocks = blocks[:half]
             inside, *other = blocks
             across = Across(*other[0], words[1]) if other else None
-            logits = ClassLogits(*inside, float(scale), key_counts, rotary_means, across, words[0])
-            self._rows.append(
-                PositionAttention(
-                    logits,
-                    drop_prob=leaf.drop_prob,
-                    d_model=leaf.d_model,
-                    d_head=law.head_freedom,
-                    norm_spread=float(spread),
-                    value_bias=leaf.value_bias / memory_gain(leaf),
-                )
-            )
+            logits = ClassLogits(*inside, scale, key_counts, rotary_means, across, words[0])
+            self._rows.append(PositionAttention(logits, **given))
         self.beyond_tables = any(rows.beyond_tables for rows in self._rows)
         self._tokens, self._length = tokens, classes.length
         self.keys = self._of_tokens(key_counts.size)
