@@ -10,7 +10,7 @@ docs/theory/latent_attention.md.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -124,18 +124,14 @@ class LatentHeads(AroundHeads, Leaf):
         rotary: Any = leaf.rotary
         if rotary is not None:
             rotary = _SharedRotary(rotary, block.rope_dim, share)
-        copied = {name: getattr(leaf, name) for name in _COPIED}
-        unit = block.kv_factor**2
-        return _Core(
-            leaf.label,
-            block.query_rank or leaf.d_model,
-            query=leaf.query,
-            key=entry / (block.kv_rank * unit),
-            rotary=rotary,
-            attended_width=block.kv_rank,
-            value_dim=block.value_dim,
-            **copied,
-        )
+        changes = {
+            "d_model": block.query_rank or leaf.d_model,
+            "key": entry / (block.kv_rank * block.kv_factor**2),
+            "rotary": rotary,
+            "attended_width": block.kv_rank,
+            "value_dim": block.value_dim,
+        }
+        return _Core(**{f.name: getattr(leaf, f.name) for f in fields(leaf)} | changes)
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         block = self.block
@@ -234,12 +230,6 @@ class LatentHeads(AroundHeads, Leaf):
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
         return through_attention(self._without_latents(record.input), record, at, walk)
-
-
-_COPIED = (
-    *("heads", "d_head", "value", "drop_prob", "temperature", "causal", "padding"),
-    *("window", "sequences"),
-)
 
 
 def _down(

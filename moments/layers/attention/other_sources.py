@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from ...engine.trace import Record, Run
 from ...model.values import FIRST, ROWS, Values
 from ..by_law import LawLeaf
 from .projections import biased
-from .self_attention import AroundHeads, AttentionPullback, SelfAttention, attended
+from .self_attention import AroundHeads, SelfAttention, attended
 
 SHARED_NAMES = ("key", "value")
 """Prefixes of the names of the earlier layer's parameters: matrices, biases, gains of norms."""
@@ -98,18 +98,6 @@ def _with_readers(named: Named, readers: list[Named]) -> Mapping[str, Array]:
 # --- values of other sources ----------------------------------------------------------------------
 
 
-class _Pullbacks(NamedTuple):
-    """Backward maps of one forward pass.
-
-    Attributes:
-        attention: from the heads, with the summed values as input of a matrix of unit gain.
-        rows: from the gated rows of the table; None: no table.
-    """
-
-    attention: AttentionPullback
-    rows: Any
-
-
 @dataclass(frozen=True)
 class MixedValues(AroundHeads):
     """Self-attention with values of several sources.
@@ -157,7 +145,7 @@ class MixedValues(AroundHeads):
         pullback = attended(self._unit(1.0 / leaf.d_model), signal, signal, total, self._own * gain)
         unshared = [k.mean_diagonal() - k.mean_off_diagonal() for k in (own, total.kernel)]
         pullback.aligned = ratio_or_zero(unshared[0] * self._own, unshared[1])
-        both = _Pullbacks(pullback, rows)
+        both = pullback, rows
         return run.record_forward(Record(self, run.layer, signal, pullback.output, (), both))
 
     def _rows(self, signal: Signal, same_word: Kernel) -> Any:

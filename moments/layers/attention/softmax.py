@@ -739,12 +739,14 @@ class KeyCorrections(NamedTuple):
     curvature: Any
 
     def covariance(self, theta: Any, psi: Any) -> Any:
-        """Covariance of the equivalent Gaussian logits; its relative shift is constant beyond
-        `CORRECTED_MAX`."""
+        """(m, ...) covariance of the equivalent Gaussian logits; its relative shift is constant
+        beyond `CORRECTED_MAX`."""
+        axes = -1, *(1,) * (np.ndim(theta) - 1)
+        dimension, share = (np.reshape(x, axes) for x in (self.dimension, self.share))
         inside = np.minimum(1.0, CORRECTED_MAX / np.maximum(theta, CORRECTED_MAX))
         theta, psi = inside * theta, inside * psi
-        joint = sphere(2 * (theta + psi), self.dimension) - 2 * sphere(theta, self.dimension)
-        return (psi + self.share * (joint - psi)) / inside
+        joint = sphere(2 * (theta + psi), dimension) - 2 * sphere(theta, dimension)
+        return (psi + share * (joint - psi)) / inside
 
 
 @functools.cache

@@ -372,7 +372,8 @@ STACK_ENTRIES = 1 << 18
 
 
 Half = dict[int, Single]
-"""By the index of a class's row: (t, n, Lk) products (1 - A) C of t kernels C."""
+"""By the index of a class's row: (t, n, Lk) products (1 - A) C of t kernels C, which all pairs of
+classes share."""
 
 
 @_finite
@@ -387,31 +388,6 @@ def _projected(half: Half, pairs: list[Pair]) -> Single:
     left = stacked([half[first.row][..., second.keys] for first, second in pairs])
     projected: Single = left @ stacked([second.response.T for _, second in pairs])[:, None]
     return projected
-
-
-class Projected(NamedTuple):
-    """Products (1 - A) C of every class, for the kernels C of one layer.
-
-    Attributes:
-        within: keys within a row.
-        values: None if the derivative in the queries' correlation is along the values' kernel.
-        rotated: each of `Rotation.kernels`; None without rotation.
-    """
-
-    within: Half
-    values: Half | None
-    rotated: Half | None
-
-    @classmethod
-    def of_layer(cls, classes: Iterable[RowClass], logits: Logits) -> Projected:
-        """Form the products that all pairs of classes share."""
-        within = _half(classes, logits.within[None])
-        if logits.aligned:
-            return cls(within, None, None)
-        values = _half(classes, logits.values[None])
-        if logits.rotation is None:
-            return cls(within, values, None)
-        return cls(within, values, _half(classes, logits.rotation.kernels(logits.keys)))
 
 
 def _laws(pairs: list[Pair], exponent: Array, directions: list[Array], sweeps: int) -> list[Array]:
@@ -458,26 +434,30 @@ class Block(NamedTuple):
     noise: PairSum | None = None
 
     @classmethod
-    def of(cls, pairs: list[Pair], exponents: Array, slopes: Array, projected: Projected) -> Block:
+    def of(
+        cls, pairs: list[Pair], exponents: Array, slopes: Array, halves: Mapping[str, Half]
+    ) -> Block:
         """Form the joint laws.
 
         Args:
             pairs: of classes, all of equal shapes.
             exponents: (c, r) beta at the nodes.
             slopes: (c, r) its derivative in the correlation.
+            halves: for the kernels of keys `within` a row; of `values` and `rotated` ones (each of
+                `Rotation.kernels`), where `response` and `rotated` are needed.
         """
         rows = stacked([first.weights for first, _ in pairs])
         rows2 = stacked([second.weights for _, second in pairs])
         directions, along = [], None
-        if projected.values is not None:
-            along = _projected(projected.values, pairs)
+        if "values" in halves:
+            along = _projected(halves["values"], pairs)
             directions.append(slopes[..., None, None] * along)
-        exponent = exponents[..., None, None] * _projected(projected.within, pairs)
+        exponent = exponents[..., None, None] * _projected(halves["within"], pairs)
         joint, *derivatives = _laws(pairs, exponent, directions, JOINT_SWEEPS)
         laws = [PairSum.of(law, rows, rows2) for law in (joint - 1.0, *derivatives)]
         response, rotated, unrotated = laws[1] if derivatives else None, None, None
-        if along is not None and projected.rotated is not None:
-            rotated = PairSum.of(_projected(projected.rotated, pairs), rows, rows2)
+        if along is not None and "rotated" in halves:
+            rotated = PairSum.of(_projected(halves["rotated"], pairs), rows, rows2)
             unrotated = PairSum.of(along, rows, rows2)
         return cls(pairs, pairs[0][0] is pairs[0][1], laws[0], response, rotated, unrotated)
 
@@ -567,12 +547,17 @@ class JointLaws:
             if len(row_class.leader_weights) > 1
         }
         self._classes = list(several_keys.values())
-        projected = Projected.of_layer(self._classes, logits)
+        kernels = {"within": logits.within[None]}
+        if not logits.aligned:
+            kernels["values"] = logits.values[None]
+        if logits.rotation is not None:
+            kernels["rotated"] = logits.rotation.kernels(logits.keys)
+        halves = {name: _half(self._classes, kernel) for name, kernel in kernels.items()}
         self.blocks: list[Block] = []
         for indices, pairs in by_shape(several_keys, exponents.shape[1]):
             first, second = np.transpose(indices)
             exponent = geometric_mean(exponents[first], exponents[second])
-            self.blocks.append(Block.of(pairs, exponent, exponent @ derivative, projected))
+            self.blocks.append(Block.of(pairs, exponent, exponent @ derivative, halves))
 
     def respond_to(self, variance: Array) -> None:
         """Form `Block.noise` along diag(`variance`) of the keys."""
@@ -715,11 +700,6 @@ class KernelAttention(RowAttention):
     def sum_square(self) -> Array:
         """(Lq,) E sum_j a_ij^2, without dropout."""
         return np.asarray(self._squares.sum(1))
-
-    def forward(self) -> Array:
-        """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
-        result: Array = self.output.copy()
-        return result
 
     def backward(self, gradient: ArrayLike) -> Paths[Array]:
         """Second moments per feature of the gradient at the attention's input.

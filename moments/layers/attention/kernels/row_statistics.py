@@ -638,17 +638,11 @@ def averages(
     fixed = np.reshape(deficit > 0.0, (-1, 1))
     gauss_size, gauss_psi, gauss_theta = size, psi, row_theta
     if fixed.any():
-        lifted = corrections._replace(
-            dimension=corrections.dimension[:, None], share=corrections.share[:, None]
-        )
-        corrected = lifted.covariance(row_theta, row_theta)
+        corrected = corrections.covariance(row_theta, row_theta)
         gauss_theta = softmax.tabulated(np.where(fixed, corrected, row_theta))
         fixed = fixed[..., None]
-        lifted = corrections._replace(
-            dimension=corrections.dimension[:, None, None], share=corrections.share[:, None, None]
-        )
-        gauss_size = softmax.tabulated(np.where(fixed, lifted.covariance(size, size), size))
-        gauss_psi = np.where(fixed, lifted.covariance(size, psi), psi)
+        gauss_size = softmax.tabulated(np.where(fixed, corrections.covariance(size, size), size))
+        gauss_psi = np.where(fixed, corrections.covariance(size, psi), psi)
     cosine = np.clip(gauss_psi / gauss_size, -1.0, 1.0)
     flat = (len(theta), -1)
     pairs = tables.pairs(gauss_size.reshape(flat), keys, cosine.reshape(flat))
