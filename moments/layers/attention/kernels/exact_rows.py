@@ -215,10 +215,9 @@ def participation_variance(sum_square: Array, keys: Array) -> Array:
     With a_j = e_j/sum e, Laplace's transform of 1/(sum e)^4 gives E S^2 as one integral of
     functions of a single key: derived here, a test draws rows.
     """
-    keys, mean = np.broadcast_arrays(np.clip(keys, KEYS[0], KEYS[-1]), sum_square)
-    excess = np.clip(mean - 1.0 / keys, 0.0, 1.0)
-    odds = np.log(np.maximum(excess, 1e-12) / np.maximum(1.0 - mean, 1e-12))
-    row, of_row = _between(np.log(KEYS), np.log(keys))
+    excess = np.clip(sum_square - 1.0 / keys, 0.0, 1.0)
+    odds = np.log(np.maximum(excess, 1e-12) / np.maximum(1.0 - sum_square, 1e-12))
+    row, of_row = _between(np.log(KEYS), np.log(keys) + 0.0 * excess)
     column, of_column = _between(ODDS, odds)
     table = _participation()
     first, second = (
