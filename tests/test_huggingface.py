@@ -298,6 +298,23 @@ def test_presets_are_real_configs(name: str) -> None:
     assert moments.preset.config(name) != config
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("llama-3.2-1b", "llama3.2-1b"),
+        ("olmo-2-1b", "olmo2-1b"),
+        ("olmo-2-7b", "olmo2-7b"),
+        ("olmo-3-7b", "olmo3-7b"),
+        ("smollm3-3b", "smollm3-3b"),
+        ("gemma-3-1b", "gemma3-1b"),
+    ],
+)
+def test_presets_are_as_released(name: str, file: str) -> None:
+    released = json.loads((Path(__file__).parent / f"released_configs/{file}.json").read_text())
+    model = moments.from_huggingface(released, seq_len=512)
+    assert moments.preset(name, seq_len=512) == model.replace(name=name)
+
+
 def test_default_presets_are_the_classes_own() -> None:
     assert moments.preset("bert-base") == moments.from_huggingface(transformers.BertConfig())
     assert moments.preset("gpt2") == moments.from_huggingface(transformers.GPT2Config())

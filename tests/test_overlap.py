@@ -20,8 +20,9 @@ from moments.formulas.activation import activation_laws
 from moments.formulas.algebra import NUMPY
 from moments.formulas.linear import DROPOUT, LINEAR
 from moments.formulas.normalization import LAYERNORM, RMSNORM
-from moments.layers.attention.response import averaging_elasticity, uniform_rows, unshared_spread
+from moments.layers.attention.response import averaging, uniform_rows, unshared_spread
 from moments.layers.attention.self_attention import SelfAttention
+from moments.layers.attention.softmax import participation_variance
 from moments.layers.elementary import Activation, Dropout, Linear
 from moments.layers.gated import GatedLinear
 from moments.layers.normalization import FiniteNormalization
@@ -160,7 +161,7 @@ def test_averages_of_a_causal_mask_share_overlaps_with_their_tokens() -> None:
     tokens = gaussian(exchangeable_kernel(1.0, 0.0, TOKENS, True), TOKENS, WIDTH, True)
     own = np.trace(mean) / (TOKENS - 1), np.trace(pairs) / (TOKENS - 1)
     met = (
-        averaging_elasticity(uniform_rows(leaf, tokens), tokens)
+        averaging(uniform_rows(leaf, tokens), tokens).elasticity
         * own[0]
         * own[1]
         * (TOKENS - 1) ** 2
@@ -170,7 +171,7 @@ def test_averages_of_a_causal_mask_share_overlaps_with_their_tokens() -> None:
     assert expected == pytest.approx(np.mean(shared), abs=2.5 * error)
     assert error < 0.1 * expected
     full = SelfAttention("heads", WIDTH, 1, WIDTH, 0.0, 0.0, 1 / WIDTH, 0.0)
-    assert averaging_elasticity(uniform_rows(full, tokens), tokens) < 1e-9
+    assert averaging(uniform_rows(full, tokens), tokens).elasticity < 1e-9
 
 
 def test_what_tokens_have_of_their_own_varies_with_what_they_share() -> None:
@@ -395,6 +396,32 @@ def test_query_and_key_gradients_deep_in_a_network(norm: str) -> None:
     plain = {(layer, name): norm for layer, name, norm in prediction.trace.weights()}
     without = np.array([plain[3, name] for name in last.weight])
     assert (without / last.squared_norm_seen - 1 < -0.08 - noise).all()
+
+
+def test_squares_of_drawn_weights_vary_as_tabulated() -> None:
+    random = np.random.default_rng(6)
+    for theta, keys in ((0.1, 3), (0.7, 2), (0.7, 24), (4.0, 7)):
+        weights = np.exp(math.sqrt(theta) * random.normal(size=(60_000, keys)))
+        square = (weights**2).sum(1) / weights.sum(1) ** 2
+        found = participation_variance(np.array(square.mean()), np.array(float(keys)))
+        assert float(found) == pytest.approx(square.var(), rel=0.05)
+    assert participation_variance(np.array([1.0, 0.25, 1e-6]), np.array([1.0, 4.0, 1e6]))[0] == 0.0
+
+
+def test_weights_drawn_in_a_single_head() -> None:
+    """Tokens that are mostly the output of one causal head: with weights at their means, gradients
+    of the next queries and keys fall short by a fifth."""
+    model = moments.Transformer(2, 96, 1, 24, causal=True, temperature=2.0)
+    model = model.replace(branch_scale=[[1.0, 0.1], [1.0, 1.0]])
+    inputs = {"variance": 0.01, "correlation": 0.0, "grad_variance": 1.0, "grad_correlation": 0.0}
+    seen = moments.simulate(model, seeds=80, batch=4, **inputs)
+    found = moments.predict(model, tokens=True, **inputs)
+    rows = found.weight_gradients().merge(
+        seen.weight_gradients(), on=["layer", "weight"], suffixes=("", "_seen")
+    )
+    last = rows[(rows.layer == 2) & rows.weight.isin(["query", "key"])]
+    noise = last.squared_norm_stderr / last.squared_norm_seen
+    assert ((last.squared_norm / last.squared_norm_seen - 1).abs() < 0.04 + 2 * noise).all()
 
 
 @pytest.mark.parametrize(("layers", "noted"), [(2, False), (20, True)])

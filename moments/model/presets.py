@@ -36,10 +36,22 @@ _opt = _sized("opt", "num_hidden_layers", "hidden_size", "num_attention_heads", 
 _pythia = _sized("gpt_neox", *_FOUR, "vocab_size", rotary_pct=0.25)
 _bloom = _sized("bloom", "n_layer", "hidden_size", "n_head")
 _llama = _sized("llama", *_FOUR)
+_ROPE_LLAMA = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ROPE_LLAMA |= {"original_max_position_embeddings": 8192}
+_ROPE_OLMO = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_ROPE_OLMO |= {"original_max_position_embeddings": 8192}
+_ROPE_OLMO |= {"attention_factor": 1.2079441541679836}
 _llama2 = _sized("llama", *_GQA, rms_norm_eps=1e-5, max_position_embeddings=4096)
 _qwen2 = _sized("qwen2", *_GQA, "vocab_size", rope_theta=1e6, max_position_embeddings=131072)
 _qwen3 = _sized(
     "qwen3", *_GQA, head_dim=128, vocab_size=151936, rope_theta=1e6, max_position_embeddings=40960
+)
+_olmo = _sized("", *_GQA, rope_theta=5e5, rms_norm_eps=1e-6, pad_token_id=100277)
+_OLMO_2 = {"model_type": "olmo2", "vocab_size": 100352, "max_position_embeddings": 4096}
+_OLMO_3 = {"model_type": "olmo3", "vocab_size": 100278, "max_position_embeddings": 65536}
+_OLMO_3 |= {"sliding_window": 4096, "rope_scaling": _ROPE_OLMO}
+_gemma3 = _sized(
+    "gemma3_text", *_GQA, "sliding_window", "max_position_embeddings", "vocab_size", head_dim=256
 )
 _t5 = _sized("t5", "num_layers", "d_model", "num_heads", "d_ff")
 _vit = _sized("vit", *_FOUR, num_labels=1000)
@@ -99,6 +111,10 @@ _CONFIGS: dict[str, Config] = {
     "llama-3-8b": _llama2(
         32, 4096, 32, 14336, 8, vocab_size=128256, rope_theta=5e5, max_position_embeddings=8192
     ),
+    "llama-3.2-1b": _llama2(
+        16, 2048, 32, 8192, 8, vocab_size=128256, rope_theta=5e5, max_position_embeddings=131072
+    )
+    | {"tie_word_embeddings": True, "rope_scaling": _ROPE_LLAMA | {"factor": 32.0}},
     "tinyllama-1.1b": _llama2(22, 2048, 32, 5632, 4, max_position_embeddings=2048),
     "mistral-7b": {"model_type": "mistral", "rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
     "qwen2-0.5b": _qwen2(24, 896, 14, 4864, 2, 151936, tie_word_embeddings=True),
@@ -106,9 +122,24 @@ _CONFIGS: dict[str, Config] = {
     "qwen2-7b": _qwen2(28, 3584, 28, 18944, 4, 152064),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, 8, tie_word_embeddings=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288, 8),
+    "qwen3-30b-a3b": _sized("qwen3_moe", *_GQA)(48, 2048, 32, 6144, 4)
+    | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    | {"moe_intermediate_size": 768, "vocab_size": 151936, "rope_theta": 1e6}
+    | {"max_position_embeddings": 40960},
+    "mixtral-8x7b": {"model_type": "mixtral", "rope_theta": 1e6, "max_position_embeddings": 32768},
+    "olmo-2-1b": _olmo(16, 2048, 16, 8192, 16) | _OLMO_2,
+    "olmo-2-7b": _olmo(32, 4096, 32, 11008, 32) | _OLMO_2,
+    "olmo-3-7b": _olmo(32, 4096, 32, 11008, 32) | _OLMO_3,
+    "smollm3-3b": {"model_type": "smollm3", "rope_theta": 5e6, "tie_word_embeddings": True}
+    | {"max_position_embeddings": 65536, "use_sliding_window": False},
+    "deepseek-v3": {"model_type": "deepseek_v3"},
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {"model_type": "gpt_oss"},
     "gemma-2b": _sized("gemma", *_GQA)(18, 2048, 8, 16384, 1),
     "gemma-7b": {"model_type": "gemma"},
     "gemma-2-2b": {"model_type": "gemma2"},
+    "gemma-3-1b": _gemma3(26, 1152, 4, 6912, 1, 512, 32768, 262144),
+    "gemma-3-4b": _gemma3(34, 2560, 8, 10240, 4, 1024, 131072, 262208),
     "phi-1.5": {"model_type": "phi"},
     "phi-2": _sized("phi", *_FOUR)(32, 2560, 32, 10240, partial_rotary_factor=0.4, resid_pdrop=0.1),
     "t5-small": _t5(6, 512, 8, 2048),

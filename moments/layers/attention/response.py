@@ -47,7 +47,7 @@ from ...engine.response import (
     trace_of_products,
     transposed,
 )
-from ...engine.state import Array, Kernel, Signal
+from ...engine.state import Array, Kernel, Signal, ratio_or_zero
 from ...engine.texts import TextClasses
 from ...engine.trace import Record
 from . import softmax
@@ -533,12 +533,12 @@ def through_attention(
         fixed: whether the component normalises its tokens.
     """
     signal, output, memory = record.input, record.output, record.memory
-    averaged = 0.0
+    averages = Averaging(0.0, 0.0)
     if memory is None:
         memory, attended, keys = signal, at.variance, 1.0 / signal.seq_len
         if signal.resolved:
             weights = uniform_rows(leaf, signal)
-            averaged = averaging_elasticity(weights, signal, walk.real)
+            averages = averaging(weights, signal, walk.real)
             on_classes = isinstance(weights, ClassRows)
             squares = weights.counted * weights.weights if on_classes else weights * weights
             keys = float(signal.kernel.average(squares.sum(-1), walk.real))
@@ -554,9 +554,16 @@ def through_attention(
         walk.growth[record.layer, f"{leaf.prefix}{name}"] = grown
     groups = leaf.kv_heads
     distinct = 1.0 if groups is None else groups / leaf.heads  # value heads per query head
-    fresh = 1.0 / (distinct * output.width)
-    fresh += min(by_queries, 1.0) ** 2 * (2.0 / output.width + keys / leaf.heads)
-    return UnsharedOverlap(attended + fresh, at.response * (averaged + by_queries))
+    # parts of the output's unshared variance that follow the overlaps of attended and of querying
+    # tokens; the rest is due to the deviations of weights from their mean, drawn in every head
+    gain, unshared = leaf.memory_width * leaf.value, unshared_variance(output, walk.real)
+    by_mean = float(np.clip(ratio_or_zero(np.mean(gain) * averages.unshared, unshared), 0.0, 1.0))
+    by_queries = min(by_queries, 1.0)
+    inherited = by_mean**2 + by_queries**2 + 2.0 * by_mean * by_queries * averages.elasticity
+    fresh = 1.0 / (distinct * output.width) + by_queries**2 * 2.0 / output.width
+    fresh += (1.0 - by_mean**2) * keys / leaf.heads
+    followed = at.response * (by_mean * averages.elasticity + by_queries)
+    return UnsharedOverlap(inherited * attended + fresh, followed)
 
 
 def uniform_rows(leaf: Any, tokens: Signal) -> Any:
@@ -573,8 +580,20 @@ ROUNDING = 1e-6
 """Unshared variance of rows' averages over that of the tokens below which it is rounding."""
 
 
-def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None) -> float:
-    """Squared correlation of two tokens' unshared overlap with that of their rows' averages.
+class Averaging(NamedTuple):
+    """Averages of tokens, without their unshared overlaps' own fluctuation.
+
+    Attributes:
+        unshared: unshared variance of the averages.
+        elasticity: squared correlation of two tokens' unshared overlap with that of the averages.
+    """
+
+    unshared: float
+    elasticity: float
+
+
+def averaging(weights: Any, tokens: Signal, real: Array | None = None) -> Averaging:
+    """Averages under mean weights.
 
     With M = C W^T between tokens and averages W x, Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
     It is 0 if all rows attend to all keys equally, but not under a causal mask.
@@ -589,8 +608,9 @@ def averaging_elasticity(weights: Any, tokens: Signal, real: Array | None = None
         float(one.mean_diagonal(real) - one.mean_off_diagonal(real)) for one in kernels
     )
     if averages_own <= ROUNDING * tokens_own or tokens_own <= 0.0:
-        return 0.0
-    return float(min(max(cross, 0.0) ** 2 / (tokens_own * averages_own), 1.0))  # Cauchy-Schwarz
+        return Averaging(0.0, 0.0)
+    elasticity = max(cross, 0.0) ** 2 / (tokens_own * averages_own)
+    return Averaging(averages_own, min(elasticity, 1.0))  # Cauchy-Schwarz
 
 
 def query_elasticity(

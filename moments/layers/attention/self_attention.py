@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from ...engine.classes import ClassRows
 from ...engine.composition import (
     Chain,
     Component,
@@ -23,13 +24,14 @@ from ...engine.composition import (
     Reader,
     ReaderPullback,
 )
-from ...engine.directions import expected_pull
+from ...engine.directions import at_tokens, expected_pull
 from ...engine.fluctuation import OverlapWalk, UnsharedOverlap, of_averages
 from ...engine.layout import Padding
 from ...engine.response import SINGLE, Elementwise, GradientUnits, Response, Sequence, kernel_of
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ...engine.trace import Record
 from ...errors import domain_error
+from ...formulas.algebra import is_number
 from ...formulas.linear import LINEAR
 from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
@@ -56,6 +58,7 @@ from .projections import (
     variance_notes,
 )
 from .response import AttentionSublayer, through_attention
+from .softmax import participation_variance
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,7 @@ class AttentionPullback:
             self-attention.
         mixed: second moments per feature of sum_j a_ij y_j, y the tokens attended to.
         layer: with the gradient paths of the attention weights.
+        spread: relative variance of the output's squared norm due to the weights drawn in a head.
         aligned: fraction of the values' unshared second moment that is along the tokens of their
             keys: only this part is moved by fluctuating overlaps.
     """
@@ -202,15 +206,27 @@ class AttentionPullback:
     output: Signal
     mixed: Kernel
     layer: Any
+    spread: Any = 0.0
     aligned: Any = 1.0
 
     def __call__(self, gradient: Gradient) -> PullbackResult:
         """Gradient at the input of self-attention."""
+        gradient = self._weighted(gradient)
         query, key, sides = self._paths(gradient.kernel)
         return self._pulled(sides.value + sides.cross + key + query, gradient, sides)
 
+    def _weighted(self, gradient: Gradient) -> Gradient:
+        """The gradient, weighted by sum_j a_ij^2: through attention it returns in proportion to
+        that, and decreases with the output's squared norm, which is proportional to it too."""
+        if is_number(self.spread) and self.spread == 0.0:
+            return gradient
+        response, _, _ = at_tokens(gradient.kernel, gradient.norm_response)
+        kernel = gradient.kernel.weighted(1 / (1 + response * self.spread), 1.0)
+        return gradient.with_kernel(kernel)
+
     def to_both(self, gradient: Gradient) -> tuple[PullbackResult, Gradient]:
         """Gradients at the tokens of the queries, and at those of keys and values."""
+        gradient = self._weighted(gradient)
         query, key, sides = self._paths(gradient.kernel)
         rest = sides.value + sides.cross + key
         return self._pulled(query, gradient, sides), Gradient(rest, self.memory.seq_len)
@@ -422,12 +438,12 @@ def attended(
     notes += law.notes
     if turned_alike(leaf, law):
         notes += (TURNED_ALIKE,)
-    output = concatenated(leaf, signal, read, mixed, layer, notes)
+    output, spread = concatenated(leaf, signal, read, mixed, layer, notes)
     if values is not None and output.fluctuation is not None:
         alone = of_averages(signal, layer.weights(), leaf.memory_width * leaf.value * own)
         shared = None if alone is None else alone.shared
         output = output.replace(fluctuation=output.fluctuation._replace(shared=shared))
-    return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
+    return AttentionPullback(leaf, law, signal, memory, output, mixed, layer, spread)
 
 
 def _check_exchangeable(leaf: Any, length: int) -> None:
@@ -458,8 +474,8 @@ def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) ->
 
 def concatenated(
     leaf: Any, signal: Signal, memory: Signal, mixed: Kernel, layer: Any, notes: tuple[str, ...]
-) -> Signal:
-    """The concatenated heads of a `SelfAttention` or `CrossAttention`.
+) -> tuple[Signal, Any]:
+    """Concatenated heads of a `SelfAttention` or `CrossAttention`; `AttentionPullback.spread`.
 
     Args:
         signal, memory: the tokens of the queries, and those of keys and values.
@@ -467,7 +483,7 @@ def concatenated(
     """
     width, gain = leaf.value_width, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), layer.sum_square, layer.rows)
-    fluctuation: Fluctuation | None = None
+    fluctuation, spread = None, 0.0
     if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads that
         # share keys and values also correlate by the overlap of their mean outputs.
@@ -483,7 +499,11 @@ def concatenated(
             # the decoder have read of the same encoder is neglected.
             shared = averages.shared if memory is signal else (fresh.scaled(0.0),) * 2
             norms, overlaps = (x.resolved_as(kernel) for x in (averages.norms, averages.overlaps))
-            fluctuation = Fluctuation(fresh + norms, fresh + overlaps, shared=shared)
+            drawn = _of_drawn_weights(mixed, memory, layer, leaf.heads)
+            of_norms, of_overlaps = (one.scaled(gain * gain) for one in drawn)
+            spread = ratio_or_zero(of_norms.diagonal, kernel.diagonal * kernel.diagonal)
+            norms, overlaps = fresh + norms + of_norms, fresh + overlaps + of_overlaps
+            fluctuation = Fluctuation(norms, overlaps, shared=shared)
     return Signal(
         kernel,
         signal.seq_len,
@@ -492,7 +512,31 @@ def concatenated(
         fluctuation=fluctuation,
         diagnostics=layer.diagnostics(),
         notes=notes,
-    )
+    ), spread
+
+
+def _of_drawn_weights(
+    mixed: Kernel, memory: Signal, layer: Any, heads: Any
+) -> tuple[Kernel, Kernel]:
+    """U and Y of the averages (`Fluctuation`) due to the deviations of weights from their means.
+
+    The deviation of a row is a vector over its n keys, drawn in every head. The overlaps of such
+    vectors vary as those of n Gaussian features, a squared norm as sum_j a_j^2.
+    """
+    rows, per_row = layer.weights(), np.asarray(1.0 / memory.seq_len)
+    if isinstance(rows, ClassRows):
+        assert mixed.classes is not None
+        per_row = mixed.classes.tiled((rows.counted * rows.weights).sum(-1))
+    elif rows is not None:
+        per_row = (rows * rows).sum(-1)
+    drawn = mixed - layer.mean_output().resolved_as(mixed)
+    square = drawn * drawn
+    first, second = drawn.over_tokens(per_row**0.5)
+    overlaps = square.weighted(per_row, first * second).scaled(2 / heads)
+    variance = participation_variance(layer.sum_square, 1.0 / per_row)
+    excess = np.maximum(layer.sum_square - per_row, 0.0)
+    norms = square.weighted(ratio_or_zero(variance, excess * excess) / heads, 0.0)
+    return norms, overlaps
 
 
 # --- a memory -------------------------------------------------------------------------------------
@@ -662,7 +706,9 @@ class NormalizedAttention(AroundHeads, Leaf):
         self, record: Record, at: UnsharedOverlap, walk: OverlapWalk
     ) -> UnsharedOverlap:
         # normalising tokens adds no unshared overlap
-        return through_attention(self.heads, record, at, walk, fixed=True)
+        _, plain = self.values_normalised(record.input)
+        leaf = dataclasses.replace(plain, value=plain.value / mean_size(record.input))
+        return through_attention(leaf, record, at, walk, fixed=True)
 
     def values_normalised(self, signal: Signal) -> tuple[FiniteNormalization, SelfAttention]:
         """Equivalent normalisation of the tokens, and attention with values of unit variance.

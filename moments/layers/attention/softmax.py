@@ -609,6 +609,60 @@ def jacobian_square(sum_square: Array, count: Array) -> Array:
     return np.where(count > 1.0 + 1e-6, jacobian, 0.0)
 
 
+KEYS = np.geomspace(2.0, 2.0**16, 31)
+ODDS = np.linspace(-14.0, 8.0, 80)
+"""Nodes of `_participation`, between which it is linear, to 3 percent."""
+
+
+def participation_variance(sum_square: Array, keys: Array) -> Array:
+    """Variance over draws of S = sum a^2 of exchangeable rows with the given E S.
+
+    With a_j = e_j/sum e, Laplace's transform of 1/(sum e)^4 gives E S^2 as one integral of
+    functions of a single key: derived here, a test draws rows.
+    """
+    excess = np.clip(sum_square - 1.0 / keys, 0.0, 1.0)
+    odds = np.log(np.maximum(excess, 1e-12) / np.maximum(1.0 - sum_square, 1e-12))
+    row, of_row = _between(np.log(KEYS), np.log(keys) + 0.0 * excess)
+    column, of_column = _between(ODDS, odds)
+    table = _participation()
+    first, second = (
+        (1.0 - of_column) * table[k, column] + of_column * table[k, column + 1]
+        for k in (row, row + 1)
+    )
+    return np.asarray(np.exp((1.0 - of_row) * first + of_row * second) * excess**2)
+
+
+def _between(nodes: Array, values: Array) -> tuple[NDArray[np.int64], Array]:
+    """The node below each value, and the value's position between it and the next."""
+    place = np.interp(values, nodes, np.arange(len(nodes)))
+    low = np.minimum(place.astype(int), len(nodes) - 2)
+    return low, place - low
+
+
+@functools.cache
+def _participation() -> Array:
+    """log Var S/(E S - 1/n)^2 at `KEYS` and `ODDS`, logarithms of (E S - 1/n)/(1 - E S)."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(100)
+    weights = weights / weights.sum()
+    odds, values, n = [], [], KEYS[:, None]
+    for theta in np.geomspace(0.01, 20.0, 20):
+        sizes, end = np.exp(np.sqrt(theta) * nodes), 4.0 + 4.0 * np.sqrt(theta)
+        start = -np.log(KEYS[-1]) - theta - 6.0
+        times, step = np.linspace(start, end, 300, retstep=True)
+        times = np.exp(times)
+        decay = np.exp(-np.outer(times, sizes))
+        zeroth, square, fourth = (decay @ (weights * sizes**k) for k in (0, 2, 4))
+        others = np.power(zeroth, n - 2.0)
+        mean = step * (times**2 * n * square * zeroth * others).sum(1)
+        squares = n * fourth * zeroth + n * (n - 1.0) * square**2
+        second = step * (times**4 / 6.0 * squares * others).sum(1)
+        excess = mean - 1.0 / KEYS
+        odds.append(np.log(excess / (1.0 - mean)))
+        values.append(np.log((second - mean**2) / excess**2))
+    columns = zip(np.transpose(odds), np.transpose(values), strict=True)
+    return np.array([np.interp(ODDS, *column) for column in columns])
+
+
 def _squares(theta: Array, keys: Array) -> tuple[Array, Array, Array]:
     """E sum a^2, E tr J^2 and dP2/dlog theta of single rows."""
     if theta.max() > THETA_MAX:

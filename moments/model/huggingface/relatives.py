@@ -227,6 +227,7 @@ def _gemma3(read: Entries, seq_len: int | None) -> Transformer:
     """Gemma 2 with normalised queries and keys, and a separate rotary base for windowed layers."""
     read.refuse("use_bidirectional_attention", False, "attention without a causal mask")
     kinds = _kinds(read, 6, "sliding_window_pattern")
+    read.read.add("_sliding_window_pattern")  # in configs of transformers, beside `layer_types`
     fields = _positions_per_layer(_by_type(read, 1e6, 1e4, "rope_local_base_freq"), kinds)
     scalar = math.sqrt(read.positive("query_pre_attn_scalar") / head_width(read))
     fields["temperature"] = (scalar * np.asarray(fields["temperature"])).tolist()
