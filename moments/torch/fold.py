@@ -194,8 +194,7 @@ class _Plan:
                 "the head's matrix is the token table and no norm with a gain stands before it, so "
                 f"that the factor {factor:g} on the logits has no place"
             )
-        yield self._scaled_gain(gain, factor)
-        yield from self._bias(self.roles.get((layer, gain.name.replace(".gain", ".bias"))), factor)
+        yield from self._norm_times(gain, factor)
 
     def _epsilon(self, path: str, size: float) -> Step:
         norm = self.module.get_submodule(path)
@@ -215,8 +214,7 @@ class _Plan:
             raise DomainError(
                 f"{where}: its norm has no gain that could hold the factor {factor:g}"
             )
-        yield self._scaled_gain(gain, factor)
-        yield from self._bias(self.roles.get((layer, gain.name.replace(".gain", ".bias"))), factor)
+        yield from self._norm_times(gain, factor)
 
     def _times(self, role: Role, factor: float) -> Step:
         return functools.partial(block_of(self.tensors, role).mul_, factor)
@@ -225,12 +223,11 @@ class _Plan:
         if role is not None:
             yield self._times(role, factor)
 
-    def _scaled_gain(self, role: Role, factor: float) -> Step:
-        weight, plain = block_of(self.tensors, role), unit_gain(self.module, role)
-
-        def step() -> None:
-            weight.mul_(factor)
-            if not plain:
-                weight.add_(factor - 1)
-
-        return step
+    def _norm_times(self, gain: Role, factor: float) -> Iterable[Step]:
+        """A factor of a norm's gain and bias."""
+        yield self._times(gain, factor)
+        if not unit_gain(self.module, gain):
+            yield functools.partial(block_of(self.tensors, gain).add_, factor - 1)
+        yield from self._bias(
+            self.roles.get((gain.layer, gain.name.replace(".gain", ".bias"))), factor
+        )

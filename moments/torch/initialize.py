@@ -18,17 +18,14 @@ from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from ..simulation.parameters import draw
 from .architecture import Fitted, fitted, phrase_of
+from .dataflow import ModuleReading
 from .expectation import Scales, expected_variance, scales_of
-from .roles import ModuleBranch, ModuleRoles, Role, block_of, tensors_of, unit_gain
+from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
 from .scales import (
     FOLDED,
     AppliedScales,
-    DropProbability,
-    applied_scales,
     apply_scales,
-    drop_probabilities,
-    drops_behind,
     logit_factor,
 )
 from .tensors import SLACK, attention_of, temperatures
@@ -166,20 +163,10 @@ def _attached(fit: Fitted, batch: Any) -> AppliedScales | None:
     batch = reading.example if batch is None else batch
     stacks = scales_of(model)
     own = _check_scales(roles, stacks[""])
-    scalings = _scalings(module, roles, model)
+    scalings = _scalings(module, reading, model)
     dropped = (model if described is None else described).dropout > 0
-
-    def drops() -> dict[ModuleBranch, DropProbability | None]:
-        if not dropped:
-            return {}
-        before = applied_scales(module)
-        known = {} if before is None else before.dropouts
-        behind = drops_behind(module, roles.blocks, batch)
-        known = known | drop_probabilities(module, behind - set(known), batch)
-        return {block: known.get(block) for block in behind}
-
     logits = logit_factor(roles, model, described)
-    applied = apply_scales(module, roles.blocks, stacks, drops=drops, own=own, logits=logits)
+    applied = apply_scales(module, roles.blocks, stacks, own, logits, batch, drops=dropped)
     if hasattr(module, FOLDED):
         delattr(module, FOLDED)
     for part, scaling in scalings:
@@ -249,7 +236,7 @@ def _check_scales(roles: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
 
 
 def _scalings(
-    module: nn.Module, roles: ModuleRoles, model: Transformer
+    module: nn.Module, reading: ModuleReading, model: Transformer
 ) -> list[tuple[nn.Module, float]]:
     """Attention modules whose `scaling` must change, with the new one: logits are
     q k / (sqrt(d_head) temperature).
@@ -258,7 +245,7 @@ def _scalings(
         DomainError: the temperatures differ from the module's own and cannot be set.
     """
     changes = []
-    for role, planned, present in temperatures(roles, model):
+    for role, planned, present in temperatures(reading.roles, reading.sums, model):
         attention = _scaled_attention(module, role)
         tolerance = READ if attention is not None else SLACK
         if np.isclose(1.0 if present is None else present, planned, rtol=tolerance):

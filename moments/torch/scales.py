@@ -8,7 +8,7 @@ dropout that the layer applies inside a function is switched off and applied by 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,8 +24,6 @@ from .running import first_tensor, grouped, with_first_tensor
 
 ATTRIBUTE = "moments_scales"
 """Attribute of a module that holds its `AppliedScales`."""
-
-Drops = Callable[[], Mapping[ModuleBranch, "DropProbability | None"]]
 
 FOLDED = "moments_folded"
 """Attribute of a module whose scales are absorbed in its weights."""
@@ -136,26 +134,26 @@ def remove_scales(module: nn.Module) -> None:
 
 def apply_scales(
     module: nn.Module,
-    blocks: Iterable[ModuleBranch],
+    blocks: Sequence[ModuleBranch],
     scales: Mapping[str, Scales],
+    own: Collection[tuple[int, int]],
+    logits: LogitFactor | None,
+    batch: Any,
     *,
-    drops: Drops,
-    own: Iterable[tuple[int, int]] = (),
-    logits: LogitFactor | None = None,
+    drops: bool,
 ) -> AppliedScales | None:
     """Add the hooks of a model's scales to a module; None if there is nothing to scale.
 
     Args:
-        drops: function that returns the blocks whose output passes a dropout behind every hook,
-            each with the holder of its probability, or None if that is unknown.
         own: (layer, column) of blocks whose scales are parameters of the module.
+        batch: on which dropouts inside functions are detected, if the module `drops` at all.
 
     Raises:
         DomainError: a scale that no hook can apply to this module, with the reason.
     """
     parts = dict(module.named_modules())
-    rows = _rows(parts, list(blocks), scales, set(own))
-    dropouts = _dropouts(parts, rows, drops)
+    rows = _rows(parts, blocks, scales, own)
+    dropouts = _dropouts(module, parts, rows, batch) if drops else {}
     planned = [
         (row, hooks)
         for block, row in rows.items()
@@ -186,9 +184,9 @@ def _place(part: nn.Module, side: str, hook: Any) -> RemovableHandle:
 
 def _rows(
     parts: dict[str, nn.Module],
-    blocks: list[ModuleBranch],
+    blocks: Iterable[ModuleBranch],
     scales: Mapping[str, Scales],
-    own: set[tuple[int, int]],
+    own: Collection[tuple[int, int]],
 ) -> dict[ModuleBranch, ScaleRow]:
     """The scales of every block; blocks that share a sum or a norm have it scaled once."""
     rows = {}
@@ -213,7 +211,10 @@ def _rows(
 
 
 def _dropouts(
-    parts: dict[str, nn.Module], rows: Mapping[ModuleBranch, ScaleRow], drops: Drops
+    module: nn.Module,
+    parts: dict[str, nn.Module],
+    rows: Mapping[ModuleBranch, ScaleRow],
+    batch: Any,
 ) -> dict[ModuleBranch, DropProbability]:
     """The dropouts that hooks must apply themselves: none may follow a hook that adds x."""
     adding = [
@@ -223,9 +224,11 @@ def _dropouts(
     ]
     if not adding:
         return {}
-    result = drops()
+    before, behind = applied_scales(module), _drops_behind(module, rows, batch)
+    known = {} if before is None else before.dropouts
+    known = known | _drop_probabilities(module, parts, behind - set(known), batch)
     for block in adding:
-        if block in result and result[block] is None:
+        if block in behind and block not in known:
             raise DomainError(
                 f"layer {block.layer}, {block.name}: the module drops its output inside a "
                 "function, behind every point that a hook can reach, so that a skip scale would "
@@ -233,8 +236,9 @@ def _dropouts(
                 "skip scale is 1"
             )
     # Blocks may share one probability; then all of them need the hook.
-    replaced = {drop[:2] for block in adding if (drop := result.get(block)) is not None}
-    return {block: drop for block, drop in result.items() if drop and drop[:2] in replaced}
+    drops = {block: known[block] for block in behind if block in known}
+    replaced = {drops[block][:2] for block in adding if block in drops}
+    return {block: drop for block, drop in drops.items() if drop[:2] in replaced}
 
 
 def _hooks(
@@ -365,11 +369,10 @@ class DropProbability(NamedTuple):
     drop_prob: float
 
 
-def drop_probabilities(
-    module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
+def _drop_probabilities(
+    module: nn.Module, parts: dict[str, nn.Module], blocks: Iterable[ModuleBranch], batch: Any
 ) -> dict[ModuleBranch, DropProbability]:
     """The probability that controls the dropout of each block, found by setting it to 0."""
-    parts = dict(module.named_modules())
     result: dict[ModuleBranch, DropProbability] = {}
     candidates = [(block, drop) for block in blocks for drop in _candidates(parts, block)]
     for key in dict.fromkeys(_relative(block, drop) for block, drop in candidates):
@@ -381,7 +384,7 @@ def drop_probabilities(
         try:
             for drop in tried.values():
                 setattr(parts[drop.path], drop.name, 0.0)
-            still = drops_behind(module, tuple(tried), batch)
+            still = _drops_behind(module, tried, batch)
         finally:
             for drop in tried.values():
                 setattr(parts[drop.path], drop.name, drop.drop_prob)
@@ -389,7 +392,7 @@ def drop_probabilities(
     return result
 
 
-def drops_behind(
+def _drops_behind(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
 ) -> set[ModuleBranch]:
     """Blocks whose output passes dropout between its last hook and the sum."""
