@@ -41,7 +41,7 @@ def read_embedding(stream: StreamReader, end: int) -> EmbeddingUnit:
     nodes = graph.ancestor_nodes(start)
     lookups = [row for node in nodes if (row := _lookup(stream, node)) is not None]
     linears = [stream.linears[node.index] for node in nodes if node.index in stream.linears]
-    if lookups and len(linears) == 1 and _width(stream, linears[0].input) < _width(stream, start):
+    if lookups and len(linears) == 1 and stream.width(linears[0].input) < stream.width(start):
         (linear,) = linears
         if stream.source(linear.output) == stream.source(start):
             result.factor, start = linear, linear.input
@@ -50,8 +50,8 @@ def read_embedding(stream: StreamReader, end: int) -> EmbeddingUnit:
             result.total, linears, nodes = start, [], graph.ancestor_nodes(start)
         elif stream.source(linear.input) in [row.rows for row in lookups] and not linear.biases:
             result.factor = linear
-    width = _width(stream, start)
-    lookups = [row for row in lookups if _width(stream, row.rows) == width or stream.live(row.rows)]
+    width = stream.width(start)
+    lookups = [row for row in lookups if stream.width(row.rows) == width or stream.live(row.rows)]
     _read_norm(stream, result, start, nodes)
     if result.factor is not None and (start == end) == (result.norm is not None):
         result.doubts.append(
@@ -71,11 +71,6 @@ def read_embedding(stream: StreamReader, end: int) -> EmbeddingUnit:
             f"{_names(result.factor.params)}: widens tables, with sines or segments added"
         )
     return result
-
-
-def _width(stream: StreamReader, value: int) -> int:
-    """The number of features of a value."""
-    return int(stream.graph.tensor(value).shape[-1])
 
 
 def _names(names: Iterable[str]) -> str:
@@ -282,10 +277,10 @@ def _read_transform(
 ) -> None:
     """Read a hidden layer, its activation and the norm behind it; or a narrowing linear map."""
     graph = stream.graph
-    size = graph.tensor(matrix.input).numel()
+    size = stream.size(matrix.input)
     for node in graph.path([linear.output], matrix.input):
         value = node.outputs[0]
-        if graph.tensor(value).numel() != size:
+        if stream.size(value) != size:
             continue
         name = stream.activation(linear.output, value)
         if name is None:
@@ -299,14 +294,14 @@ def _read_transform(
     plain = result.activation == "identity" and result.norm is None and not linear.biases
     if result.transform is None:
         result.doubts.append(f"{_names(linear.params)}: a matrix behind the last layer")
-    elif plain and _width(stream, matrix.input) < _width(stream, linear.input):
+    elif plain and stream.width(matrix.input) < stream.width(linear.input):
         result.factor, result.transform = linear, None
 
 
 def _pool(stream: StreamReader, start: int, end: int) -> str | None:
     """Which tokens of `start` reach `end`: "first", the "mean", "other"; None for every one."""
     tensor = stream.graph.tensor(start)
-    if tensor.ndim != 3 or stream.graph.tensor(end).numel() == tensor.numel():
+    if tensor.ndim != 3 or stream.size(end) == tensor.numel():
         return None
     x = torch.zeros_like(tensor)
     x[:, 0] = 1.0
@@ -320,14 +315,14 @@ def _pool(stream: StreamReader, start: int, end: int) -> str | None:
 def _read_logits(stream: StreamReader, result: HeadUnit, matrix: LinearUnit) -> None:
     """Read the factor or the cap between the last matrix and the logits."""
     graph, start = stream.graph, matrix.output
-    result.labels = _width(stream, start)
+    result.labels = stream.width(start)
     end, waiting = start, [start]
     while waiting:
         for index in graph.values[waiting.pop(0)].consumers:
             node = graph.nodes[index]
             name, output = node.name.rstrip("_"), next(iter(node.outputs), start)
             if name in ("mul", "div", "tanh", "_to_copy") and stream.live(output):
-                if graph.tensor(output).numel() == graph.tensor(start).numel():
+                if stream.size(output) == stream.size(start):
                     end = output
                     waiting.append(end)
             elif name in ("view", "_unsafe_view", "clone", "alias"):

@@ -84,11 +84,11 @@ class StreamReader(GraphReader):
             indices of the inner sums.
         """
         graph = self.graph
-        whole = graph.tensor(node.outputs[0]).numel()
+        whole = self.size(node.outputs[0])
         terms: dict[int, int] = {}
         inner: set[int] = set()
         for value in node.inputs:
-            if not self.live(value) or graph.tensor(value).numel() != whole:
+            if not self.live(value) or self.size(value) != whole:
                 continue
             source = self.source(value)
             producer = graph.producer(source)
@@ -202,9 +202,9 @@ class StreamReader(GraphReader):
         result = self.fit(start, end)
         if not isinstance(result, Fit):
             return None if result is None else Link(None, result)
-        size = self.graph.tensor(start).numel()
+        size = self.size(start)
         values = [node.outputs[0] for node in self.graph.path([start], end)]
-        values = [v for v in values if self.graph.tensor(v).numel() == size]
+        values = [v for v in values if self.size(v) == size]
         norm = self.norm_among(start, [*values, end])
         assert norm is not None
         return Link(norm, self._factor(norm.end, end))
@@ -229,9 +229,9 @@ class StreamReader(GraphReader):
                 if output is None or not self.live(output):
                     continue
                 waiting.append(output)
-                if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
+                if self.size(output) == self.size(value):
                     values.append(output)
-        norm, width = self.norm_among(value, values), self.graph.tensor(value).shape[-1]
+        norm, width = self.norm_among(value, values), self.width(value)
         if norm is None or any(
             self.graph.leaf(name).numel() > width for name in (*norm.gains, *norm.biases)
         ):
@@ -266,8 +266,8 @@ class StreamReader(GraphReader):
     def _scales(self, one: StreamSum, blocks: list[BranchUnit]) -> None:
         """Read skip, branch and dropout of a sum, by running it with one term at a time."""
         ends = {(b.output_norm.end if b.output_norm else b.raw): b for b in blocks}
-        size = self.graph.tensor(one.output).numel()
-        if any(self.graph.tensor(value).numel() != size for value in ends):
+        size = self.size(one.output)
+        if any(self.size(value) != size for value in ends):
             for b in blocks:  # the matrix that was read is not the block's last: a router's, say
                 b.scales_known = False
             return
@@ -327,7 +327,7 @@ class StreamReader(GraphReader):
             output,
             activation,
             gated=len({value for _, value, _ in uses}) > 1,
-            d_ff=self.graph.tensor(output.input).shape[-1],
+            d_ff=self.width(output.input),
             dropout=drops[0][1] if drops else 0.0,
         )
         if drops:
@@ -435,7 +435,7 @@ class StreamReader(GraphReader):
         return (lasts[0], torch.cat(columns).unique()) if columns else None
 
     def _attention(self, core: Core, projections: Projections) -> AttentionUnit:
-        d_head = self.graph.tensor(core.query).shape[-1]
+        d_head = self.width(core.query)
         rows = {role: sum(len(c) for _, c in side) for role, side in projections.items()}
         heads, kv_heads = (rows.get(role, d_head) // d_head for role in ("query", "key"))
         result = AttentionUnit(core, heads, d_head, kv_heads, projections=projections)
@@ -537,9 +537,9 @@ class StreamReader(GraphReader):
         graph = self.graph
         values = [v for node in graph.path([start], operand) for v in node.outputs]
         views = [v for v in values if all(n.name in VIEWS for n in graph.path([start], v))]
-        for width in (d_head, graph.tensor(start).shape[-1]):
+        for width in (d_head, self.width(start)):
             candidates = (start, *views, *values)  # a rotation may come before the norm
-            for first in dict.fromkeys(v for v in candidates if graph.tensor(v).shape[-1] == width):
+            for first in dict.fromkeys(v for v in candidates if self.width(v) == width):
                 shape = graph.tensor(first).shape
                 alike = [v for v in values if graph.tensor(v).shape == shape and v > first]
                 norm = self.norm_among(first, alike, width)
@@ -563,7 +563,7 @@ class StreamReader(GraphReader):
         if length < 2 or not self._depends_on_position(start, core.query):
             return None
         values = [v for node in graph.path([start], core.query) for v in node.outputs]
-        values = [v for v in values if graph.tensor(v).shape[-1] == d_head]
+        values = [v for v in values if self.width(v) == d_head]
         plain = (v for v in values if self._depends_on_position(v, core.query, 2.0))
         normed = (v for v in values if self._depends_on_position(v, core.query, 1.0))
         origin = next(plain, None) or next(normed, None)

@@ -356,6 +356,14 @@ class GraphReader:
     def live(self, value: int) -> bool:
         return self.graph.values[value].live
 
+    def size(self, value: int) -> int:
+        """The number of entries of a value."""
+        return self.graph.tensor(value).numel()
+
+    def width(self, value: int) -> int:
+        """The number of features of a value."""
+        return self.graph.tensor(value).shape[-1]
+
     # --- dropouts, views and factors ---------------------------------------------------------
 
     def dropout_of(self, node: Node) -> float | None:
@@ -376,8 +384,8 @@ class GraphReader:
         for value in node.inputs if live else ():
             drop_prob = self.graph.values[value].drop_prob
             if drop_prob is not None:
-                whole = self.graph.tensor(live[0]).numel()
-                return drop_prob, self.graph.tensor(value).numel() >= whole
+                whole = self.size(live[0])
+                return drop_prob, self.size(value) >= whole
         return None, True
 
     def upstream(self, value: int, *, scaled: bool = True) -> Iterator[int]:
@@ -398,11 +406,9 @@ class GraphReader:
     def passed_input(self, node: Node, *, scaled: bool) -> int | None:
         """The input of a view, a dropout or, if `scaled`, a factor; None for other operations."""
 
-        def size(value: int) -> int:
-            return int(self.graph.tensor(value).numel())
-
         if node.name in VIEWS:
-            same = len(node.outputs) == 1 and size(node.outputs[0]) == size(node.inputs[0])
+            sizes = {self.size(value) for value in (node.inputs[0], *node.outputs)}
+            same = len(node.outputs) == len(sizes) == 1
             return node.inputs[0] if same else None
         name = node.name.rstrip("_")
         if name == "native_dropout":
@@ -414,11 +420,11 @@ class GraphReader:
             return None
         if self._mask_of(node)[0] is not None:
             return live[0]
-        if not scaled or size(live[0]) != size(node.outputs[0]):
+        if not scaled or self.size(live[0]) != self.size(node.outputs[0]):
             return None
         # a factor is a number or one number per feature, not a table of positions
-        width = self.graph.tensor(live[0]).shape[-1]
-        small = all(size(v) <= width for v in node.inputs if v != live[0])
+        width = self.width(live[0])
+        small = all(self.size(v) <= width for v in node.inputs if v != live[0])
         return live[0] if small else None
 
     def dropouts(self, start: int, end: int) -> list[tuple[Node, float]]:
@@ -469,8 +475,8 @@ class GraphReader:
             first = by_output.get(self.source(second.input))
             if first is None or bool(graph.tensor(second.matrix).any()):
                 continue
-            rank = graph.tensor(second.input).shape[-1]
-            if rank >= min(graph.tensor(v).shape[-1] for v in (first.input, second.output)):
+            rank = self.width(second.input)
+            if rank >= min(self.width(v) for v in (first.input, second.output)):
                 continue
             if (node := self._sum_of(second.output)) is None:
                 continue
@@ -507,14 +513,14 @@ class GraphReader:
                 break
             (node,) = users
             if node.name in VIEWS and len(node.outputs) == 1:
-                if self.graph.tensor(node.outputs[0]).numel() != self.graph.tensor(value).numel():
+                if self.size(node.outputs[0]) != self.size(value):
                     break
                 value = node.outputs[0]
                 continue
             rest = [v for v in node.inputs if v != value]
             if node.name.rstrip("_") == "add" and len(rest) == 1 and not self.live(rest[0]):
-                width = self.graph.tensor(value).shape[-1]
-                small = self.graph.tensor(rest[0]).numel() in (width, 1)
+                width = self.width(value)
+                small = self.size(rest[0]) in (width, 1)
                 if self.graph.values[rest[0]].params and small:
                     return node.outputs[0], (rest[0],)
             break
@@ -636,7 +642,7 @@ class GraphReader:
             return None
         acted = {v: len(self.parameters_of(self.graph.path([start], v))) for v in fits}
         end = next(v for v in fits if acted[v] == max(acted.values()))
-        width = width or self.graph.tensor(start).shape[-1]
+        width = width or self.width(start)
         gains, biases = self._norm_params(start, end, width)
         fit = fits[end]
         return Norm(
