@@ -31,7 +31,7 @@ from .scales import (
     ScaleRow,
     applied_scales,
     logit_factor,
-    native_branch,
+    natives,
     remove_scales,
 )
 
@@ -115,7 +115,7 @@ class _Plan:
         self.blocks = [block for block in roles.blocks if block.stack == stack]
         self.parameters = roles.scales if not stack else ()
         self.last = max((block.layer for block in self.blocks), default=0)
-        self.tensors = tensors_of(module)
+        self.tensors, self.natives = tensors_of(module), natives(module, self.blocks)
         self.roles = {(role.layer, role.name): role for role in roles.roles if role.stack == stack}
         self.seen: set[str] = set()
 
@@ -123,7 +123,7 @@ class _Plan:
         size = 1.0  # L
         for place, block in enumerate(self.blocks):
             skip, branch, before, after = self.scales.at(block.layer, block.column)
-            branch /= native_branch(self.module.get_submodule(block.path))
+            branch /= self.natives[block]
             if block.placement == "none" and skip * size != 1:
                 raise DomainError(
                     f"layer {block.layer}, {block.name}: without a norm the block's output depends "

@@ -89,7 +89,6 @@ SAMPLED = 0.01
 _BY_SHAPE = 0.03
 """Relative difference of two samples' mean squares from which they differ."""
 
-
 WIDTH = 256
 """Largest d_model of a narrow module."""
 
@@ -143,7 +142,7 @@ def predicted(entries: Mapping[str, Any]) -> ModulePrediction:
         DomainError: transformers builds no module of it, or none that is narrow.
         MomentsError: the module cannot be run on random input.
     """
-    near, far = _pair(entries)
+    near, far = _pair(json.dumps(dict(entries), sort_keys=True))
     result = near.followed()
     return dataclasses.replace(result, notes=(*_notes(near, far, result), *result.notes))
 
@@ -155,7 +154,7 @@ def checked(entries: Mapping[str, Any], refusal: Undeclared) -> Report:
         DomainError: the refusal, and why its operations could not be followed either.
     """
     try:
-        near, far = _pair(entries)
+        near, far = _pair(json.dumps(dict(entries), sort_keys=True))
         with quietly():
             report = report_of(near.module, None, NotRead(str(refusal)), near.wider)
     except MomentsError as error:
@@ -195,13 +194,9 @@ def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
     return model, tuple(doubts)
 
 
-def _pair(entries: Mapping[str, Any]) -> tuple[Narrow, Narrow | None]:
-    """A narrow module, and one of half its width unless it has the config's own width."""
-    return _built(json.dumps(dict(entries), sort_keys=True))
-
-
 @functools.lru_cache(maxsize=4)
-def _built(text: str) -> tuple[Narrow, Narrow | None]:
+def _pair(text: str) -> tuple[Narrow, Narrow | None]:
+    """A narrow module, and one of half its width unless it has the config's own width."""
     entries = json.loads(text)
     with quietly():
         config, _ = settings(entries)

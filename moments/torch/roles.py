@@ -81,6 +81,8 @@ class ModuleBranch:
         branch: f behind dropout and a second norm, if these are submodules.
         parallel: whether this block and another share one sum.
         drops: whether dropout acts on the block's output behind `branch`.
+        native: factor of the block's output in the module's code, of hooks too; 1 if parameters
+            are part of it.
     """
 
     stack: str
@@ -93,6 +95,7 @@ class ModuleBranch:
     branch: SubmoduleTensor
     parallel: bool = False
     drops: bool = field(default=False, compare=False)
+    native: float = field(default=1.0, compare=False)
 
     @property
     def column(self) -> int:
@@ -130,8 +133,6 @@ Sums = Mapping[tuple[str, int, str], BlockSum]
 TABLES = ("token", "position", "segment", "class", "relative_bias")
 """Roles that are looked up or added, not multiplied with."""
 
-_AFTER_LAYERS = ("head", "final")
-
 
 @dataclass(frozen=True)
 class Role:
@@ -156,11 +157,6 @@ class Role:
     fan_out: int = 0
     transposed: bool = False
     unit: bool | None = None
-
-    def __str__(self) -> str:
-        """In words: "query of layer 3", "token", "final.norm.gain"."""
-        inside = self.layer > 0 and not self.name.startswith(_AFTER_LAYERS)
-        return f"{self.full_name} of layer {self.layer}" if inside else self.full_name
 
     @property
     def full_name(self) -> str:

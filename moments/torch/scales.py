@@ -25,6 +25,9 @@ from .running import first_tensor, grouped, with_first_tensor
 ATTRIBUTE = "moments_scales"
 """Attribute of a module that holds its `AppliedScales`."""
 
+DIGITS = 1e-5
+"""Relative error of a factor of the module's code, which is read to six digits."""
+
 FOLDED = "moments_folded"
 """Attribute of a module whose scales are absorbed in its weights."""
 
@@ -78,14 +81,15 @@ class AppliedScales:
         logits: factor of the logits.
         dropouts: block -> the probability of dropout that its hook applies instead of the module's
             code; in the submodule that holds the probability it is 0 until `remove`.
-        handles: of the hooks; `holders`: path -> submodule that holds a probability.
+        natives: block -> the factor of its output in the module's code.
+        handles: of the hooks.
     """
 
     rows: tuple[ScaleRow, ...]
     handles: list[RemovableHandle]
     logits: float = 1.0
-    dropouts: dict[ModuleBranch, DropProbability] = field(default_factory=dict)
-    holders: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    dropouts: dict[ModuleBranch, DropProbability] = field(default_factory=dict, repr=False)
+    natives: dict[ModuleBranch, float] = field(default_factory=dict)
 
     def remove(self) -> None:
         """Remove every hook, so that the module runs by its own code alone."""
@@ -93,8 +97,8 @@ class AppliedScales:
             handle.remove()
         self.handles.clear()
         for drop in self.dropouts.values():
-            setattr(self.holders[drop.path], drop.name, drop.drop_prob)
-        self.rows, self.logits, self.dropouts, self.holders = (), 1.0, {}, {}
+            drop.set(drop.drop_prob)
+        self.rows, self.logits, self.dropouts, self.natives = (), 1.0, {}, {}
 
     def __str__(self) -> str:
         lines = [f"{len(self.handles)} hooks scale {len(self.rows)} blocks"]
@@ -152,12 +156,13 @@ def apply_scales(
         DomainError: a scale that no hook can apply to this module, with the reason.
     """
     parts = dict(module.named_modules())
-    rows = _rows(parts, blocks, scales, own)
+    native = natives(module, blocks)
+    rows = _rows(native, scales, own)
     dropouts = _dropouts(module, parts, rows, batch) if drops else {}
     planned = [
         (row, hooks)
         for block, row in rows.items()
-        if (hooks := _hooks(parts, block, row, dropouts.get(block)))
+        if (hooks := _hooks(block, row, native[block], dropouts.get(block)))
     ]
     remove_scales(module)
     if not planned and logits is None:
@@ -168,10 +173,10 @@ def apply_scales(
     if logits is not None:
         handles.append(_place(parts[logits.path], "output", ScaleOutput(logits.factor)))
     factor = 1.0 if logits is None else logits.factor
-    holders = {drop.path: parts[drop.path] for drop in dropouts.values()}
     for drop in dropouts.values():
-        setattr(holders[drop.path], drop.name, 0.0)
-    applied = AppliedScales(tuple(row for row, _ in planned), handles, factor, dropouts, holders)
+        drop.set(0.0)
+    placed = tuple(row for row, _ in planned)
+    applied = AppliedScales(placed, handles, factor, dropouts, native)
     setattr(module, ATTRIBUTE, applied)
     return applied
 
@@ -183,8 +188,7 @@ def _place(part: nn.Module, side: str, hook: Any) -> RemovableHandle:
 
 
 def _rows(
-    parts: dict[str, nn.Module],
-    blocks: Iterable[ModuleBranch],
+    native: Mapping[ModuleBranch, float],
     scales: Mapping[str, Scales],
     own: Collection[tuple[int, int]],
 ) -> dict[ModuleBranch, ScaleRow]:
@@ -192,10 +196,10 @@ def _rows(
     rows = {}
     summed: set[str] = set()
     normed: set[str | None] = set()
-    for block in blocks:
+    for block in native:
         skip, branch, before, after = scales[block.stack].at(block.layer, block.column)
         if not block.stack and (block.layer, block.column) in own:
-            skip, branch = 1.0, native_branch(parts[block.path])
+            skip, branch = 1.0, native[block]
         if block.parallel:  # one sum, and perhaps one norm, for both blocks
             if len(set(scales[block.stack].skip[block.layer - 1])) > 1:
                 raise DomainError(
@@ -242,7 +246,7 @@ def _dropouts(
 
 
 def _hooks(
-    parts: dict[str, nn.Module], block: ModuleBranch, row: ScaleRow, dropout: DropProbability | None
+    block: ModuleBranch, row: ScaleRow, native: float, dropout: DropProbability | None
 ) -> list[tuple[SubmoduleTensor, Any]]:
     """The hooks of one block in the order in which they act: a norm's output is scaled before the
     stream of a Post-LN layer is stored, a norm's input after the stream of a Pre-LN layer is.
@@ -250,11 +254,11 @@ def _hooks(
     hooks: list[tuple[SubmoduleTensor, Any]] = []
     if row.norm_output != 1:
         hooks.append((SubmoduleTensor(_norm(block), "output"), ScaleOutput(row.norm_output)))
-    native = native_branch(parts[block.path])
-    if (row.skip, row.branch) != (1.0, native) or dropout is not None:
-        stored = StoredStream() if row.skip != 1 else None
+    branch_scaled = abs(row.branch - native) > DIGITS * abs(native)
+    if row.skip != 1 or branch_scaled or dropout is not None:
+        stored = StoreStream(block.stream.side) if row.skip != 1 else None
         if stored is not None:
-            hooks.append((block.stream, StoreStream(stored, block.stream.side)))
+            hooks.append((block.stream, stored))
         drop_prob = 0.0 if dropout is None else dropout.drop_prob
         hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, stored, drop_prob)))
     if row.norm_input != 1:
@@ -262,9 +266,11 @@ def _hooks(
     return hooks
 
 
-def native_branch(layer: nn.Module) -> float:
-    """The factor of a block's output in the layer's own code."""
-    return float(getattr(layer, "residual_multiplier", 1.0))
+def natives(module: nn.Module, blocks: Iterable[ModuleBranch]) -> dict[ModuleBranch, float]:
+    """The factor of every block's output in the module's code, without that of its hooks."""
+    applied = applied_scales(module)
+    known = {} if applied is None else applied.natives
+    return {block: known.get(block, block.native) for block in blocks}
 
 
 def _norm(block: ModuleBranch) -> str:
@@ -276,17 +282,21 @@ def _norm(block: ModuleBranch) -> str:
 # --- the hooks themselves -------------------------------------------------------------------------
 
 
-class StoredStream:
-    """The stream between its hook and the sum's, one per thread; never copied or pickled."""
+@dataclass
+class StoreStream:
+    """Hook that stores the first input or output of a submodule until the sum's hook takes it, one
+    per thread; what it stores is never copied or pickled."""
 
-    def __init__(self) -> None:
-        self._streams: dict[int, Tensor] = {}
+    side: Side
+    streams: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
-    def put(self, x: Tensor) -> None:
-        self._streams[threading.get_ident()] = x
+    def __call__(self, _: nn.Module, args: Any, other: Any) -> None:
+        # `other`: the named arguments before a forward, the output behind it.
+        x = first_tensor([*args, *other.values()] if self.side == "input" else other)
+        self.streams[threading.get_ident()] = x
 
     def take(self) -> Tensor:
-        x = self._streams.pop(threading.get_ident(), None)
+        x = self.streams.pop(threading.get_ident(), None)
         if x is None:
             raise MomentsError(
                 "a block ran without its layer's residual stream: run the whole layer, or take "
@@ -295,19 +305,7 @@ class StoredStream:
         return x
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_streams": {}}
-
-
-@dataclass
-class StoreStream:
-    """Hook that stores the first input or output of a submodule."""
-
-    stored: StoredStream
-    side: Side
-
-    def __call__(self, _: nn.Module, args: Any, other: Any) -> None:
-        # `other`: the named arguments before a forward, the output behind it.
-        self.stored.put(first_tensor([*args, *other.values()] if self.side == "input" else other))
+        return {"side": self.side, "streams": {}}
 
 
 @dataclass
@@ -315,14 +313,14 @@ class ScaleBranch:
     """Hook that replaces f by (beta f + (lambda - 1) x) / native, after dropout of f.
 
     Attributes:
-        native: factor of f in the module's code behind the hook (Granite).
+        native: factor of f in the module's code behind the hook.
         stored: holds x; None if lambda is 1.
     """
 
     skip: float
     branch: float
     native: float
-    stored: StoredStream | None
+    stored: StoreStream | None
     drop_prob: float = 0.0
 
     def __call__(self, part: nn.Module, _: Any, output: Any) -> Any:
@@ -362,11 +360,15 @@ class ScaleInput:
 
 
 class DropProbability(NamedTuple):
-    """A dropout probability in the attribute `name` of the submodule at `path`."""
+    """A dropout probability in the attribute `name` of the submodule `part` at `path`."""
 
     path: str
     name: str
     drop_prob: float
+    part: nn.Module
+
+    def set(self, drop_prob: float) -> None:
+        setattr(self.part, self.name, drop_prob)
 
 
 def _drop_probabilities(
@@ -383,11 +385,11 @@ def _drop_probabilities(
         }
         try:
             for drop in tried.values():
-                setattr(parts[drop.path], drop.name, 0.0)
+                drop.set(0.0)
             still = _drops_behind(module, tried, batch)
         finally:
             for drop in tried.values():
-                setattr(parts[drop.path], drop.name, drop.drop_prob)
+                drop.set(drop.drop_prob)
         result |= {block: drop for block, drop in tried.items() if block not in still}
     return result
 
@@ -411,4 +413,4 @@ def _candidates(parts: dict[str, nn.Module], block: ModuleBranch) -> Iterator[Dr
         path = block.path + ".".join(inner[:depth])
         for name, value in vars(parts[path]).items():
             if "drop" in name and isinstance(value, float) and 0 < value < 1:
-                yield DropProbability(path, name, value)
+                yield DropProbability(path, name, value, parts[path])

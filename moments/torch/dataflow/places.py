@@ -370,6 +370,7 @@ def _branch(
     output = next((p for p in candidates if p and p.side == "output"), None)
     if stream is None or inputs is None or output is None:
         return None
+    known = unit.scales_known and unit.proportional and not unit.scale_params and unit.branch
     norm = points.get(f"{name}.norm") or (points.get("attention.norm") if unit.parallel else None)
     return ModuleBranch(
         stack=stack.prefix,
@@ -382,6 +383,7 @@ def _branch(
         branch=output,
         parallel=unit.parallel,
         drops=unit.drops_last and output != dropout,
+        native=float(f"{unit.branch:.6g}") if known else 1.0,
     )
 
 

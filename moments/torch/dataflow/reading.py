@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -136,17 +135,6 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
             f"be followed ({said})"
         ) from error
     return dataclasses.replace(result, example=_in_own_precision(example, module))
-
-
-@made_on_cpu
-def example(module: nn.Module) -> Any:
-    """Random input that a module runs on; None if there is none."""
-    for batch in examples(module):
-        # the module's own code may reject the input
-        with contextlib.suppress(Exception), in_mode(module, False):
-            run(module, batch)
-            return batch
-    return None
 
 
 def _first_line(error: Exception) -> str:
@@ -392,7 +380,7 @@ class _Reader:
         self, roles: list[Role], stacks: list[Stack], blocks: list[ModuleBranch], sites: Sites
     ) -> ModuleRoles:
         known = {role.parameter for role in roles}
-        scales = tuple(r for r in roles if r.name.endswith(("skip_scale", "branch_scale")))
+        scales = tuple(r for r in roles if r.name.endswith(".branch_scale"))
         head = None if stacks[-1].head.doubts else stacks[-1].head.matrix
         logits = None if head is None else sites.output(head.output)
         return ModuleRoles(
