@@ -327,11 +327,11 @@ def test_parallel_blocks_share_one_sum():
 
 
 class Damped(torch.nn.Module):
-    """Code that multiplies what every block adds."""
+    """Code that multiplies what every block adds, and the logits."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.table = torch.nn.Embedding(50, WIDTH)
+        self.factor, self.table = factor, torch.nn.Embedding(50, WIDTH)
         self.layers = torch.nn.ModuleList([DampedLayer(factor) for _ in range(LAYERS)])
         self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 50, bias=False)
 
@@ -339,7 +339,7 @@ class Damped(torch.nn.Module):
         x = self.table(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x))
+        return self.factor * self.head(self.norm(x))
 
 
 class DampedLayer(torch.nn.Module):
@@ -363,15 +363,17 @@ def test_hooks_replace_a_factor_of_the_code_and_do_not_multiply_it() -> None:
     torch.manual_seed(0)
     module, plain = Damped(0.3), Damped(1.0)
     own = moments.torch.describe(module).model
-    assert np.allclose(own.branch_scale, 0.3)
+    assert np.allclose((own.branch_scale, own.head.output_scale), 0.3)
     assert initialize(module, own, seed=1).scales is None
     for branch in (0.5, 0.7):
-        initialize(module, own.replace(branch_scale=branch), seed=2)
-        initialize(plain, own.replace(branch_scale=branch), seed=2)
-        assert np.allclose(moments.torch.describe(module).model.branch_scale, branch)
+        plan = own.replace(branch_scale=branch, head=own.head.replace(output_scale=2 * branch))
+        initialize(module, plan, seed=2)
+        initialize(plain, plan, seed=2)
+        found = moments.torch.describe(module).model
+        assert np.allclose((found.branch_scale, found.head.output_scale), (branch, 2 * branch))
         expected = plain(ids)
         assert torch.allclose(module(ids), expected, atol=1e-5)
-    folded = fold(module, own.replace(branch_scale=0.7))
+    folded = fold(module, plan)
     assert applied_scales(folded) is None
     assert torch.allclose(folded(ids), expected, atol=1e-5)
 

@@ -65,7 +65,7 @@ def fold(module: nn.Module, plan: Any) -> nn.Module:
     roles = reading.roles
     if not roles.blocks:
         raise DomainError("no submodule takes or gives the module's residual sums and norms")
-    logits = logit_factor(roles, model, described)
+    logits = logit_factor(module, reading, model, described)
     _check_hooks(module, model, logits)
     steps = [
         step

@@ -165,7 +165,7 @@ def _attached(fit: Fitted, batch: Any) -> AppliedScales | None:
     own = _check_scales(roles, stacks[""])
     scalings = _scalings(module, reading, model)
     dropped = (model if described is None else described).dropout > 0
-    logits = logit_factor(roles, model, described)
+    logits = logit_factor(module, reading, model, described)
     applied = apply_scales(module, roles.blocks, stacks, own, logits, batch, drops=dropped)
     if hasattr(module, FOLDED):
         delattr(module, FOLDED)

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import DomainError, MomentsError
 from ..model.transformer import Transformer
 from .anatomy import anatomy_of
+from .dataflow import ModuleReading
 from .expectation import Scales
 from .roles import ModuleBranch, ModuleRoles, Side, SubmoduleTensor
 from .running import first_tensor, grouped, with_first_tensor
@@ -46,15 +47,20 @@ def logits_path(roles: ModuleRoles) -> str | None:
 
 
 def logit_factor(
-    roles: ModuleRoles, model: Transformer, described: Transformer | None
+    module: nn.Module, reading: ModuleReading, model: Transformer, described: Transformer | None
 ) -> LogitFactor | None:
     """The factor that is missing to a model's output scale; None if there is none."""
-    path = logits_path(roles)
+    path = logits_path(reading.roles)
     if path is None or model.head is None:
         return None
-    own = 1.0 if described is None or described.head is None else described.head.output_scale
+    if described is not None and described.head is not None:
+        own = described.head.output_scale
+    else:  # of the code and the hooks, without that of the hooks
+        applied = applied_scales(module)
+        hooks = 1.0 if applied is None else applied.logits
+        own = float(f"{(reading.logit_scale or 1.0) / hooks:.6g}")
     factor = float(model.head.output_scale / own)
-    return None if abs(factor - 1) < 1e-12 else LogitFactor(path, factor)
+    return None if abs(factor - 1) < DIGITS else LogitFactor(path, factor)
 
 
 class ScaleRow(NamedTuple):
