@@ -358,11 +358,11 @@ class GraphReader:
 
     def size(self, value: int) -> int:
         """The number of entries of a value."""
-        return self.graph.tensor(value).numel()
+        return int(self.graph.tensor(value).numel())
 
     def width(self, value: int) -> int:
         """The number of features of a value."""
-        return self.graph.tensor(value).shape[-1]
+        return int(self.graph.tensor(value).shape[-1])
 
     # --- dropouts, views and factors ---------------------------------------------------------
 
