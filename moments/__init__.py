@@ -258,7 +258,7 @@ def check(
         if meant is not None or batch is not None or loss is not None or measured is not None:
             raise
         from .model.huggingface.config import read_config
-        from .torch.narrow import checked
+        from .torch.from_config import checked
 
         return checked(read_config(subject), refusal)
     if model is not None:

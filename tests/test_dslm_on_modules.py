@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 from moments.torch import audit, describe, fold, initialize, measure  # noqa: E402
 from moments.torch.anatomy import anatomy_of  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
-from moments.torch.dataflow.reading import example  # noqa: E402
+from moments.torch.dataflow.reading import recorded  # noqa: E402
 from moments.torch.huggingface_modules import build_module  # noqa: E402
 from moments.torch.initialize import attach  # noqa: E402
 from moments.torch.running import run  # noqa: E402
@@ -121,7 +121,7 @@ def test_the_output_scale_reaches_the_logits(kind):
     """Written, seen by the audit and by describe, and folded away; told from a bare copy's own."""
     module, plan = small(kind)
     initialize(module, plan, seed=1)
-    bare, batch = copy.deepcopy(module.eval()), example(module)
+    bare, batch = copy.deepcopy(module.eval()), recorded(module, None)[1]
     bare.moments_scales.remove()
     plain, scaled = (run(m, batch).logits for m in (bare, module))
     torch.testing.assert_close(scaled, 0.37 * plain, rtol=1e-5, atol=1e-6)
@@ -168,7 +168,7 @@ def test_both_stacks_of_torch(pre):
     initialize(module, plan)
     assert audit(module, plan).passed
     module.eval()
-    batch = example(module)
+    _, batch = recorded(module, None)
     x = module.encoder(batch["src"])
     y = batch["tgt"]
     a, b = (1 / 3) ** 0.5, (2 / 3) ** 0.5  # beta^2 = 2 / N
@@ -239,7 +239,7 @@ def test_scales_are_put_back_on_stored_weights():
     assert not audit(rebuilt, plan).passed
     assert attach(rebuilt, plan) is rebuilt.moments_scales
     assert audit(rebuilt, plan).passed
-    batch = example(module)
+    _, batch = recorded(module, None)
     torch.testing.assert_close(
         run(rebuilt.eval(), batch).logits, run(module.eval(), batch).logits, rtol=0, atol=0
     )

@@ -15,7 +15,7 @@ import small_modules  # noqa: E402
 
 from moments.torch import audit, fold, initialize  # noqa: E402
 from moments.torch.architecture import architecture_of  # noqa: E402
-from moments.torch.dataflow.reading import example  # noqa: E402
+from moments.torch.dataflow.reading import recorded  # noqa: E402
 from moments.torch.scales import applied_scales, remove_scales  # noqa: E402
 
 
@@ -44,7 +44,7 @@ def built(name):
 
 
 def run(module):
-    batch = example(module)
+    _, batch = recorded(module, None)
     output = module(**batch) if isinstance(batch, dict) else module(batch)
     return (output if torch.is_tensor(output) else output.logits).detach()
 

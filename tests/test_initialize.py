@@ -326,6 +326,58 @@ def test_parallel_blocks_share_one_sum():
         initialize(module, uneven)
 
 
+class Damped(torch.nn.Module):
+    """Code that multiplies what every block adds, and the logits."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.table = factor, torch.nn.Embedding(50, WIDTH)
+        self.layers = torch.nn.ModuleList([DampedLayer(factor) for _ in range(LAYERS)])
+        self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 50, bias=False)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.factor * self.head(self.norm(x))
+
+
+class DampedLayer(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(WIDTH) for _ in range(2)])
+        self.attend = torch.nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        up, down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
+        self.feed = torch.nn.Sequential(up, torch.nn.ReLU(), down)
+
+    def forward(self, x):
+        y = self.norms[0](x)
+        x = x + self.factor * self.attend(y, y, y, need_weights=False)[0]
+        return x + self.factor * self.feed(self.norms[1](x))
+
+
+def test_hooks_replace_a_factor_of_the_code_and_do_not_multiply_it() -> None:
+    """Also the second time, when the hooks of the first are read with the code, and when folded."""
+    ids = torch.randint(0, 50, (2, 8))
+    torch.manual_seed(0)
+    module, plain = Damped(0.3), Damped(1.0)
+    own = moments.torch.describe(module).model
+    assert np.allclose((own.branch_scale, own.head.output_scale), 0.3)
+    assert initialize(module, own, seed=1).scales is None
+    for branch in (0.5, 0.7):
+        plan = own.replace(branch_scale=branch, head=own.head.replace(output_scale=2 * branch))
+        initialize(module, plan, seed=2)
+        initialize(plain, plan, seed=2)
+        found = moments.torch.describe(module).model
+        assert np.allclose((found.branch_scale, found.head.output_scale), (branch, 2 * branch))
+        expected = plain(ids)
+        assert torch.allclose(module(ids), expected, atol=1e-5)
+    folded = fold(module, plan)
+    assert applied_scales(folded) is None
+    assert torch.allclose(folded(ids), expected, atol=1e-5)
+
+
 def test_own_multiplier_of_the_module():
     module = family("granite", residual_multiplier=0.25, attention_multiplier=0.3)
     own = architecture_of(module)

@@ -14,7 +14,7 @@ from moments.errors import Undeclared
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from moments.torch.narrow import predicted  # noqa: E402
+from moments.torch.from_config import predicted  # noqa: E402
 
 ALBERT = {
     "model_type": "albert",

@@ -142,7 +142,7 @@ def predict(
 def _by_operations(model: str, refusal: Undeclared) -> Answer:
     """Predict a config whose module no Transformer describes, operation by operation."""
     from ..model.huggingface.config import read_config
-    from ..torch.narrow import predicted
+    from ..torch.from_config import predicted
 
     note(f"{refusal}: it is predicted operation by operation instead")
     result = predicted(read_config(model))

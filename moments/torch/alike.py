@@ -105,23 +105,16 @@ def differences(module: nn.Module, graph: Graph, ids: Tensor | None, end: int) -
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def _pattern(name: str) -> tuple[str, int] | None:
-    """A parameter's name with a star for its layer's number, and this number from 1."""
-    before, number, after = split_at_layer(name)
-    return None if number < 0 else (f"{before}*{after}", number + 1)
-
-
 def odd_namesakes(module: nn.Module) -> Iterator[Finding]:
     """Findings on tensors whose variance differs from that in the other layers of one class."""
     rows: dict[tuple[str, type], dict[int, list[tuple[str, EntryMoments]]]] = {}
     for name, parameter in module.named_parameters():
-        place = _pattern(name)
-        if place is None or parameter.numel() < LEAST or not parameter.is_floating_point():
+        before, number, after = split_at_layer(name)
+        if number < 0 or parameter.numel() < LEAST or not parameter.is_floating_point():
             continue
-        pattern, number = place
-        layer = module.get_submodule(pattern.partition("*")[0] + str(number - 1))
-        by_layer = rows.setdefault((pattern, type(layer)), {})
-        by_layer.setdefault(number, []).append((name, EntryMoments.of(parameter)))
+        layer = module.get_submodule(f"{before}{number}")
+        by_layer = rows.setdefault((f"{before}*{after}", type(layer)), {})
+        by_layer.setdefault(number + 1, []).append((name, EntryMoments.of(parameter)))
     for (pattern, _), by_layer in rows.items():
         for _, finding in odd_tensors({pattern: by_layer}, len(rows)):
             yield finding
@@ -148,9 +141,10 @@ def _shared(module: nn.Module) -> Iterator[Finding]:
     uses: dict[int, list[tuple[str, str, int]]] = {}
     patterns: dict[str, set[int]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if (place := _pattern(name)) is not None and parameter.ndim > 1:
-            uses.setdefault(id(parameter), []).append((name, *place))
-            patterns.setdefault(place[0], set()).add(place[1])
+        before, number, after = split_at_layer(name)
+        if number >= 0 and parameter.ndim > 1:
+            uses.setdefault(id(parameter), []).append((name, f"{before}*{after}", number + 1))
+            patterns.setdefault(f"{before}*{after}", set()).add(number + 1)
     groups = [g for g in uses.values() if len({layer for _, _, layer in g}) > 1]
     if len({pattern for group in groups for _, pattern, _ in group}) * 2 > len(patterns):
         return  # whole layers are shared, as some schemes do

@@ -19,7 +19,7 @@ from ..model.weights import Biases, Weights
 from ..prediction.draws import STREAM, WeightGradient
 from .checkpoints import drawn, is_meta
 from .dataflow import ModuleReading, read
-from .roles import HookPoint, WeightPart, is_gain, with_experts
+from .roles import WHOLE, HookPoint, WeightPart, is_gain, with_experts
 from .running import restored
 
 Measured = tuple[tuple[HookPoint, ...], list[tuple[WeightGradient, WeightPart]]]
@@ -70,7 +70,7 @@ def parts_of(module: nn.Module, reading: ModuleReading) -> list[tuple[WeightGrad
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     roles = [*known.roles, *known.scales]
     rows = [(WeightGradient(r.layer, r.full_name, r.parameter), r.part) for r in roles]
-    rows += [(WeightGradient(0, n, n), WeightPart(n, n)) for n in known.unidentified]
+    rows += [(WeightGradient(0, n, n), WHOLE) for n in known.unidentified]
     return [(row, part) for row, part in rows if row.parameter in trainable]
 
 

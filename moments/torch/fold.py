@@ -31,7 +31,7 @@ from .scales import (
     ScaleRow,
     applied_scales,
     logit_factor,
-    native_branch,
+    natives,
     remove_scales,
 )
 
@@ -65,7 +65,7 @@ def fold(module: nn.Module, plan: Any) -> nn.Module:
     roles = reading.roles
     if not roles.blocks:
         raise DomainError("no submodule takes or gives the module's residual sums and norms")
-    logits = logit_factor(roles, model, described)
+    logits = logit_factor(module, reading, model, described)
     _check_hooks(module, model, logits)
     steps = [
         step
@@ -115,7 +115,7 @@ class _Plan:
         self.blocks = [block for block in roles.blocks if block.stack == stack]
         self.parameters = roles.scales if not stack else ()
         self.last = max((block.layer for block in self.blocks), default=0)
-        self.tensors = tensors_of(module)
+        self.tensors, self.natives = tensors_of(module), natives(module, self.blocks)
         self.roles = {(role.layer, role.name): role for role in roles.roles if role.stack == stack}
         self.seen: set[str] = set()
 
@@ -123,7 +123,7 @@ class _Plan:
         size = 1.0  # L
         for place, block in enumerate(self.blocks):
             skip, branch, before, after = self.scales.at(block.layer, block.column)
-            branch /= native_branch(self.module.get_submodule(block.path))
+            branch /= self.natives[block]
             if block.placement == "none" and skip * size != 1:
                 raise DomainError(
                     f"layer {block.layer}, {block.name}: without a norm the block's output depends "
@@ -194,8 +194,7 @@ class _Plan:
                 "the head's matrix is the token table and no norm with a gain stands before it, so "
                 f"that the factor {factor:g} on the logits has no place"
             )
-        yield self._scaled_gain(gain, factor)
-        yield from self._bias(self.roles.get((layer, gain.name.replace(".gain", ".bias"))), factor)
+        yield from self._norm_times(gain, factor)
 
     def _epsilon(self, path: str, size: float) -> Step:
         norm = self.module.get_submodule(path)
@@ -215,8 +214,7 @@ class _Plan:
             raise DomainError(
                 f"{where}: its norm has no gain that could hold the factor {factor:g}"
             )
-        yield self._scaled_gain(gain, factor)
-        yield from self._bias(self.roles.get((layer, gain.name.replace(".gain", ".bias"))), factor)
+        yield from self._norm_times(gain, factor)
 
     def _times(self, role: Role, factor: float) -> Step:
         return functools.partial(block_of(self.tensors, role).mul_, factor)
@@ -225,12 +223,11 @@ class _Plan:
         if role is not None:
             yield self._times(role, factor)
 
-    def _scaled_gain(self, role: Role, factor: float) -> Step:
-        weight, plain = block_of(self.tensors, role), unit_gain(self.module, role)
-
-        def step() -> None:
-            weight.mul_(factor)
-            if not plain:
-                weight.add_(factor - 1)
-
-        return step
+    def _norm_times(self, gain: Role, factor: float) -> Iterable[Step]:
+        """A factor of a norm's gain and bias."""
+        yield self._times(gain, factor)
+        if not unit_gain(self.module, gain):
+            yield functools.partial(block_of(self.tensors, gain).add_, factor - 1)
+        yield from self._bias(
+            self.roles.get((gain.layer, gain.name.replace(".gain", ".bias"))), factor
+        )

@@ -1,8 +1,13 @@
-"""The declaration of a config of any type that transformers builds, from its module.
+"""The prediction of a config of any type that transformers builds, from its module.
 
 The module on the meta device gives the true shapes; its own `_init_weights`, run over evenly spread
-samples of every parameter, gives the variances. Two narrow copies of the true depth are read as
+samples of every parameter, gives the variances. Two narrow modules of the true depth are read as
 `describe` reads a module; fields that depend on the width or a window differ between them.
+
+What no Transformer describes is predicted by the operations of a narrow module, every width divided
+by one number. The variance of a matrix is multiplied by the ratio of the features that it sums over
+(`Lowering.wider`): to leading order in 1/width the signal is that of the config's module, and
+gradients are so up to one common factor.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import functools
 import inspect
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,9 +30,12 @@ from ..model.huggingface.config import family, nearest
 from ..model.huggingface.entries import IRRELEVANT, USUAL
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES
+from ..show.findings import Report
 from .dataflow import ModuleReading, read
 from .dataflow.reading import biases_of, in_every_layer, one_or_all
 from .huggingface_modules import named_class
+from .open_check import NotRead, report_of
+from .operations.predict import ModulePrediction, lowered, summary
 from .roles import block_of, tensors_of
 from .running import aliases, padding_rows
 
@@ -35,6 +44,7 @@ with optional("hf", "torch", "transformers"):
     import transformers
     from torch import Tensor, nn
     from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers import PretrainedConfig
     from transformers.models.auto import modeling_auto
 
 _TASKS = (
@@ -58,10 +68,10 @@ _SHAPING = frozenset(("id2label", "label2id", "num_labels", "problem_type"))
 _WINDOWS = ("sliding_window", "local_attention", "window_size", "attention_window_size")
 
 LARGEST = 2**28
-"""Most entries of a narrow copy; with more, its width depends on an unknown entry."""
+"""Most entries of a narrow module; with more, its width depends on an unknown entry."""
 
 VOCABULARY = 500
-"""Rows of a narrow copy's tables."""
+"""Rows of a narrow module's tables."""
 
 NEAR = 1e-3
 """Relative difference up to which two factors, read in single precision, are equal."""
@@ -78,6 +88,23 @@ SAMPLED = 0.01
 
 _BY_SHAPE = 0.03
 """Relative difference of two samples' mean squares from which they differ."""
+
+WIDTH = 256
+"""Largest d_model of a narrow module."""
+
+AGREED = 0.25
+"""Relative difference of a variance at two widths from which it is noted: a root of the width in
+the code changes it by 0.41 or more."""
+
+DRAWS, FEW = 24, 8
+"""Random draws of operations without a law, in the module and in the one of half its width."""
+
+_WIDTHS = re.compile(
+    r".*(hidden_sizes?|d_model|n_embd|n_embed|d_embed|embed_dim\w*|embedding_size|d_ff|n_inner|width"
+    r"|intermediate\w*|ffn\w*|feed_?forward\w*|inner_dim\w*|mlp\w*dim\w*|hidden_dim|lora_rank"
+    r"|dt_rank|time_step_rank|d_ssm|(?<!head_)(?<!rotary_)(?<!head)dim|projection_dim)"
+)
+_HEADS = re.compile(r".*(heads|n_head|num_kv|query_groups\w*|n_groups|num_heads\w*)")
 
 
 def from_config(
@@ -108,6 +135,36 @@ def from_config(
     return model.replace(window=windows if any(windows) else None), notes
 
 
+def predicted(entries: Mapping[str, Any]) -> ModulePrediction:
+    """The prediction of a config by the operations of its module.
+
+    Raises:
+        DomainError: transformers builds no module of it, or none that is narrow.
+        MomentsError: the module cannot be run on random input.
+    """
+    near, far = _pair(json.dumps(dict(entries), sort_keys=True))
+    result = near.followed()
+    return dataclasses.replace(result, notes=(*_notes(near, far, result), *result.notes))
+
+
+def checked(entries: Mapping[str, Any], refusal: Undeclared) -> Report:
+    """`moments.check` of a config by the operations of its module.
+
+    Raises:
+        DomainError: the refusal, and why its operations could not be followed either.
+    """
+    try:
+        near, far = _pair(json.dumps(dict(entries), sort_keys=True))
+        with quietly():
+            report = report_of(near.module, None, NotRead(str(refusal)), near.wider)
+    except MomentsError as error:
+        said = str(error).splitlines()[0]
+        raise DomainError(f"{refusal}; nor are its operations followed: {said}") from error
+    place = "" if far is None else f", in a module of width {near.width} for one of {near.true}"
+    notes = (*_notes(near, far, None), *report.notes)
+    return dataclasses.replace(report, notes=notes, read=report.read + place)
+
+
 @functools.lru_cache(maxsize=64)
 def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
     entries = json.loads(text)
@@ -119,13 +176,14 @@ def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
             build = module_class(entries, config)
         except DomainError as error:
             raise Undeclared(str(error)) from error
-        with refused(f"config of type {kind!r}"), torch.device("meta"):
-            whole = build(config)
-        shapes = {name: tuple(p.shape) for name, p in named_parameters(whole)}
+        whole, shapes = on_meta(build, config)
         squares = squares_drawn(whole)
     try:
         with quietly():
-            copies = [_Copy.of(build, config, number, squares) for number in range(2)]
+            narrow = [_copy(config, number) for number in range(2)]
+            copies = [Narrow.of(build, one, config, shapes) for one in narrow]
+            for one in copies:
+                rescale(one.module, squares)
         readings = [_reading(kind, one) for one in copies]
         model = _at_true_width(kind, config, shapes, copies, readings)
     except DomainError as error:
@@ -134,6 +192,32 @@ def _declared(text: str) -> tuple[Transformer, tuple[str, ...]]:
     if unknown:
         doubts.append(f"entries that {type(config).__name__} does not know are left out: {unknown}")
     return model, tuple(doubts)
+
+
+@functools.lru_cache(maxsize=4)
+def _pair(text: str) -> tuple[Narrow, Narrow | None]:
+    """A narrow module, and one of half its width unless it has the config's own width."""
+    entries = json.loads(text)
+    with quietly():
+        config, _ = settings(entries)
+        build = module_class(entries, config, pairs=True)
+        whole, shapes = on_meta(build, config)
+        true, factor = _width(config), 1
+        while true // factor > WIDTH:
+            factor *= 2
+        near = Narrow.of(build, _divided(config, factor), config, shapes)
+        far = None
+        if factor > 1:
+            far = Narrow.of(build, _divided(config, 2 * factor), config, shapes)
+        try:
+            squares = squares_drawn(whole)
+        except DomainError:  # a rule that needs whole tensors
+            squares = {} if far is None else _extrapolated(near.module, far.module, factor)
+        for narrow in (near, far):
+            if narrow is not None:
+                rescale(narrow.module, squares)
+                _equalise_rows(narrow.module)
+    return near, far
 
 
 @contextmanager
@@ -201,59 +285,116 @@ def module_class(entries: Mapping[str, Any], config: Any, *, pairs: bool = False
     raise DomainError(f"model_type = {kind!r}: no model of text or of images{nearest(kind)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Copy:
-    """A narrow module of the true depth with the true variances."""
+def on_meta(build: Any, config: Any) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    """A config's module on the meta device, and the shapes of its parameters."""
+    with refused(f"config of type {config.model_type!r}"), torch.device("meta"):
+        whole = build(config)
+    return whole, {name: tuple(p.shape) for name, p in named_parameters(whole)}
 
-    width: int
-    window: int
-    heads: int
-    kv_heads: int
+
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """A module of a config's depth with smaller widths.
+
+    Attributes:
+        config: its own.
+        wider: parameter -> by axis, the ratio of the config's size to the module's.
+        true: d_model of the config.
+    """
+
+    config: Any
     module: nn.Module
+    wider: dict[str, tuple[float, ...]]
+    true: int
 
     @classmethod
-    def of(cls, build: Any, config: Any, number: int, squares: Mapping[str, float]) -> _Copy:
-        """Copy 0 or 1; `squares`: mean square of every parameter that is drawn."""
-        narrow, window = copy.deepcopy(config), 4 + 2 * number
-        true = _sizes(config)
-        heads = 2 + number if true.heads > 1 else 1
-        kv_heads = heads if true.kv_heads == true.heads else 1
-        usual = true.heads * true.d_head == true.d_model
-        width = heads * true.d_head if usual else 64 * (2 + number)
-        narrow.num_attention_heads, narrow.hidden_size = heads, width
-        if getattr(config, "num_key_value_heads", None) is not None:
-            narrow.num_key_value_heads = kv_heads
-        for name in ("intermediate_size", "ffn_dim"):
-            if isinstance(getattr(config, name, None), int):
-                setattr(narrow, name, width + width // 2)
-        for name in _windows_of(config):
-            setattr(narrow, name, window)
-        narrow.vocab_size = min(VOCABULARY, getattr(config, "vocab_size", VOCABULARY))
-        _, module = built_narrow(build, cut_tokens(narrow))
-        rescale(module, squares)
-        return cls(width, window, heads, kv_heads, module)
+    def of(
+        cls, build: Any, narrow: Any, config: Any, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Narrow:
+        """The module of a `narrow` config; `shapes`: of the parameters of the true one."""
+        what, wider = f"a narrow copy of {build.__name__}", {}
+        with refused(what):
+            with torch.device("meta"):
+                size = sum(p.numel() for p in build(narrow).parameters())
+            if size > LARGEST:
+                raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
+            module = build(narrow)
+        for name, parameter in named_parameters(module):
+            if len(shapes.get(name, ())) != parameter.ndim:
+                raise DomainError(f"{what} has another {name} than the true one")
+            pairs = zip(shapes[name], parameter.shape, strict=True)
+            wider[name] = tuple(big / small for big, small in pairs)
+        return cls(narrow, module, wider, _width(config))
+
+    @property
+    def width(self) -> int:
+        """Its d_model."""
+        return _width(self.config)
+
+    def followed(self, draws: int = DRAWS) -> ModulePrediction:
+        """The prediction by operations for the config's module.
+
+        Raises:
+            MomentsError: it cannot be run.
+        """
+        return summary(lowered(self.module, None, draws=draws, wider=self.wider), draws)
 
 
-def cut_tokens(config: Any) -> Any:
-    """A config with its special tokens inside its vocabulary."""
+def _width(config: Any) -> int:
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for part in (inner, config):
+        for name in ("hidden_size", "d_model", "n_embd", "embed_dim", "dim"):
+            value = getattr(part, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return 1
+
+
+def _divided(config: Any, factor: int) -> Any:
+    """A config, and the configs in it, with every width and number of heads divided by `factor`."""
+    narrow = copy.deepcopy(config)
+    narrow.use_cache = False
+    for name, value in list(vars(narrow).items()):
+        if isinstance(value, PretrainedConfig):
+            setattr(narrow, name, _divided(value, factor))
+        elif _HEADS.fullmatch(name) or _WIDTHS.fullmatch(name):
+            if isinstance(value, list) and all(type(v) is int for v in value):
+                setattr(narrow, name, [max(1, v // factor) for v in value])
+            elif type(value) is int:
+                setattr(narrow, name, max(1, value // factor))
+        elif name == "vocab_size" and type(value) is int:
+            setattr(narrow, name, min(VOCABULARY, value))
+    cut_tokens(narrow)
+    return narrow
+
+
+def _copy(config: Any, number: int) -> Any:
+    """Narrow config 0 or 1 of a stack of attention and feed-forward blocks."""
+    narrow, true = copy.deepcopy(config), _sizes(config)
+    heads = 2 + number if true.heads > 1 else 1
+    usual = true.heads * true.d_head == true.d_model
+    width = heads * true.d_head if usual else 64 * (2 + number)
+    narrow.num_attention_heads, narrow.hidden_size = heads, width
+    if getattr(config, "num_key_value_heads", None) is not None:
+        narrow.num_key_value_heads = heads if true.kv_heads == true.heads else 1
+    for name in ("intermediate_size", "ffn_dim"):
+        if isinstance(getattr(config, name, None), int):
+            setattr(narrow, name, width + width // 2)
+    for name in _windows_of(config):
+        setattr(narrow, name, 4 + 2 * number)
+    narrow.vocab_size = min(VOCABULARY, getattr(config, "vocab_size", VOCABULARY))
+    cut_tokens(narrow)
+    return narrow
+
+
+def cut_tokens(config: Any) -> None:
+    """Put the special tokens of a config inside its vocabulary."""
     rows = getattr(config, "vocab_size", None)
     if not isinstance(rows, int):
-        return config
+        return
     for name, token in list(vars(config).items()):
         if name.endswith("token_id") and type(token) is int:
             setattr(config, name, min(token, rows - 1))
-    return config
-
-
-def built_narrow(build: Any, narrow: Any) -> tuple[str, nn.Module]:
-    """A module of a config with small widths, after its name in words."""
-    what = f"a narrow copy of {build.__name__}"
-    with refused(what):
-        with torch.device("meta"):
-            size = sum(p.numel() for p in build(narrow).parameters())
-        if size > LARGEST:
-            raise DomainError(f"{what} has {size:.2g} parameters: its width has other entries")
-        return what, build(narrow)
 
 
 def rescale(module: nn.Module, squares: Mapping[str, float]) -> None:
@@ -388,7 +529,7 @@ def _quantiles(like: Tensor, normal: bool) -> Tensor:
 # --- readings of the copies -----------------------------------------------------------------------
 
 
-def _reading(kind: str, narrow: _Copy) -> ModuleReading:
+def _reading(kind: str, narrow: Narrow) -> ModuleReading:
     near = nearest(kind)
     try:
         result = read(narrow.module)
@@ -406,7 +547,8 @@ def _reading(kind: str, narrow: _Copy) -> ModuleReading:
     if result.roles.unidentified:
         names = ", ".join(result.roles.unidentified[:3])
         raise DomainError(f"model_type = {kind!r}: no role is known of {names}{near}")
-    for name, heads in (("heads", narrow.heads), ("kv_heads", narrow.kv_heads)):
+    sizes = _sizes(narrow.config)
+    for name, heads in (("heads", sizes.heads), ("kv_heads", sizes.kv_heads)):
         if (read_heads := getattr(result.model, name)) != heads:
             raise domain_error(name, read_heads, f"{heads}, as the config of a narrow copy says")
     return result
@@ -416,7 +558,7 @@ def _at_true_width(
     kind: str,
     config: Any,
     shapes: Mapping[str, tuple[int, ...]],
-    copies: list[_Copy],
+    copies: list[Narrow],
     readings: list[ModuleReading],
 ) -> Transformer:
     """The narrow copies' model with the sizes of the config."""
@@ -472,7 +614,7 @@ def _at_true_width(
     return model
 
 
-def _squares(reading: ModuleReading, narrow: _Copy) -> dict[tuple[int, str], float]:
+def _squares(reading: ModuleReading, narrow: Narrow) -> dict[tuple[int, str], float]:
     """Mean squares by layer and role: of a whole parameter, unless its parts are drawn unlike."""
     tensors, result = tensors_of(narrow.module), {}
     for role in reading.roles.roles:
@@ -523,10 +665,11 @@ class _Widths:
 
 
 def _windows(
-    kind: str, config: Any, copies: list[_Copy], first: Transformer, second: Transformer
+    kind: str, config: Any, copies: list[Narrow], first: Transformer, second: Transformer
 ) -> list[int | None]:
     """The window of every layer, linear in the config's entry for windows."""
     entries = list(_windows_of(config).values())
+    narrow = [next(iter(_windows_of(one.config).values()), 0) for one in copies]
     result: list[int | None] = []
     for one, two in zip(first.windows, second.windows, strict=True):
         if one is two is None:
@@ -534,6 +677,63 @@ def _windows(
             continue
         if one is None or two is None or len(entries) != 1:
             raise DomainError(f"config of type {kind!r}: windows that follow no one entry")
-        slope = (two - one) / (copies[1].window - copies[0].window)
-        result.append(round(one + slope * (entries[0] - copies[0].window)))
+        slope = (two - one) / (narrow[1] - narrow[0])
+        result.append(round(one + slope * (entries[0] - narrow[0])))
     return result
+
+
+# --- by operations --------------------------------------------------------------------------------
+
+
+def _equalise_rows(module: nn.Module) -> None:
+    """Scale all rows of a table to one mean square, which wide rows have without it."""
+    with torch.no_grad():
+        for part in module.modules():
+            if isinstance(part, nn.Embedding):
+                squares = part.weight.square().mean(1, keepdim=True)
+                drawn = squares > 0
+                mean = squares[drawn].mean()
+                part.weight.mul_(torch.where(drawn, (mean / squares).sqrt(), 0.0))
+
+
+def _extrapolated(near: nn.Module, far: nn.Module, factor: int) -> dict[str, float]:
+    """Mean squares at the config's width, by the half-integer powers of the width that two narrow
+    modules follow."""
+    result = {}
+    others = dict(named_parameters(far))
+    for name, parameter in named_parameters(near):
+        x, y = (float(p.detach().double().square().mean()) for p in (parameter, others[name]))
+        if x > 0 and y > 0:
+            result[name] = x * factor ** (round(2 * math.log2(x / y)) / 2)
+    return result
+
+
+def _notes(near: Narrow, far: Narrow | None, result: ModulePrediction | None) -> list[str]:
+    """Notes on the narrow module, and on variances that differ at a second width."""
+    notes = [
+        "followed operation by operation on 16 tokens at most, since moments.Transformer cannot "
+        "declare what the module of this config does"
+    ]
+    if far is None:
+        return notes
+    notes.append(
+        f"a module of width {near.width} with the config's depth stands for width {near.true}, its "
+        "matrices for as many features as those have: gradients are up to one factor for all"
+    )
+    try:
+        other, result = far.followed(FEW), result or near.followed(FEW)
+    except MomentsError:
+        return notes
+    ratios = [
+        (row.module, half.variance / row.variance)
+        for row, half in zip(result.outputs, other.outputs, strict=False)
+        if row.module == half.module and row.variance > 0
+    ]
+    if different := [(name, ratio) for name, ratio in ratios if abs(ratio - 1) > AGREED]:
+        name, ratio = different[0]
+        more = f" and {len(different) - 1} more" if different[1:] else ""
+        notes.append(
+            f"{name}{more}: the variance follows the width, {ratio:.3g} times at half of it; that "
+            "of the config's width is not known"
+        )
+    return notes

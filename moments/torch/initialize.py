@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,17 +19,14 @@ from ..model.transformer import Transformer
 from ..model.weights import DISTRIBUTIONS
 from ..simulation.parameters import draw
 from .architecture import Fitted, fitted, phrase_of
+from .dataflow import ModuleReading
 from .expectation import Scales, expected_variance, scales_of
-from .roles import ModuleBranch, ModuleRoles, Role, block_of, tensors_of, unit_gain
+from .roles import ModuleRoles, Role, block_of, tensors_of, unit_gain
 from .running import padding_rows
 from .scales import (
     FOLDED,
     AppliedScales,
-    DropProbability,
-    applied_scales,
     apply_scales,
-    drop_probabilities,
-    drops_behind,
     logit_factor,
 )
 from .tensors import SLACK, attention_of, temperatures
@@ -128,8 +126,7 @@ def initialize(
             _write(module, role, blocks[role], variance, seed, str(distribution), row)
             rows.append((role.layer, role.full_name, role.label, variance))
         for role in roles.scales:
-            values = scales.skip if role.name.endswith("skip_scale") else scales.branch
-            blocks[role].fill_(float(values[role.layer - 1, _column(role)]))
+            blocks[role].fill_(float(scales.branch[role.layer - 1, _column(role)]))
     written = {name for _, _, name, _ in rows} | {role.parameter for role in roles.scales}
     untouched = [role.label for role in roles.roles if role.label not in written]
     unlike = tuple(map(phrase_of, fit.departures))
@@ -166,20 +163,10 @@ def _attached(fit: Fitted, batch: Any) -> AppliedScales | None:
     batch = reading.example if batch is None else batch
     stacks = scales_of(model)
     own = _check_scales(roles, stacks[""])
-    scalings = _scalings(module, roles, model)
+    scalings = _scalings(module, reading, model)
     dropped = (model if described is None else described).dropout > 0
-
-    def drops() -> dict[ModuleBranch, DropProbability | None]:
-        if not dropped:
-            return {}
-        before = applied_scales(module)
-        known = {} if before is None else before.dropouts
-        behind = drops_behind(module, roles.blocks, batch)
-        known = known | drop_probabilities(module, behind - set(known), batch)
-        return {block: known.get(block) for block in behind}
-
-    logits = logit_factor(roles, model, described)
-    applied = apply_scales(module, roles.blocks, stacks, drops=drops, own=own, logits=logits)
+    logits = logit_factor(module, reading, model, described)
+    applied = apply_scales(module, roles.blocks, stacks, own, logits, batch, drops=dropped)
     if hasattr(module, FOLDED):
         delattr(module, FOLDED)
     for part, scaling in scalings:
@@ -224,32 +211,26 @@ def _column(role: Role) -> int:
 
 
 def _check_scales(roles: ModuleRoles, scales: Scales) -> set[tuple[int, int]]:
-    """Blocks whose scales are parameters of the module; a DomainError for scales without place."""
-    own: dict[tuple[int, int], set[str]] = {}
-    for role in roles.scales:
-        columns = (0, 1) if role.name in ("skip_scale", "branch_scale") else (_column(role),)
-        for column in columns:
-            own.setdefault((role.layer, column), set()).add(role.name.rpartition(".")[2])
-    for layer, column in ((n + 1, c) for n in range(roles.layers) for c in (0, 1)):
-        present = own.get((layer, column), set())
-        skip, branch, before, after = scales.at(layer, column)
-        named = {"skip_scale": skip, "branch_scale": branch}
-        missing = [name for name, value in named.items() if value != 1 and name not in present]
-        if present and missing:
+    """Blocks with a parameter for their branch scale; a DomainError for scales without a place."""
+    own = {(role.layer, _column(role)) for role in roles.scales}
+    for place in itertools.product(range(1, roles.layers + 1), (0, 1)):
+        skip, branch, *norm = scales.at(*place)
+        if place in own and skip != 1:
             raise DomainError(
-                f"layer {layer}: the module has a parameter for {', '.join(present)} but none for "
-                f"{', '.join(missing)}"
+                f"layer {place[0]}: the module has a parameter for branch_scale but none for "
+                "skip_scale"
             )
-        if not roles.blocks and ((missing and not present) or (before, after) != (1, 1)):
+        scaled = (place not in own and (skip, branch) != (1, 1)) or norm != [1, 1]
+        if scaled and not roles.blocks:
             raise DomainError(
-                f"layer {layer}: the plan scales residual sums or norms, and no submodule of "
+                f"layer {place[0]}: the plan scales residual sums or norms, and no submodule of "
                 "this module takes or gives them, where a hook could act"
             )
-    return set(own)
+    return own
 
 
 def _scalings(
-    module: nn.Module, roles: ModuleRoles, model: Transformer
+    module: nn.Module, reading: ModuleReading, model: Transformer
 ) -> list[tuple[nn.Module, float]]:
     """Attention modules whose `scaling` must change, with the new one: logits are
     q k / (sqrt(d_head) temperature).
@@ -258,7 +239,7 @@ def _scalings(
         DomainError: the temperatures differ from the module's own and cannot be set.
     """
     changes = []
-    for role, planned, present in temperatures(roles, model):
+    for role, planned, present in temperatures(reading.roles, reading.sums, model):
         attention = _scaled_attention(module, role)
         tolerance = READ if attention is not None else SLACK
         if np.isclose(1.0 if present is None else present, planned, rtol=tolerance):

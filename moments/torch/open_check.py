@@ -43,7 +43,7 @@ from .operations.laws import F64
 from .operations.predict import Lowered, ModulePrediction, OperationRow, lowered, summary
 from .operations.sampling import again
 from .operations.variables import Field, Mix, Product, Sampled, Variable
-from .roles import HookPoint, WeightPart, gathered_names
+from .roles import WHOLE, HookPoint, gathered_names
 
 DRAWS = 24
 """Random draws of operations without a law."""
@@ -594,7 +594,7 @@ def _measured(
     points = [HookPoint(0, STREAM, f"{path}.0", "input")]
     points += [HookPoint(n + 1, STREAM, f"{path}.{n}", "output") for n in range(promised.layers)]
     rows = [
-        (WeightGradient(0, name, name), WeightPart(name, name))
+        (WeightGradient(0, name, name), WHOLE)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]

@@ -4,6 +4,7 @@ parameters."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ Side = Literal["input", "output"]
 
 
 class WeightPart(NamedTuple):
-    """One matrix or vector within a parameter.
+    """The place of a matrix or vector within a parameter.
 
     Along `axis` the parameter consists of equal groups, each split into parts of `split` rows, and
     this is part number `part` of every group; an empty split stands for the whole parameter. Query,
@@ -28,8 +29,6 @@ class WeightPart(NamedTuple):
     group for every head.
     """
 
-    weight: str
-    parameter: str
     axis: int = 0
     part: int = 0
     split: tuple[int, ...] = ()
@@ -43,6 +42,9 @@ class WeightPart(NamedTuple):
         grouped = tensor.unflatten(self.axis, (-1, sum(self.split)))
         result = grouped.narrow(self.axis + 1, start, self.split[self.part])
         return result.flatten(self.axis, self.axis + 1) if grouped.shape[self.axis] == 1 else result
+
+
+WHOLE = WeightPart()
 
 
 class HookPoint(NamedTuple):
@@ -75,13 +77,12 @@ class ModuleBranch:
         name: "attention", "cross" or "ffn".
         placement: "pre", "post", "sandwich", "output" or "none".
         norm: path of the block's norm; None without one.
-        post_norm: path of the norm of the block's output.
         stream: x of the residual sum lambda x + beta f.
-        raw: f as the output projection (or a sandwich's second norm) gives it.
         branch: f behind dropout and a second norm, if these are submodules.
-        total: the sum.
         parallel: whether this block and another share one sum.
         drops: whether dropout acts on the block's output behind `branch`.
+        native: factor of the block's output in the module's code, of hooks too; 1 if parameters
+            are part of it.
     """
 
     stack: str
@@ -90,13 +91,11 @@ class ModuleBranch:
     name: str
     placement: str
     norm: str | None
-    post_norm: str | None
     stream: SubmoduleTensor
-    raw: SubmoduleTensor
     branch: SubmoduleTensor
-    total: SubmoduleTensor
     parallel: bool = False
     drops: bool = field(default=False, compare=False)
+    native: float = field(default=1.0, compare=False)
 
     @property
     def column(self) -> int:
@@ -113,6 +112,7 @@ class BlockSum(NamedTuple):
         skip, branch: lambda, beta.
         norm: factor of the normalised input, root mean square over features; None without a norm.
         proportional: whether the sum has this form.
+        multiplier: logits / (q k) of attention, if known.
     """
 
     placement: str
@@ -120,6 +120,7 @@ class BlockSum(NamedTuple):
     branch: float
     norm: float | None
     proportional: bool
+    multiplier: float | None
 
 
 Sums = Mapping[tuple[str, int, str], BlockSum]
@@ -132,8 +133,6 @@ Sums = Mapping[tuple[str, int, str], BlockSum]
 TABLES = ("token", "position", "segment", "class", "relative_bias")
 """Roles that are looked up or added, not multiplied with."""
 
-_AFTER_LAYERS = ("head", "final")
-
 
 @dataclass(frozen=True)
 class Role:
@@ -143,26 +142,21 @@ class Role:
         stack: "", or "encoder." if there is a decoder too.
         layer: from 1; 0 before the first layer, N + 1 behind the last.
         name: "query", "query.bias", "attention.norm.gain", "token", "final.norm.gain", ...
+        parameter: name of the whole parameter.
         fan_in, fan_out: numbers of input and output features; 0 for vectors.
         transposed: whether the matrix is stored (fan_in, fan_out), as Conv1D stores it.
-        label: the parameter's name, with the role's if it is a part of the parameter.
         unit: whether a norm's gain is the weight itself, not 1 + weight; None: unknown.
     """
 
     stack: str
     layer: int
     name: str
-    part: WeightPart
-    fan_in: int
-    fan_out: int
-    transposed: bool
-    label: str
+    parameter: str
+    part: WeightPart = WHOLE
+    fan_in: int = 0
+    fan_out: int = 0
+    transposed: bool = False
     unit: bool | None = None
-
-    def __str__(self) -> str:
-        """In words: "query of layer 3", "token", "final.norm.gain"."""
-        inside = self.layer > 0 and not self.name.startswith(_AFTER_LAYERS)
-        return f"{self.full_name} of layer {self.layer}" if inside else self.full_name
 
     @property
     def full_name(self) -> str:
@@ -170,9 +164,10 @@ class Role:
         return self.stack + self.name
 
     @property
-    def parameter(self) -> str:
-        """Name of the whole parameter."""
-        return self.part.parameter
+    def label(self) -> str:
+        """The parameter's name, with the role's if it is a part of the parameter."""
+        short = self.name.removesuffix(".bias")
+        return f"{self.parameter} [{short}]" if self.part.split else self.parameter
 
     @property
     def is_matrix(self) -> bool:
@@ -188,7 +183,6 @@ class ModuleRoles:
         unidentified: names of parameters of unknown role.
         blocks: the residual branches; empty if submodules do not show all of them.
         scales: parameters and buffers that are a residual scale.
-        multipliers: stack, layer, block and factor of q k, if known.
         logits: path of the submodule that gives the logits; "": unknown.
     """
 
@@ -197,7 +191,6 @@ class ModuleRoles:
     unidentified: tuple[str, ...]
     blocks: tuple[ModuleBranch, ...]
     scales: tuple[Role, ...] = ()
-    multipliers: tuple[tuple[str, int, str, float], ...] = ()
     logits: str = ""
 
     def named(self, *names: str, stack: str = "") -> tuple[Role, ...]:
@@ -351,32 +344,26 @@ def _expert_roles(prefix: str, layer: int, tensors: Mapping[str, Any]) -> Iterat
     axis = 1 if by_rows else 2
     # GPT-OSS, which alone has biases there, interleaves the two
     split = (1, 1) if f"{prefix}{_UP}_bias" in tensors else (d_ff, d_ff)
-
-    def role(name: str, part: WeightPart, fans: tuple[int, int], transposed: bool) -> Role:
-        label = part.parameter + (f" [{name}]" if part.split else "")
-        return Role("", layer, name, part, *fans, transposed, label)
-
+    role = functools.partial(Role, "", layer)
     for place, name in enumerate(("gate", "ffn_in")):
-        part = WeightPart(name, prefix + _UP, axis, place, split)
-        yield role(name, part, (d_model, d_ff), not by_rows)
+        part = WeightPart(axis, place, split)
+        yield role(name, prefix + _UP, part, d_model, d_ff, not by_rows)
         if split == (1, 1):
-            bias = WeightPart(f"{name}.bias", f"{prefix}{_UP}_bias", 1, place, split)
-            yield role(f"{name}.bias", bias, (0, 0), False)
-    yield role("ffn_out", WeightPart("ffn_out", prefix + _DOWN), (d_ff, d_model), not by_rows)
+            yield role(f"{name}.bias", f"{prefix}{_UP}_bias", WeightPart(1, place, split))
+    yield role("ffn_out", prefix + _DOWN, WHOLE, d_ff, d_model, not by_rows)
     if f"{prefix}{_DOWN}_bias" in tensors:
-        bias = WeightPart("ffn_out.bias", f"{prefix}{_DOWN}_bias")
-        yield role("ffn_out.bias", bias, (0, 0), False)
+        yield role("ffn_out.bias", f"{prefix}{_DOWN}_bias")
     for gate in ("gate", "router"):
-        weight, bias_name = f"{prefix}{gate}.weight", f"{prefix}{gate}.bias"
+        weight, bias = f"{prefix}{gate}.weight", f"{prefix}{gate}.bias"
         if weight in tensors and tuple(tensors[weight].shape) == (up.shape[0], d_model):
-            yield role("router", WeightPart("router", weight), (d_model, up.shape[0]), False)
-            if bias_name in tensors:
-                yield role("router.bias", WeightPart("router.bias", bias_name), (0, 0), False)
+            yield role("router", weight, fan_in=d_model, fan_out=up.shape[0])
+            if bias in tensors:
+                yield role("router.bias", bias)
     for name, tensor in tensors.items():
         shared = _SHARED.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
         if shared is None:
             continue
         ending = ".bias" if shared[2] == "bias" else ""
         role_name = f"shared_{_NAMES[shared[1]]}{ending}" if shared[1] else "shared_router"
-        fans = (0, 0) if ending else (tensor.shape[1], tensor.shape[0])
-        yield role(role_name, WeightPart(role_name, name), fans, False)
+        fan_out, fan_in = (0, 0) if ending else tensor.shape
+        yield role(role_name, name, fan_in=fan_in, fan_out=fan_out)

@@ -8,7 +8,7 @@ dropout that the layer applies inside a function is switched off and applied by 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import DomainError, MomentsError
 from ..model.transformer import Transformer
 from .anatomy import anatomy_of
+from .dataflow import ModuleReading
 from .expectation import Scales
 from .roles import ModuleBranch, ModuleRoles, Side, SubmoduleTensor
 from .running import first_tensor, grouped, with_first_tensor
@@ -25,7 +26,8 @@ from .running import first_tensor, grouped, with_first_tensor
 ATTRIBUTE = "moments_scales"
 """Attribute of a module that holds its `AppliedScales`."""
 
-Drops = Callable[[], Mapping[ModuleBranch, "DropProbability | None"]]
+DIGITS = 1e-5
+"""Relative error of a factor of the module's code, which is read to six digits."""
 
 FOLDED = "moments_folded"
 """Attribute of a module whose scales are absorbed in its weights."""
@@ -45,15 +47,20 @@ def logits_path(roles: ModuleRoles) -> str | None:
 
 
 def logit_factor(
-    roles: ModuleRoles, model: Transformer, described: Transformer | None
+    module: nn.Module, reading: ModuleReading, model: Transformer, described: Transformer | None
 ) -> LogitFactor | None:
     """The factor that is missing to a model's output scale; None if there is none."""
-    path = logits_path(roles)
+    path = logits_path(reading.roles)
     if path is None or model.head is None:
         return None
-    own = 1.0 if described is None or described.head is None else described.head.output_scale
+    if described is not None and described.head is not None:
+        own = described.head.output_scale
+    else:  # of the code and the hooks, without that of the hooks
+        applied = applied_scales(module)
+        hooks = 1.0 if applied is None else applied.logits
+        own = float(f"{(reading.logit_scale or 1.0) / hooks:.6g}")
     factor = float(model.head.output_scale / own)
-    return None if abs(factor - 1) < 1e-12 else LogitFactor(path, factor)
+    return None if abs(factor - 1) < DIGITS else LogitFactor(path, factor)
 
 
 class ScaleRow(NamedTuple):
@@ -80,14 +87,15 @@ class AppliedScales:
         logits: factor of the logits.
         dropouts: block -> the probability of dropout that its hook applies instead of the module's
             code; in the submodule that holds the probability it is 0 until `remove`.
-        handles: of the hooks; `holders`: path -> submodule that holds a probability.
+        natives: block -> the factor of its output in the module's code.
+        handles: of the hooks.
     """
 
     rows: tuple[ScaleRow, ...]
     handles: list[RemovableHandle]
     logits: float = 1.0
-    dropouts: dict[ModuleBranch, DropProbability] = field(default_factory=dict)
-    holders: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    dropouts: dict[ModuleBranch, DropProbability] = field(default_factory=dict, repr=False)
+    natives: dict[ModuleBranch, float] = field(default_factory=dict)
 
     def remove(self) -> None:
         """Remove every hook, so that the module runs by its own code alone."""
@@ -95,8 +103,8 @@ class AppliedScales:
             handle.remove()
         self.handles.clear()
         for drop in self.dropouts.values():
-            setattr(self.holders[drop.path], drop.name, drop.drop_prob)
-        self.rows, self.logits, self.dropouts, self.holders = (), 1.0, {}, {}
+            drop.set(drop.drop_prob)
+        self.rows, self.logits, self.dropouts, self.natives = (), 1.0, {}, {}
 
     def __str__(self) -> str:
         lines = [f"{len(self.handles)} hooks scale {len(self.rows)} blocks"]
@@ -136,30 +144,31 @@ def remove_scales(module: nn.Module) -> None:
 
 def apply_scales(
     module: nn.Module,
-    blocks: Iterable[ModuleBranch],
+    blocks: Sequence[ModuleBranch],
     scales: Mapping[str, Scales],
+    own: Collection[tuple[int, int]],
+    logits: LogitFactor | None,
+    batch: Any,
     *,
-    drops: Drops,
-    own: Iterable[tuple[int, int]] = (),
-    logits: LogitFactor | None = None,
+    drops: bool,
 ) -> AppliedScales | None:
     """Add the hooks of a model's scales to a module; None if there is nothing to scale.
 
     Args:
-        drops: function that returns the blocks whose output passes a dropout behind every hook,
-            each with the holder of its probability, or None if that is unknown.
         own: (layer, column) of blocks whose scales are parameters of the module.
+        batch: on which dropouts inside functions are detected, if the module `drops` at all.
 
     Raises:
         DomainError: a scale that no hook can apply to this module, with the reason.
     """
     parts = dict(module.named_modules())
-    rows = _rows(parts, list(blocks), scales, set(own))
-    dropouts = _dropouts(parts, rows, drops)
+    native = natives(module, blocks)
+    rows = _rows(native, scales, own)
+    dropouts = _dropouts(module, parts, rows, batch) if drops else {}
     planned = [
         (row, hooks)
         for block, row in rows.items()
-        if (hooks := _hooks(parts, block, row, dropouts.get(block)))
+        if (hooks := _hooks(block, row, native[block], dropouts.get(block)))
     ]
     remove_scales(module)
     if not planned and logits is None:
@@ -170,10 +179,10 @@ def apply_scales(
     if logits is not None:
         handles.append(_place(parts[logits.path], "output", ScaleOutput(logits.factor)))
     factor = 1.0 if logits is None else logits.factor
-    holders = {drop.path: parts[drop.path] for drop in dropouts.values()}
     for drop in dropouts.values():
-        setattr(holders[drop.path], drop.name, 0.0)
-    applied = AppliedScales(tuple(row for row, _ in planned), handles, factor, dropouts, holders)
+        drop.set(0.0)
+    placed = tuple(row for row, _ in planned)
+    applied = AppliedScales(placed, handles, factor, dropouts, native)
     setattr(module, ATTRIBUTE, applied)
     return applied
 
@@ -185,19 +194,18 @@ def _place(part: nn.Module, side: str, hook: Any) -> RemovableHandle:
 
 
 def _rows(
-    parts: dict[str, nn.Module],
-    blocks: list[ModuleBranch],
+    native: Mapping[ModuleBranch, float],
     scales: Mapping[str, Scales],
-    own: set[tuple[int, int]],
+    own: Collection[tuple[int, int]],
 ) -> dict[ModuleBranch, ScaleRow]:
     """The scales of every block; blocks that share a sum or a norm have it scaled once."""
     rows = {}
     summed: set[str] = set()
     normed: set[str | None] = set()
-    for block in blocks:
+    for block in native:
         skip, branch, before, after = scales[block.stack].at(block.layer, block.column)
         if not block.stack and (block.layer, block.column) in own:
-            skip, branch = 1.0, native_branch(parts[block.path])
+            skip, branch = 1.0, native[block]
         if block.parallel:  # one sum, and perhaps one norm, for both blocks
             if len(set(scales[block.stack].skip[block.layer - 1])) > 1:
                 raise DomainError(
@@ -213,7 +221,10 @@ def _rows(
 
 
 def _dropouts(
-    parts: dict[str, nn.Module], rows: Mapping[ModuleBranch, ScaleRow], drops: Drops
+    module: nn.Module,
+    parts: dict[str, nn.Module],
+    rows: Mapping[ModuleBranch, ScaleRow],
+    batch: Any,
 ) -> dict[ModuleBranch, DropProbability]:
     """The dropouts that hooks must apply themselves: none may follow a hook that adds x."""
     adding = [
@@ -223,9 +234,11 @@ def _dropouts(
     ]
     if not adding:
         return {}
-    result = drops()
+    before, behind = applied_scales(module), _drops_behind(module, rows, batch)
+    known = {} if before is None else before.dropouts
+    known = known | _drop_probabilities(module, parts, behind - set(known), batch)
     for block in adding:
-        if block in result and result[block] is None:
+        if block in behind and block not in known:
             raise DomainError(
                 f"layer {block.layer}, {block.name}: the module drops its output inside a "
                 "function, behind every point that a hook can reach, so that a skip scale would "
@@ -233,12 +246,13 @@ def _dropouts(
                 "skip scale is 1"
             )
     # Blocks may share one probability; then all of them need the hook.
-    replaced = {drop[:2] for block in adding if (drop := result.get(block)) is not None}
-    return {block: drop for block, drop in result.items() if drop and drop[:2] in replaced}
+    drops = {block: known[block] for block in behind if block in known}
+    replaced = {drops[block][:2] for block in adding if block in drops}
+    return {block: drop for block, drop in drops.items() if drop[:2] in replaced}
 
 
 def _hooks(
-    parts: dict[str, nn.Module], block: ModuleBranch, row: ScaleRow, dropout: DropProbability | None
+    block: ModuleBranch, row: ScaleRow, native: float, dropout: DropProbability | None
 ) -> list[tuple[SubmoduleTensor, Any]]:
     """The hooks of one block in the order in which they act: a norm's output is scaled before the
     stream of a Post-LN layer is stored, a norm's input after the stream of a Pre-LN layer is.
@@ -246,11 +260,11 @@ def _hooks(
     hooks: list[tuple[SubmoduleTensor, Any]] = []
     if row.norm_output != 1:
         hooks.append((SubmoduleTensor(_norm(block), "output"), ScaleOutput(row.norm_output)))
-    native = native_branch(parts[block.path])
-    if (row.skip, row.branch) != (1.0, native) or dropout is not None:
-        stored = StoredStream() if row.skip != 1 else None
+    branch_scaled = abs(row.branch - native) > DIGITS * abs(native)
+    if row.skip != 1 or branch_scaled or dropout is not None:
+        stored = StoreStream(block.stream.side) if row.skip != 1 else None
         if stored is not None:
-            hooks.append((block.stream, StoreStream(stored, block.stream.side)))
+            hooks.append((block.stream, stored))
         drop_prob = 0.0 if dropout is None else dropout.drop_prob
         hooks.append((block.branch, ScaleBranch(row.skip, row.branch, native, stored, drop_prob)))
     if row.norm_input != 1:
@@ -258,9 +272,11 @@ def _hooks(
     return hooks
 
 
-def native_branch(layer: nn.Module) -> float:
-    """The factor of a block's output in the layer's own code."""
-    return float(getattr(layer, "residual_multiplier", 1.0))
+def natives(module: nn.Module, blocks: Iterable[ModuleBranch]) -> dict[ModuleBranch, float]:
+    """The factor of every block's output in the module's code, without that of its hooks."""
+    applied = applied_scales(module)
+    known = {} if applied is None else applied.natives
+    return {block: known.get(block, block.native) for block in blocks}
 
 
 def _norm(block: ModuleBranch) -> str:
@@ -272,17 +288,21 @@ def _norm(block: ModuleBranch) -> str:
 # --- the hooks themselves -------------------------------------------------------------------------
 
 
-class StoredStream:
-    """The stream between its hook and the sum's, one per thread; never copied or pickled."""
+@dataclass
+class StoreStream:
+    """Hook that stores the first input or output of a submodule until the sum's hook takes it, one
+    per thread; what it stores is never copied or pickled."""
 
-    def __init__(self) -> None:
-        self._streams: dict[int, Tensor] = {}
+    side: Side
+    streams: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
-    def put(self, x: Tensor) -> None:
-        self._streams[threading.get_ident()] = x
+    def __call__(self, _: nn.Module, args: Any, other: Any) -> None:
+        # `other`: the named arguments before a forward, the output behind it.
+        x = first_tensor([*args, *other.values()] if self.side == "input" else other)
+        self.streams[threading.get_ident()] = x
 
     def take(self) -> Tensor:
-        x = self._streams.pop(threading.get_ident(), None)
+        x = self.streams.pop(threading.get_ident(), None)
         if x is None:
             raise MomentsError(
                 "a block ran without its layer's residual stream: run the whole layer, or take "
@@ -291,19 +311,7 @@ class StoredStream:
         return x
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_streams": {}}
-
-
-@dataclass
-class StoreStream:
-    """Hook that stores the first input or output of a submodule."""
-
-    stored: StoredStream
-    side: Side
-
-    def __call__(self, _: nn.Module, args: Any, other: Any) -> None:
-        # `other`: the named arguments before a forward, the output behind it.
-        self.stored.put(first_tensor([*args, *other.values()] if self.side == "input" else other))
+        return {"side": self.side, "streams": {}}
 
 
 @dataclass
@@ -311,14 +319,14 @@ class ScaleBranch:
     """Hook that replaces f by (beta f + (lambda - 1) x) / native, after dropout of f.
 
     Attributes:
-        native: factor of f in the module's code behind the hook (Granite).
+        native: factor of f in the module's code behind the hook.
         stored: holds x; None if lambda is 1.
     """
 
     skip: float
     branch: float
     native: float
-    stored: StoredStream | None
+    stored: StoreStream | None
     drop_prob: float = 0.0
 
     def __call__(self, part: nn.Module, _: Any, output: Any) -> Any:
@@ -358,18 +366,21 @@ class ScaleInput:
 
 
 class DropProbability(NamedTuple):
-    """A dropout probability in the attribute `name` of the submodule at `path`."""
+    """A dropout probability in the attribute `name` of the submodule `part` at `path`."""
 
     path: str
     name: str
     drop_prob: float
+    part: nn.Module
+
+    def set(self, drop_prob: float) -> None:
+        setattr(self.part, self.name, drop_prob)
 
 
-def drop_probabilities(
-    module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
+def _drop_probabilities(
+    module: nn.Module, parts: dict[str, nn.Module], blocks: Iterable[ModuleBranch], batch: Any
 ) -> dict[ModuleBranch, DropProbability]:
     """The probability that controls the dropout of each block, found by setting it to 0."""
-    parts = dict(module.named_modules())
     result: dict[ModuleBranch, DropProbability] = {}
     candidates = [(block, drop) for block in blocks for drop in _candidates(parts, block)]
     for key in dict.fromkeys(_relative(block, drop) for block, drop in candidates):
@@ -380,16 +391,16 @@ def drop_probabilities(
         }
         try:
             for drop in tried.values():
-                setattr(parts[drop.path], drop.name, 0.0)
-            still = drops_behind(module, tuple(tried), batch)
+                drop.set(0.0)
+            still = _drops_behind(module, tried, batch)
         finally:
             for drop in tried.values():
-                setattr(parts[drop.path], drop.name, drop.drop_prob)
+                drop.set(drop.drop_prob)
         result |= {block: drop for block, drop in tried.items() if block not in still}
     return result
 
 
-def drops_behind(
+def _drops_behind(
     module: nn.Module, blocks: Iterable[ModuleBranch], batch: Any
 ) -> set[ModuleBranch]:
     """Blocks whose output passes dropout between its last hook and the sum."""
@@ -408,4 +419,4 @@ def _candidates(parts: dict[str, nn.Module], block: ModuleBranch) -> Iterator[Dr
         path = block.path + ".".join(inner[:depth])
         for name, value in vars(parts[path]).items():
             if "drop" in name and isinstance(value, float) and 0 < value < 1:
-                yield DropProbability(path, name, value)
+                yield DropProbability(path, name, value, parts[path])

@@ -153,7 +153,7 @@ class Checked:
             *entries.rows,
             *(row for row in fields if row.passed is False and row.role not in skipped),
             *scale_rows(model, roles, sums),
-            *temperature_rows(roles, model),
+            *temperature_rows(roles, sums, model),
         ]
         if (path := logits_path(roles)) is not None and model.head is not None:
             where = model.layers + 1, "head", path, "output_scale"
@@ -379,9 +379,9 @@ def unchecked(
     return tuple(phrases)
 
 
-def temperature_rows(roles: ModuleRoles, model: Transformer) -> Iterator[Row]:
+def temperature_rows(roles: ModuleRoles, sums: Sums, model: Transformer) -> Iterator[Row]:
     """Checks of every layer's temperature."""
-    for role, expected, present in temperatures(roles, model):
+    for role, expected, present in temperatures(roles, sums, model):
         where = role.layer, role.stack + attention_of(role), role.label, "temperature", expected
         if present is None:
             yield Row(*where, math.nan, None, "the factor on q k was not recognised", math.nan)
@@ -390,15 +390,15 @@ def temperature_rows(roles: ModuleRoles, model: Transformer) -> Iterator[Row]:
 
 
 def temperatures(
-    roles: ModuleRoles, model: Transformer
+    roles: ModuleRoles, sums: Sums, model: Transformer
 ) -> Iterator[tuple[Role, float, float | None]]:
     """Every query matrix with its temperature in the model and in the module."""
-    factors = {tuple(place): factor for *place, factor in roles.multipliers}
     for stack, of_stack in stacks_in(model).items():
         width = math.sqrt(of_stack.d_head or 1)
         for role in roles.named("query", "cross_query", stack=stack):
-            factor = factors.get((stack, role.layer, attention_of(role)))
-            present = None if factor is None else 1 / (width * factor)
+            one = sums.get((stack, role.layer, attention_of(role)))
+            known = one is not None and one.multiplier
+            present = 1 / (width * known) if known else None
             yield role, float(of_stack.temperatures[role.layer - 1]), present
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .graph import VIEWS, Node
-from .stream import StreamReader, SumChain
-from .units import LinearUnit, Norm, proportionality, slope_and_cap
+from .stream import StreamReader
+from .units import EmbeddingUnit, HeadUnit, LinearUnit, Stack, proportionality, slope_and_cap
 
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 _SCALING = ("mul", "layer_norm", "native_layer_norm", "rms_norm")
@@ -19,65 +18,6 @@ _SCALING = ("mul", "layer_norm", "native_layer_norm", "rms_norm")
 
 SINUSOIDAL = 0.5
 """Mean square of a sine and a cosine of one angle."""
-
-
-@dataclass
-class EmbeddingUnit:
-    """The input of layer 1.
-
-    Attributes:
-        tables: role -> parameter ("token", "position", "segment", "class").
-        patch: the linear map of image patches, of `patch_size` pixels a side.
-        factor: the matrix that widens narrower tables: their normalised sum, or the token rows.
-        scale: multiplies the token's row; `factors` the rows of other tables.
-        sinusoidal: whether sinusoidal positions are added.
-        total: the sum, before its norm and dropout.
-        offset: row of the position table that the first token has.
-        shape: of the picture; () for text.
-        is_input: whether the module's own input enters layer 1.
-    """
-
-    tables: dict[str, str] = field(default_factory=dict)
-    patch: LinearUnit | None = None
-    factor: LinearUnit | None = None
-    patch_size: int = 0
-    scale: float = 1.0
-    factors: dict[str, float] = field(default_factory=dict)
-    sinusoidal: bool = False
-    norm: Norm | None = None
-    dropout: float = 0.0
-    total: int = 0
-    offset: int = 0
-    shape: tuple[int, ...] = ()
-    is_input: bool = False
-    doubts: list[str] = field(default_factory=list)
-
-
-@dataclass
-class HeadUnit:
-    """What follows the last layer.
-
-    Attributes:
-        transform: hidden linear map, with an `activation` and a `norm` behind it.
-        factor: linear map that narrows the input of `matrix`, which gives the logits.
-        scale: multiplies the logits; `scaled`: whether it could be read.
-        softcap: c of logits c tanh(z / c).
-        pool: "first" or "mean" token of a sequence, "other", or None for every token.
-        labels: number of logits.
-    """
-
-    transform: LinearUnit | None = None
-    factor: LinearUnit | None = None
-    activation: str | None = None
-    norm: Norm | None = None
-    matrix: LinearUnit | None = None
-    scale: float = 1.0
-    scaled: bool = False
-    softcap: float | None = None
-    dropout: float = 0.0
-    pool: str | None = None
-    labels: int = 0
-    doubts: list[str] = field(default_factory=list)
 
 
 class _Lookup(NamedTuple):
@@ -91,30 +31,29 @@ class _Lookup(NamedTuple):
 # --- before the first layer -----------------------------------------------------------------------
 
 
-def read_embedding(stream: StreamReader, chain: SumChain) -> EmbeddingUnit:
-    """Read what makes the input of layer 1."""
-    graph, reader = stream.graph, stream.reader
-    start = chain.start
+def read_embedding(stream: StreamReader, end: int) -> EmbeddingUnit:
+    """Read what makes the value `end`, the input of layer 1."""
+    graph, start = stream.graph, end
     result = EmbeddingUnit(total=start)
-    if graph.values[reader.source(start)].producer is None:
+    if graph.values[stream.source(start)].producer is None:
         result.is_input = True
         return result
     nodes = graph.ancestor_nodes(start)
     lookups = [row for node in nodes if (row := _lookup(stream, node)) is not None]
-    linears = [reader.linears[node.index] for node in nodes if node.index in reader.linears]
-    if lookups and len(linears) == 1 and _width(stream, linears[0].input) < _width(stream, start):
+    linears = [stream.linears[node.index] for node in nodes if node.index in stream.linears]
+    if lookups and len(linears) == 1 and stream.width(linears[0].input) < stream.width(start):
         (linear,) = linears
-        if reader.source(linear.output) == reader.source(start):
+        if stream.source(linear.output) == stream.source(start):
             result.factor, start = linear, linear.input
             while (view := graph.producer(start)) is not None and view.name in VIEWS:
                 start = view.inputs[0]
             result.total, linears, nodes = start, [], graph.ancestor_nodes(start)
-        elif reader.source(linear.input) in [row.rows for row in lookups] and not linear.biases:
+        elif stream.source(linear.input) in [row.rows for row in lookups] and not linear.biases:
             result.factor = linear
-    width = _width(stream, start)
-    lookups = [row for row in lookups if _width(stream, row.rows) == width or reader.live(row.rows)]
+    width = stream.width(start)
+    lookups = [row for row in lookups if stream.width(row.rows) == width or stream.live(row.rows)]
     _read_norm(stream, result, start, nodes)
-    if result.factor is not None and (start == chain.start) == (result.norm is not None):
+    if result.factor is not None and (start == end) == (result.norm is not None):
         result.doubts.append(
             f"{_names(result.factor.params)}: neither behind the norm of all tables, "
             "nor of token rows without one"
@@ -134,11 +73,6 @@ def read_embedding(stream: StreamReader, chain: SumChain) -> EmbeddingUnit:
     return result
 
 
-def _width(stream: StreamReader, value: int) -> int:
-    """The number of features of a value."""
-    return int(stream.graph.tensor(value).shape[-1])
-
-
 def _names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
@@ -154,22 +88,22 @@ def _lookup(stream: StreamReader, node: Node) -> _Lookup | None:
 
 def _read_norm(stream: StreamReader, result: EmbeddingUnit, start: int, nodes: list[Node]) -> None:
     """Read the norm of the sum of tables and the dropout behind it."""
-    graph, reader = stream.graph, stream.reader
+    graph = stream.graph
     shape = graph.tensor(start).shape
     sums = (n for n in reversed(nodes) if n.name.rstrip("_") in ("add", "mul", "cat", *_LOOKUPS))
     for value in (node.outputs[0] for node in sums):
         tensor = graph.tensor(value)
-        if value == start or not reader.live(value) or tensor.shape != shape:
+        if value == start or not stream.live(value) or tensor.shape != shape:
             continue
-        link = stream.norm(value, start) if tensor.is_floating_point() else None
-        if isinstance(link, tuple):
-            result.norm, result.total = link[0], value
+        link = stream.link(value, start) if tensor.is_floating_point() else None
+        if link is not None and link.norm is not None:
+            result.norm, result.total = link.norm, value
             break
-    drops = [(node, p) for node in nodes if (p := reader.dropout_of(node)) is not None]
+    drops = [(node, p) for node in nodes if (p := stream.dropout_of(node)) is not None]
     if drops:
         node, result.dropout = drops[-1]
         if result.norm is None:
-            result.total = next(v for v in node.inputs if reader.live(v))
+            result.total = next(v for v in node.inputs if stream.live(v))
 
 
 def _read_tables(stream: StreamReader, result: EmbeddingUnit, lookups: list[_Lookup]) -> list[int]:
@@ -194,7 +128,7 @@ def _read_tables(stream: StreamReader, result: EmbeddingUnit, lookups: list[_Loo
 
 def _role_of_indices(stream: StreamReader, indices: int) -> str | None:
     """The role of a table: "segment" for equal indices, "position" for a count, else "token"."""
-    ids, live = stream.graph.tensor(indices), stream.reader.live(indices)
+    ids, live = stream.graph.tensor(indices), stream.live(indices)
     if ids.ndim >= 1 and ids.shape[-1] > 1:
         steps = ids.reshape(-1, ids.shape[-1]).diff(dim=-1)
         if not bool(steps.any()):
@@ -207,7 +141,7 @@ def _role_of_indices(stream: StreamReader, indices: int) -> str | None:
 
 def _factor(stream: StreamReader, start: int, end: int) -> float | None:
     """The factor from one value to another; None if they are not proportional."""
-    row, x = stream.reader.random_row(start)
+    row, x = stream.random_row(start)
     y, base = (stream.graph.run({start: t}, end)[0] for t in (x, 0 * x))
     if y.shape[-1] != len(row):
         return None
@@ -221,7 +155,7 @@ def _read_patches(
     """Read the convolution of a picture's patches; return what the linear maps give."""
     graph = stream.graph
     for linear in linears:
-        source = graph.values[stream.reader.source(linear.input)]
+        source = graph.values[stream.source(linear.input)]
         kernel = graph.tensor(linear.matrix).shape
         convolves = "convolution" in graph.nodes[linear.node].name and len(kernel) == 4
         if result.patch is None and convolves and source.name:
@@ -248,7 +182,7 @@ def _read_vectors(
     if result.norm is not None:
         known |= {*result.norm.gains, *result.norm.biases}
     summands = []
-    for leaf in stream.reader.parameters_of(nodes):
+    for leaf in stream.parameters_of(nodes):
         name, tensor = str(graph.values[leaf].name), graph.tensor(leaf)
         if name in known or not tensor.numel():  # empty: no registers, say
             continue
@@ -284,9 +218,9 @@ def _read_constant(stream: StreamReader, result: EmbeddingUnit, summands: list[i
 # --- behind the last layer ------------------------------------------------------------------------
 
 
-def read_head(stream: StreamReader, chain: SumChain, chains: list[SumChain]) -> HeadUnit:
+def read_head(stream: StreamReader, chain: Stack, chains: list[Stack]) -> HeadUnit:
     """Read what follows the last layer of one of the chains."""
-    graph, reader = stream.graph, stream.reader
+    graph = stream.graph
     end = chain.end
     result = HeadUnit()
     behind = _linears_behind(stream, chain, chains)
@@ -295,11 +229,10 @@ def read_head(stream: StreamReader, chain: SumChain, chains: list[SumChain]) -> 
     if not behind:
         inputs = [
             linear.input
-            for linear in reader.linears.values()
-            if graph.depends_on(linear.input, end) and not reader.linears_between(end, linear.input)
+            for linear in stream.linears.values()
+            if graph.depends_on(linear.input, end) and not stream.linears_between(end, linear.input)
         ]
-        drops = reader.dropouts(end, inputs[0]) if inputs else []
-        result.dropout = drops[0][1] if drops else 0.0
+        result.dropout = stream.dropout(end, inputs[0]) if inputs else 0.0
         return result
     *hidden, matrix = behind[-2:]
     result.matrix = matrix
@@ -311,15 +244,12 @@ def read_head(stream: StreamReader, chain: SumChain, chains: list[SumChain]) -> 
     first = result.transform or result.factor or matrix
     result.scale = _factor(stream, end, first.input) or 1.0
     result.pool = _pool(stream, end, first.input)
-    drops = reader.dropouts(end, first.input)
-    result.dropout = drops[0][1] if drops else 0.0
+    result.dropout = stream.dropout(end, first.input)
     _read_logits(stream, result, matrix)
     return result
 
 
-def _linears_behind(
-    stream: StreamReader, chain: SumChain, chains: list[SumChain]
-) -> list[LinearUnit]:
+def _linears_behind(stream: StreamReader, chain: Stack, chains: list[Stack]) -> list[LinearUnit]:
     """The linear maps behind a chain that belong to no block and follow no other chain."""
     graph, last = stream.graph, chain.sums[-1].output
     blocks = {
@@ -335,7 +265,7 @@ def _linears_behind(
     later = [value for value in ends if graph.depends_on(value, last)]
     return [
         linear
-        for linear in stream.reader.linears.values()
+        for linear in stream.linears.values()
         if linear.node not in blocks
         and graph.depends_on(linear.input, last)
         and not any(graph.depends_on(linear.input, value) for value in later)
@@ -346,33 +276,32 @@ def _read_transform(
     stream: StreamReader, result: HeadUnit, linear: LinearUnit, matrix: LinearUnit
 ) -> None:
     """Read a hidden layer, its activation and the norm behind it; or a narrowing linear map."""
-    graph, reader = stream.graph, stream.reader
-    size = graph.tensor(matrix.input).numel()
+    graph = stream.graph
+    size = stream.size(matrix.input)
     for node in graph.path([linear.output], matrix.input):
         value = node.outputs[0]
-        if graph.tensor(value).numel() != size:
+        if stream.size(value) != size:
             continue
-        name = reader.activation(linear.output, value)
+        name = stream.activation(linear.output, value)
         if name is None:
             continue
-        link = stream.norm(value, matrix.input)
-        if isinstance(link, tuple):
-            result.norm = link[0]
+        link = stream.link(value, matrix.input)
         if link is not None:
+            result.norm = link.norm or result.norm
             result.transform, result.activation = linear, name
             if name != "identity":
                 return
     plain = result.activation == "identity" and result.norm is None and not linear.biases
     if result.transform is None:
         result.doubts.append(f"{_names(linear.params)}: a matrix behind the last layer")
-    elif plain and _width(stream, matrix.input) < _width(stream, linear.input):
+    elif plain and stream.width(matrix.input) < stream.width(linear.input):
         result.factor, result.transform = linear, None
 
 
 def _pool(stream: StreamReader, start: int, end: int) -> str | None:
     """Which tokens of `start` reach `end`: "first", the "mean", "other"; None for every one."""
     tensor = stream.graph.tensor(start)
-    if tensor.ndim != 3 or stream.graph.tensor(end).numel() == tensor.numel():
+    if tensor.ndim != 3 or stream.size(end) == tensor.numel():
         return None
     x = torch.zeros_like(tensor)
     x[:, 0] = 1.0
@@ -386,14 +315,14 @@ def _pool(stream: StreamReader, start: int, end: int) -> str | None:
 def _read_logits(stream: StreamReader, result: HeadUnit, matrix: LinearUnit) -> None:
     """Read the factor or the cap between the last matrix and the logits."""
     graph, start = stream.graph, matrix.output
-    result.labels = _width(stream, start)
+    result.labels = stream.width(start)
     end, waiting = start, [start]
     while waiting:
         for index in graph.values[waiting.pop(0)].consumers:
             node = graph.nodes[index]
             name, output = node.name.rstrip("_"), next(iter(node.outputs), start)
-            if name in ("mul", "div", "tanh", "_to_copy") and stream.reader.live(output):
-                if graph.tensor(output).numel() == graph.tensor(start).numel():
+            if name in ("mul", "div", "tanh", "_to_copy") and stream.live(output):
+                if stream.size(output) == stream.size(start):
                     end = output
                     waiting.append(end)
             elif name in ("view", "_unsafe_view", "clone", "alias"):
@@ -401,7 +330,7 @@ def _read_logits(stream: StreamReader, result: HeadUnit, matrix: LinearUnit) -> 
     result.scaled = True
     if end == start:
         return
-    x = 30 * stream.reader.random_like(start)
+    x = 30 * stream.random_like(start)
 
     def logits(size: float) -> Tensor:
         return graph.run({start: size * x}, end)[0].reshape(x.shape)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...prediction.draws import STREAM
-from ..roles import HookPoint, ModuleBranch, Role, SubmoduleTensor, WeightPart
-from .around import EmbeddingUnit, HeadUnit
+from ..roles import WHOLE, HookPoint, ModuleBranch, Role, SubmoduleTensor, WeightPart
 from .graph import VIEWS, Graph
-from .stream import BranchUnit, Projections, SumChain
-from .units import LinearUnit, Norm
+from .units import BranchUnit, LinearUnit, Norm, Projections, Stack
 
 LARGEST = 1 << 25
 """Entries of a matrix up to which it is traced to its parameter entry by entry."""
@@ -23,48 +23,14 @@ _COPIES = ("_to_copy", "alias", "detach", "clone", "lift_fresh")
 """Operations that leave every entry at its place."""
 
 
-@dataclass
-class Stack:
-    """One chain of residual sums, its blocks by layer, and what precedes and follows it.
-
-    Attributes:
-        prefix: "", or "encoder." if there is a decoder too.
-        placements: where the norms of each layer are: "pre", "post", ...
-        unnormed: layer and block of the few that lack the norms which the others have.
-    """
-
-    prefix: str
-    chain: SumChain
-    layers: list[list[BranchUnit]]
-    placements: list[str]
-    unnormed: list[tuple[int, str]]
-    embedding: EmbeddingUnit
-    head: HeadUnit
-
-    def units(self) -> Iterator[tuple[int, BranchUnit]]:
-        """Every block with the number of its layer, from 1."""
-        for number, units in enumerate(self.layers, start=1):
-            yield from ((number, unit) for unit in units)
-
-    def placement(self, layer: int, unit: BranchUnit) -> str:
-        return "none" if (layer, unit.name) in self.unnormed else self.placements[layer - 1]
-
-
 # --- parameters -----------------------------------------------------------------------------------
 
 
-@dataclass
-class _Claim:
-    """A role of a parameter, or of some of its rows (axis 0) or columns (axis 1)."""
+class _Use(NamedTuple):
+    """A role of a parameter, or of some of its rows or (axis 1) columns, if these are given."""
 
-    stack: str
-    layer: int
-    name: str
-    axis: int = 0
+    role: Role
     places: Tensor | None = None
-    fan_in: int = 0
-    fan_out: int = 0
-    unit: bool | None = None
 
 
 @dataclass
@@ -76,7 +42,7 @@ class Roles:
     """
 
     graph: Graph
-    claims: dict[str, list[_Claim]] = field(default_factory=dict)
+    uses: dict[str, list[_Use]] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
     repeated: list[tuple[str, int, str, str]] = field(default_factory=list)
 
@@ -87,12 +53,12 @@ class Roles:
         for number, unit in stack.units():
             self._add_block(prefix, number, unit)
         for role, name in embedding.tables.items():
-            if role != "token" or not prefix or name not in self.claims:
+            if role != "token" or not prefix or name not in self.uses:
                 self._add("" if role == "token" else prefix, 0, role, name)
         self._add(prefix, 0, "patch", embedding.patch)
         self._add(prefix, 0, "factor", embedding.factor)
         self._add(prefix, 0, "embedding.norm", embedding.norm)
-        self._add(prefix, last, "final.norm", stack.chain.final)
+        self._add(prefix, last, "final.norm", stack.final)
         self._add(prefix, last, "head.transform", head.transform)
         self._add(prefix, last, "head.factor", head.factor)
         self._add(prefix, last, "head.norm", head.norm)
@@ -134,11 +100,11 @@ class Roles:
             self._add_linear(stack, layer, name, unit)
         elif isinstance(unit, Norm):
             for gain in unit.gains:
-                self._claim(gain, _Claim(stack, layer, f"{name}.gain", unit=unit.unit))
+                self._use(Role(stack, layer, f"{name}.gain", gain, unit=unit.unit))
             for bias in unit.biases:
-                self._claim(bias, _Claim(stack, layer, f"{name}.bias"))
+                self._use(Role(stack, layer, f"{name}.bias", bias))
         elif unit is not None:
-            self._claim(unit, _Claim(stack, layer, name))
+            self._use(Role(stack, layer, name, unit))
 
     def _add_linear(
         self, stack: str, layer: int, name: str, linear: LinearUnit, columns: Tensor | None = None
@@ -156,26 +122,26 @@ class Roles:
         fan_out = total if chosen is None else len(chosen)
         if chosen is None and self.graph.leaf(parameter).numel() != fan_in * total:
             chosen = places
-        self._claim(parameter, _Claim(stack, layer, name, axis, chosen, fan_in, fan_out))
+        part = WeightPart(axis)
+        self._use(Role(stack, layer, name, parameter, part, fan_in, fan_out, axis == 1), chosen)
         for bias in linear.biases:
             if (entries := self._entries_of(bias)) is not None:
                 vector, where = entries[0], entries[1].reshape(-1)[:total]
-                part: Tensor | None = where if columns is None else where[columns]
-                if part is not None and len(part) == self.graph.leaf(vector).numel():
-                    part = None
-                self._claim(vector, _Claim(stack, layer, f"{name}.bias", places=part))
+                rows: Tensor | None = where if columns is None else where[columns]
+                if rows is not None and len(rows) == self.graph.leaf(vector).numel():
+                    rows = None
+                self._use(Role(stack, layer, f"{name}.bias", vector), rows)
 
-    def _claim(self, parameter: str, claim: _Claim) -> None:
-        claims = self.claims.setdefault(parameter, [])
-        for other in claims:
-            if (other.name, other.stack) == (claim.name, claim.stack) and (
-                other.places is None
-                or (claim.places is not None and torch.equal(other.places, claim.places))
+    def _use(self, role: Role, places: Tensor | None = None) -> None:
+        uses = self.uses.setdefault(role.parameter, [])
+        for other, other_places in uses:
+            if other.full_name == role.full_name and (
+                other_places is None or (places is not None and torch.equal(other_places, places))
             ):
-                if other.layer != claim.layer:
-                    self.repeated.append((claim.stack, claim.layer, claim.name, parameter))
+                if other.layer != role.layer:
+                    self.repeated.append((role.stack, role.layer, role.name, role.parameter))
                 return
-        claims.append(claim)
+        uses.append(_Use(role, places))
 
     def _columns_of(self, linear: LinearUnit) -> tuple[str, int, Tensor, int] | None:
         """Parameter, its axis of output features, the place there of each output column, fan_in."""
@@ -238,34 +204,27 @@ class Roles:
     def roles(self) -> list[Role]:
         """The role of every part of every parameter."""
         result = []
-        for parameter, claims in self.claims.items():
-            if any(claim.places is None for claim in claims):
-                claims = [claim for claim in claims if claim.places is None][:1]
-            for claim in claims:
-                short = claim.name.removesuffix(".bias")
-                for part in self._parts(parameter, claims, claim):
-                    label = f"{parameter} [{short}]" if part.split else parameter
-                    fans = claim.fan_in, claim.fan_out, claim.axis == 1
-                    where = claim.stack, claim.layer, claim.name
-                    result.append(Role(*where, part, *fans, label, claim.unit))
+        for uses in self.uses.values():
+            whole = [use for use in uses if use.places is None][:1]
+            for use in whole or uses:
+                parts = [WHOLE] if whole else self._parts(uses, use)
+                result += [dataclasses.replace(use.role, part=part) for part in parts]
         return result
 
-    def _parts(self, parameter: str, claims: list[_Claim], claim: _Claim) -> list[WeightPart]:
-        """The runs of rows or columns that a claim covers, among those of all claims."""
-        name = claim.stack + claim.name
-        if claim.places is None:
-            return [WeightPart(name, parameter)]
-        labels = torch.full((self.graph.leaf(parameter).shape[claim.axis],), -1)
-        for number, other in enumerate(claims):
-            if other.axis == claim.axis and other.places is not None:
+    def _parts(self, uses: list[_Use], use: _Use) -> list[WeightPart]:
+        """The runs of rows or columns of one use of a parameter, among those of all uses."""
+        axis = use.role.part.axis
+        labels = torch.full((self.graph.leaf(use.role.parameter).shape[axis],), -1)
+        for number, other in enumerate(uses):
+            if other.role.part.axis == axis and other.places is not None:
                 labels[other.places] = number
         values, counts = torch.unique_consecutive(labels, return_counts=True)
         period = _period(list(zip(values.tolist(), counts.tolist(), strict=True)))
         split = tuple(width for _, width in period)
         return [
-            WeightPart(name, parameter, claim.axis, place, split)
+            WeightPart(axis, place, split)
             for place, (label, _) in enumerate(period)
-            if label >= 0 and claims[label] is claim
+            if label >= 0 and uses[label] is use
         ]
 
 
@@ -358,20 +317,16 @@ class Sites:
         return next((path for path in outputs if path in inputs), None)
 
 
-@dataclass
-class Placed:
-    """Hook points and residual branches of a stack; `complete`: all streams are hook points."""
+def place(sites: Sites, stack: Stack) -> tuple[list[HookPoint], list[ModuleBranch], bool]:
+    """The sites of a stack as submodules.
 
-    points: list[HookPoint] = field(default_factory=list)
-    blocks: tuple[ModuleBranch, ...] = ()
-    complete: bool = True
-
-
-def place(sites: Sites, stack: Stack) -> Placed:
-    """The sites of a stack as submodules."""
+    Returns:
+        Hook points; residual branches, none if submodules do not show all; and whether every
+        stream is a hook point.
+    """
     ends = [u.sum.output if u.sum_norm is None else u.sum_norm.end for *_, u in stack.layers]
     streams = _consistent([sites.at(value) for value in ends])
-    rows = [(0, STREAM, _stream_input(sites, stack.chain, streams))]
+    rows = [(0, STREAM, _stream_input(sites, stack, streams))]
     blocks: list[ModuleBranch | None] = []
     for number, (units, stream) in enumerate(zip(stack.layers, streams, strict=True), start=1):
         layer: dict[str, SubmoduleTensor] = {}
@@ -381,12 +336,7 @@ def place(sites: Sites, stack: Stack) -> Placed:
                 if point is not None and point in sites.tokens:
                     layer.setdefault(site, point)
         rows.append((number, STREAM, stream))
-        for unit in units:
-            inputs = _stream_read(sites, unit, stream)
-            where = stack.prefix, number, stack.placement(number, unit)
-            blocks.append(
-                _branch(unit, layer, stream, inputs, *where) if stream and inputs else None
-            )
+        blocks += [_branch(sites, stack, number, unit, layer, stream) for unit in units]
     complete = all(point in sites.tokens for _, site, point in rows if site == STREAM)
     sums = all(point in sites.tokens for _, site, point in rows if site.endswith(".sum"))
     points = [
@@ -394,66 +344,56 @@ def place(sites: Sites, stack: Stack) -> Placed:
         for number, site, point in (*rows, *_outer_sites(sites, stack))
         if point is not None and point in sites.tokens
     ]
-    branches = tuple(block for block in blocks if block is not None)
     norms = (n for _, u in stack.units() for n in (u.pre_norm, u.sum_norm) if n is not None)
-    norms_known = all(sites.norm(norm) is not None for norm in norms)
-    whole = sums and norms_known and len(branches) == len(blocks)
-    return Placed(points, branches if whole else (), complete)
+    whole = sums and None not in blocks and all(sites.norm(norm) is not None for norm in norms)
+    return points, [block for block in blocks if block is not None and whole], complete
 
 
 def _branch(
-    unit: BranchUnit,
-    sites: Mapping[str, SubmoduleTensor],
-    stream: SubmoduleTensor,
-    inputs: SubmoduleTensor,
-    stack: str,
+    sites: Sites,
+    stack: Stack,
     layer: int,
-    placement: str,
+    unit: BranchUnit,
+    points: Mapping[str, SubmoduleTensor],
+    stream: SubmoduleTensor | None,
 ) -> ModuleBranch | None:
-    """A residual branch by the sites of its layer; None if no submodule gives its output."""
+    """A residual branch by the sites of its layer; None if no submodule shows it."""
     name = unit.name
-    last = "ffn.out" if name == "ffn" else f"{name}.projection"
-    post_norm, dropout = sites.get(f"{name}.post_norm"), sites.get(f"{name}.dropout")
-    outputs = [p for p in (post_norm, dropout, sites.get(last)) if p and p.side == "output"]
-    raw = outputs[0] if post_norm is not None and outputs else sites.get(last)
-    if not outputs or raw is None or raw.side != "output":
+    # its stream enters its norm, or the layer, which may run alone under checkpointing
+    reader = (unit.pre_norm and sites.norm(unit.pre_norm)) or (stream.path if stream else "")
+    inputs: SubmoduleTensor | None = SubmoduleTensor(reader, "input")
+    if inputs not in sites.at(unit.sum.stream):
+        inputs = sites.input(unit.sum.stream)
+    raw = "ffn.out" if name == "ffn" else f"{name}.projection"
+    dropout = points.get(f"{name}.dropout")
+    candidates = points.get(f"{name}.post_norm"), dropout, points.get(raw)
+    output = next((p for p in candidates if p and p.side == "output"), None)
+    if stream is None or inputs is None or output is None:
         return None
-    norm = sites.get(f"{name}.norm") or (sites.get("attention.norm") if unit.parallel else None)
+    known = unit.scales_known and unit.proportional and not unit.scale_params and unit.branch
+    norm = points.get(f"{name}.norm") or (points.get("attention.norm") if unit.parallel else None)
     return ModuleBranch(
-        stack=stack,
+        stack=stack.prefix,
         layer=layer,
         path=stream.path,
         name=name,
-        placement=placement,
+        placement=stack.placement(layer, unit),
         norm=None if norm is None else norm.path,
-        post_norm=None if post_norm is None else post_norm.path,
         stream=inputs,
-        raw=raw,
-        branch=outputs[0],
-        total=sites.get(f"{name}.sum", stream),
+        branch=output,
         parallel=unit.parallel,
-        drops=unit.drops_last and outputs[0] != dropout,
+        drops=unit.drops_last and output != dropout,
+        native=float(f"{unit.branch:.6g}") if known else 1.0,
     )
 
 
-def _stream_read(
-    sites: Sites, unit: BranchUnit, stream: SubmoduleTensor | None
-) -> SubmoduleTensor | None:
-    """Where a block's stream enters a submodule: its norm, or the layer, which may run alone under
-    checkpointing."""
-    norm = unit.pre_norm and sites.norm(unit.pre_norm)
-    path = norm or (stream and stream.path)
-    inside = SubmoduleTensor(path or "", "input")
-    return inside if inside in sites.at(unit.sum.stream) else sites.input(unit.sum.stream)
-
-
 def _stream_input(
-    sites: Sites, chain: SumChain, streams: list[SubmoduleTensor | None]
+    sites: Sites, stack: Stack, streams: list[SubmoduleTensor | None]
 ) -> SubmoduleTensor | None:
     """The first tensor of the stream: the input of the first layer if that is a submodule."""
     layer = streams[0].path if streams and streams[0] is not None else ""
     first = SubmoduleTensor(layer, "input")
-    return min(sites.at(chain.start), key=lambda p: (p != first, p.side != "output"), default=None)
+    return min(sites.at(stack.start), key=lambda p: (p != first, p.side != "output"), default=None)
 
 
 def _consistent(rows: list[list[SubmoduleTensor]]) -> list[SubmoduleTensor | None]:
@@ -505,7 +445,7 @@ def _block_sites(
 
 def _outer_sites(sites: Sites, stack: Stack) -> Iterator[tuple[int, str, SubmoduleTensor | None]]:
     """The sites before the first layer and behind the last."""
-    start, last = stack.chain.start, len(stack.layers) + 1
+    start, last = stack.start, len(stack.layers) + 1
     embedding, head = stack.embedding, stack.head
     if embedding.total != start:
         yield 0, "embedding.sum", sites.output(embedding.total)
@@ -517,8 +457,8 @@ def _outer_sites(sites: Sites, stack: Stack) -> Iterator[tuple[int, str, Submodu
             yield 0, "embedding.factor", sites.output(start)
         else:
             yield 0, "embedding", sites.output(start)
-    if stack.chain.final is not None:
-        yield last, "final.norm", sites.output(stack.chain.final.end)
+    if stack.final is not None:
+        yield last, "final.norm", sites.output(stack.final.end)
     if head.norm is not None:
         yield last, "head.transform", sites.output(head.norm.start)
         yield last, "head.norm", sites.output(head.norm.end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -39,11 +38,11 @@ from ..roles import (
     gathered_pattern,
 )
 from ..running import grouped, in_mode, made_on_cpu, padding_row, restored_buffers, run
-from .around import SINUSOIDAL, EmbeddingUnit, read_embedding, read_head
+from .around import SINUSOIDAL, read_embedding, read_head
 from .graph import SOFTMAX, Graph, attention_spans, record
-from .places import Roles, Sites, Stack, place
-from .stream import ORDER, BranchUnit, StreamReader, SumChain
-from .units import AttentionUnit, RotationUnit, close
+from .places import Roles, Sites, place
+from .stream import ORDER, StreamReader
+from .units import AttentionUnit, BranchUnit, EmbeddingUnit, RotationUnit, Stack, close
 
 SEQ_LEN = 128
 """Tokens assumed of a module without a limit."""
@@ -136,17 +135,6 @@ def read(module: nn.Module, batch: Any = None, seq_len: int | None = None) -> Mo
             f"be followed ({said})"
         ) from error
     return dataclasses.replace(result, example=_in_own_precision(example, module))
-
-
-@made_on_cpu
-def example(module: nn.Module) -> Any:
-    """Random input that a module runs on; None if there is none."""
-    for batch in examples(module):
-        # the module's own code may reject the input
-        with contextlib.suppress(Exception), in_mode(module, False):
-            run(module, batch)
-            return batch
-    return None
 
 
 def _first_line(error: Exception) -> str:
@@ -338,38 +326,39 @@ class _Reader:
         sites = Sites(self.graph, [chain.start for chain in chains], drops)
         for stack in stacks:
             roles.add_stack(stack)
-        placed = [place(sites, stack) for stack in stacks]
-        if not all(row.complete for row in placed):
+        points, blocks, complete = zip(*(place(sites, stack) for stack in stacks), strict=True)
+        if not all(complete):
             self.doubts.append(
                 "no submodule gives the stream of every layer: it cannot be measured by hooks"
             )
         self.reasons = [*self.unlayered, *_together(stream.doubts), *self.reasons]
         self.doubts += roles.doubts
-        blocks = [block for row in placed for block in row.blocks]
-        module_roles = self._roles(roles.roles(), stacks, blocks, sites)
+        module_roles = self._roles(roles.roles(), stacks, [*itertools.chain(*blocks)], sites)
         every = (*module_roles.roles, *module_roles.scales)
         self.squares = _squares(self.tensors, every, self.graph.parameter_factors())
         self._share(roles)
         model = self._model(stacks)
         main = stacks[-1]
-        attentions = [(n, u) for n, u in main.units() if u.name == "attention"]
-        rotated = [n for n, u in attentions if u.attention and u.attention.rotates_values]
+        attentions = [
+            (n, a) for n, u in main.units() if u.name == "attention" and (a := u.attention)
+        ]
+        rotated = [n for n, a in attentions if a.rotates_values]
         if rotated:
             self.remarks.append(
                 f"rotary positions turn the values of layers {listed(rotated)} too, not queries "
                 "and keys alone: what a token reads then depends on where it stands"
             )
-        causal = [u.attention.causal for u in main.chain.blocks if u.attention is not None]
-        single = len(stacks) == 1 and not any(u.name == "cross" for u in main.chain.blocks)
+        causal = [u.attention.causal for u in main.blocks if u.attention is not None]
+        single = len(stacks) == 1 and not any(u.name == "cross" for u in main.blocks)
         leaves = (v for v in self.graph.values if v.name is not None and v.params)
         return ModuleReading(
             model,
             module_roles,
-            tuple(point for row in placed for point in row.points),
+            tuple(itertools.chain(*points)),
             tuple(dict.fromkeys(self.reasons)),
             tuple(dict.fromkeys(self.doubts)),
             unnormed=tuple(row for stack in stacks for row in stack.unnormed),
-            over_queries=tuple(n for n, u in attentions if u.core and not u.core.over_keys),
+            over_queries=tuple(n for n, a in attentions if not a.core.over_keys),
             unmasked=self.unmasked,
             misplaced_norms=self.misplaced_norms,
             remarks=tuple(self.remarks),
@@ -391,7 +380,7 @@ class _Reader:
         self, roles: list[Role], stacks: list[Stack], blocks: list[ModuleBranch], sites: Sites
     ) -> ModuleRoles:
         known = {role.parameter for role in roles}
-        scales = tuple(r for r in roles if r.name.endswith(("skip_scale", "branch_scale")))
+        scales = tuple(r for r in roles if r.name.endswith(".branch_scale"))
         head = None if stacks[-1].head.doubts else stacks[-1].head.matrix
         logits = None if head is None else sites.output(head.output)
         return ModuleRoles(
@@ -400,12 +389,6 @@ class _Reader:
             unidentified=tuple(n for n, p in self.tensors.items() if n not in known and p.numel()),
             blocks=tuple(blocks),
             scales=scales,
-            multipliers=tuple(
-                (stack.prefix, number, unit.name, unit.attention.multiplier)
-                for stack in stacks
-                for number, unit in stack.units()
-                if unit.attention and unit.attention.multiplier
-            ),
             logits=logits.path if logits is not None and logits.side == "output" else "",
         )
 
@@ -413,22 +396,22 @@ class _Reader:
         """Give every layer the variance of a matrix that it shares, if few matrices are shared."""
         rows = [row for row in roles.repeated if row[2] in MATRICES]
         for _, layer, _, parameter in rows:
-            first = self.shared.get(parameter) or (roles.claims[parameter][0].layer,)
+            first = self.shared.get(parameter) or (roles.uses[parameter][0].role.layer,)
             self.shared[parameter] = (*first, layer)
         total = len({key for key in self.squares if key[2] in MATRICES}) + len(rows)
         if not rows or 4 * len(rows) > total:
             return
         for stack, layer, name, parameter in rows:
             first_layer = next(
-                claim.layer
-                for claim in roles.claims[parameter]
-                if (claim.stack, claim.name) == (stack, name)
+                use.role.layer
+                for use in roles.uses[parameter]
+                if use.role.full_name == stack + name
             )
             self.squares.setdefault((stack, layer, name), self.squares[stack, first_layer, name])
 
     # --- stacks ------------------------------------------------------------------------------
 
-    def _chains(self) -> list[SumChain]:
+    def _chains(self) -> list[Stack]:
         """The streams of the module, at most two, with their blocks."""
         stream = self.stream
         if not stream.chains:
@@ -444,7 +427,7 @@ class _Reader:
                 self.unlayered.append(f"layers that share their weights ({', '.join(names)})")
                 chain.sums = chain.sums[: len(matrices)]
             stream.fill(chain)
-        if adapters := stream.reader.adapters:
+        if adapters := stream.adapters:
             self.doubts.append(
                 "adapters that are zero, and add nothing yet, are left out "
                 f"({', '.join(gathered_names(adapters))})"
@@ -452,7 +435,7 @@ class _Reader:
         self.doubts += stream.notes
         return chains
 
-    def _stacks(self, chains: list[SumChain]) -> list[Stack]:
+    def _stacks(self, chains: list[Stack]) -> list[Stack]:
         """The encoder's stack, if there are two, and the main one."""
         chains = [c for c in chains if c.blocks]
         decoders = [c for c in chains if any(b.name == "cross" for b in c.blocks)]
@@ -460,24 +443,22 @@ class _Reader:
             chains = self._longest(chains)
         if decoders and len(chains) == 2:
             chains = [c for c in chains if c is not decoders[0]] + decoders
-        result = []
-        for chain in chains:
-            prefix = ENCODER if len(chains) == 2 and chain is chains[0] else ""
-            layers = self._layers(chain)
-            embedding = read_embedding(self.stream, chain)
-            placements, unnormed = self._placements(layers, embedding)
-            head = read_head(self.stream, chain, chains)
-            result.append(Stack(prefix, chain, layers, placements, unnormed, embedding, head))
-            self.doubts += head.doubts
-        return result
+        for stack in chains:
+            stack.prefix = ENCODER if len(chains) == 2 and stack is chains[0] else ""
+            stack.layers = self._layers(stack)
+            stack.embedding = read_embedding(self.stream, stack.start)
+            stack.placements, stack.unnormed = self._placements(stack.layers, stack.embedding)
+            stack.head = read_head(self.stream, stack, chains)
+            self.doubts += stack.head.doubts
+        return chains
 
-    def _matrices(self, chain: SumChain) -> list[set[str]]:
+    def _matrices(self, chain: Stack) -> list[set[str]]:
         """Parameters of every sum's matrices, up to the first sum that only reuses earlier ones.
 
         The sums from there on repeat the earlier ones.
         """
         result: list[set[str]] = []
-        between = self.stream.reader.linears_between
+        between = self.stream.linears_between
         for one in chain.sums:
             names = {n for b in one.branches for m in between(one.stream, b) for n in m.params}
             if names and names <= set().union(*result):
@@ -485,7 +466,7 @@ class _Reader:
             result.append(names)
         return result
 
-    def _longest(self, chains: list[SumChain]) -> list[SumChain]:
+    def _longest(self, chains: list[Stack]) -> list[Stack]:
         """The longest of several streams, which no Transformer has: that is a reason.
 
         A stream with a sum that contains all of another stream's matrices comes last.
@@ -506,7 +487,7 @@ class _Reader:
 
         return [chains[max(range(len(rows)), key=lambda number: length(rows[number]))]]
 
-    def _layers(self, chain: SumChain) -> list[list[BranchUnit]]:
+    def _layers(self, chain: Stack) -> list[list[BranchUnit]]:
         """Blocks by layer: attention, perhaps cross-attention, a feed-forward block."""
         layers: list[list[BranchUnit]] = []
         for block in chain.blocks:
@@ -573,7 +554,7 @@ class _Reader:
         """Whether a block without norms reads the output of the embedding's norm."""
         if embedding.norm is None or unit.norms:
             return False
-        return self.stream.reader.fit(embedding.norm.end, unit.sum.stream) == 1.0
+        return self.stream.fit(embedding.norm.end, unit.sum.stream) == 1.0
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -625,7 +606,7 @@ class _Reader:
             self.unmasked = tuple(n for n, a in enumerate(attentions, start=1) if not a.causal)
         common, most_common = self._common, self._most_common
         norms = [norm for unit in units for norm in unit.norms]
-        outer = [n for n in (stack.chain.final, stack.embedding.norm) if n is not None]
+        outer = [n for n in (stack.final, stack.embedding.norm) if n is not None]
         kinds = list(dict.fromkeys(n.kind for n in [*norms, *outer]))
         if len(kinds) > 1:
             self.reasons.append(f"norms of several kinds ({', '.join(kinds)})")
@@ -636,7 +617,7 @@ class _Reader:
         inputs = [{u.pre_norm and u.pre_norm.end for u in layer} for layer in stack.layers]
         fields: dict[str, Any] = {
             "layers": len(stack.layers),
-            "d_model": self.graph.tensor(stack.chain.start).shape[-1],
+            "d_model": self.graph.tensor(stack.start).shape[-1],
             "heads": common("a number of heads", [a.heads for a in attentions]),
             "seq_len": self._seq_len(stack),
             "d_ff": common("a hidden width", [f.d_ff for f in feeds]),
@@ -670,23 +651,22 @@ class _Reader:
         fields["attention_sink"] = one_or_all(sinks)
         fields["temperature"] = one_or_all([rounded(a.temperature) for a in attentions])
         fields["weights"], fields["biases"] = self._weights(stack)
-        fields["window"] = one_or_all(self._windows(stack, [a.window for a in attentions]))
+        fields["window"] = one_or_all(self._windows(attentions))
         fields["embedding"] = self._embedding(stack)
         fields["head"] = self._head(stack, fields)
         return fields
 
-    def _windows(self, stack: Stack, short: list[int | None]) -> list[int | None]:
+    def _windows(self, attentions: list[AttentionUnit]) -> list[int | None]:
         """Attention windows, from the longer pass if there was one."""
         softmaxes = [node.index for node in self.graph.nodes if node.name in SOFTMAX]
-        cores = [u.core for u in stack.chain.blocks if u.name == "attention" and u.core]
-        if len(self.spans) != len(softmaxes) or len(cores) != len(short):
-            return short
-        long = [self.spans[softmaxes.index(core.softmax)] for core in cores]
-        return [a if a is not None else b for a, b in zip(short, long, strict=True)]
+        long: dict[int, int | None] = {}
+        if len(self.spans) == len(softmaxes):
+            long = dict(zip(softmaxes, self.spans, strict=True))
+        return [long.get(a.core.softmax) if a.window is None else a.window for a in attentions]
 
     def _seq_len(self, stack: Stack) -> int:
         if stack.embedding.patch is not None:
-            return int(self.graph.tensor(stack.chain.start).shape[1])
+            return int(self.graph.tensor(stack.start).shape[1])
         if self.length is not None:
             return self.length
         position = stack.embedding.tables.get("position")
@@ -868,7 +848,7 @@ class _Reader:
         )
 
     def _head(self, stack: Stack, fields: Mapping[str, Any]) -> Head | None:
-        read, final = stack.head, stack.chain.final
+        read, final = stack.head, stack.final
         gain = 1.0 if final is None else rounded(final.gain)
         if stack.prefix:
             return Head(norm=final is not None, norm_gain=gain, loss=None, dropout=read.dropout)
@@ -926,7 +906,8 @@ class _Reader:
 def _block_sum(placement: str, unit: BranchUnit) -> BlockSum:
     norm = unit.pre_norm or unit.sum_norm
     gain = None if norm is None else norm.gain * unit.norm_factor
-    return BlockSum(placement, unit.skip, unit.branch, gain, unit.proportional)
+    multiplier = None if unit.attention is None else unit.attention.multiplier
+    return BlockSum(placement, unit.skip, unit.branch, gain, unit.proportional, multiplier)
 
 
 def _together(phrases: Iterable[str]) -> list[str]:

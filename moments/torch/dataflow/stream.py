@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,20 +14,23 @@ from .graph import VIEWS, Graph, Node, attention_span
 from .units import (
     EXACT,
     AttentionUnit,
+    BranchUnit,
     Core,
+    FeedUnit,
     Fit,
     GraphReader,
     LinearUnit,
+    Link,
     Norm,
+    Projections,
     RotationUnit,
+    Stack,
+    StreamSum,
     activation_name,
     close,
     proportionality,
     slope_and_cap,
 )
-
-Projections = dict[str, list[tuple[LinearUnit, Tensor]]]
-"""Role -> matrices, each with those of its output columns that play the role."""
 
 MASKED = -5e3
 """A mask adds less than this to a logit."""
@@ -39,104 +41,11 @@ ORDER = ("attention", "cross", "ffn")
 _SUMS = ("add", "addcmul", "lerp", "sub")
 
 
-@dataclass
-class StreamSum:
-    """A residual sum, skip * stream + branch * f, of one block's f or of two.
-
-    Attributes:
-        index: number of the operation.
-        stream: value of the stream that the blocks read.
-        branches: value of each f, before views, dropouts and factors.
-        terms: value of each f as the sum adds it.
-    """
-
-    index: int
-    output: int
-    stream: int
-    branches: tuple[int, ...]
-    terms: tuple[int, ...]
-
-
-@dataclass
-class FeedUnit:
-    """A feed-forward block; `dropped`: values before and after dropout of its activations."""
-
-    projections: Projections
-    output: LinearUnit
-    activation: str | None
-    gated: bool
-    d_ff: int
-    dropout: float
-    dropped: tuple[int, int] | None = None
-
-
-@dataclass
-class BranchUnit:
-    """One residual branch.
-
-    Attributes:
-        raw: value that its last matrix gives.
-        pre_norm: between the stream and the block's matrices, followed by `pre_factor`.
-        output_norm: of the block's output, before the sum.
-        sum_norm: of the residual sum, followed by `sum_factor`.
-        skip, branch: factors of the sum.
-        scale_params: parameters in `branch`.
-        dropped: value behind the block's dropout, of probability `dropout`.
-        drops_last: whether dropout acts behind `output_norm`.
-        proportional: whether the sum adds multiples of the stream and of the block's output.
-        scales_known: whether `skip` and `branch` could be read.
-        parallel: whether the sum has a second block.
-    """
-
-    name: str
-    sum: StreamSum
-    raw: int
-    pre_norm: Norm | None = None
-    pre_factor: float = 1.0
-    output_norm: Norm | None = None
-    sum_norm: Norm | None = None
-    sum_factor: float = 1.0
-    skip: float = 1.0
-    branch: float = 1.0
-    scale_params: tuple[str, ...] = ()
-    dropout: float = 0.0
-    dropped: int | None = None
-    drops_last: bool = False
-    proportional: bool = True
-    scales_known: bool = True
-    parallel: bool = False
-    attention: AttentionUnit | None = None
-    core: Core | None = None
-    feed: FeedUnit | None = None
-
-    @property
-    def norms(self) -> list[Norm]:
-        """Its norms: of its input, of the sum, of its output."""
-        return [n for n in (self.pre_norm, self.sum_norm, self.output_norm) if n is not None]
-
-    @property
-    def norm_factor(self) -> float:
-        """The factor behind the norm of its input, or else behind that of the sum."""
-        return self.sum_factor if self.pre_norm is None else self.pre_factor
-
-
-@dataclass
-class SumChain:
-    """The sums and blocks of one stack in order, from the value `start` to the value `end`."""
-
-    start: int
-    sums: list[StreamSum]
-    blocks: list[BranchUnit] = field(default_factory=list)
-    final: Norm | None = None
-    end: int = 0
-
-
-class StreamReader:
+class StreamReader(GraphReader):
     """Finds the residual sums of a graph, and reads the blocks between them."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.reader = GraphReader(graph)
+        super().__init__(graph)
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.chains = self._chains()
@@ -152,7 +61,7 @@ class StreamReader:
             terms, inner = self._terms(node)
             for source in terms if len(terms) > 1 else ():
                 branches = tuple(t for t in terms if t != source)
-                if all(self.reader.linears_between(source, branch) for branch in branches):
+                if all(self.linears_between(source, branch) for branch in branches):
                     nested |= inner
                     stream = self._last_shared(terms[source], source, branches)
                     added = tuple(terms[branch] for branch in branches)
@@ -162,7 +71,7 @@ class StreamReader:
 
     def _last_shared(self, term: int, source: int, branches: Iterable[int]) -> int:
         """The last value on the way from a term to its source that every branch depends on."""
-        for value in self.reader.upstream(term):
+        for value in self.upstream(term):
             if all(self.graph.depends_on(branch, value) for branch in branches):
                 return value
         return source
@@ -174,16 +83,16 @@ class StreamReader:
             Source of each term (before views, dropouts and factors) -> value that is added; and the
             indices of the inner sums.
         """
-        graph, reader = self.graph, self.reader
-        whole = graph.tensor(node.outputs[0]).numel()
+        graph = self.graph
+        whole = self.size(node.outputs[0])
         terms: dict[int, int] = {}
         inner: set[int] = set()
         for value in node.inputs:
-            if not reader.live(value) or graph.tensor(value).numel() != whole:
+            if not self.live(value) or self.size(value) != whole:
                 continue
-            source = reader.source(value)
+            source = self.source(value)
             producer = graph.producer(source)
-            read_once = (len(graph.values[v].consumers) == 1 for v in reader.upstream(value))
+            read_once = (len(graph.values[v].consumers) == 1 for v in self.upstream(value))
             if producer is not None and producer.name.rstrip("_") == "add" and all(read_once):
                 more, deeper = self._terms(producer)
                 if len(more) > 1:
@@ -195,44 +104,44 @@ class StreamReader:
 
     # --- chains ------------------------------------------------------------------------------
 
-    def _chains(self) -> list[SumChain]:
+    def _chains(self) -> list[Stack]:
         """Sums in chains, each with at least one attention: a sum continues the one it reads."""
         chains: list[list[StreamSum]] = []
         sums: list[StreamSum] = []
         for one in self.sums():
             earlier = (s for s in reversed(sums) if self.graph.depends_on(one.stream, s.output))
             previous = next(earlier, None)
-            if previous and self.reader.linears_between(previous.output, one.stream):
+            if previous and self.linears_between(previous.output, one.stream):
                 previous = None
             chain = next((c for c in chains if c[-1] is previous), [])
             chains = [*(c for c in chains if c is not chain), [*chain, one]]
             sums.append(one)
         attending = (c for c in chains if any(self._cores(s, b) for s in c for b in s.branches))
-        result = [SumChain(chain[0].stream, chain) for chain in attending]
+        result = [Stack(chain[0].stream, chain) for chain in attending]
         return self._joined(sorted(result, key=lambda chain: chain.sums[0].index))
 
-    def _joined(self, chains: list[SumChain]) -> list[SumChain]:
+    def _joined(self, chains: list[Stack]) -> list[Stack]:
         """Chains that a single block connects, joined: its sum has the stream times 0."""
         result = chains[:1]
         for chain in chains[1:]:
             end, start = result[-1].sums[-1].output, chain.start
-            linears = self.reader.linears_between(end, start)
+            linears = self.linears_between(end, start)
             alike = self.graph.tensor(end).shape == self.graph.tensor(start).shape
             node = self.graph.producer(start)
             if node is None or not alike or not 2 <= len(linears) <= 4:
                 result.append(chain)
                 continue
-            gap = StreamSum(node.index, start, end, (self.reader.source(start),), (start,))
+            gap = StreamSum(node.index, start, end, (self.source(start),), (start,))
             result[-1].sums += [gap, *chain.sums]
         return result
 
     def _cores(self, one: StreamSum, branch: int) -> list[Core]:
         nodes = {node.index for node in self.graph.path([one.stream], branch)}
-        return [core for core in self.reader.cores if core.softmax in nodes]
+        return [core for core in self.cores if core.softmax in nodes]
 
     # --- blocks ------------------------------------------------------------------------------
 
-    def fill(self, chain: SumChain) -> None:
+    def fill(self, chain: Stack) -> None:
         """Read every block of a chain, and the norms between and behind its sums."""
         previous = chain.start
         for number, one in enumerate(chain.sums):
@@ -241,7 +150,7 @@ class StreamReader:
             self._scales(one, blocks)
             blocks.sort(key=lambda block: ORDER.index(block.name))
             if number:
-                self._link(number, chain.blocks[-1], blocks, self.norm(previous, one.stream))
+                self._link(number, chain.blocks[-1], blocks, self.link(previous, one.stream))
             previous = one.output
             chain.blocks += blocks
         norms = self._norms_after(previous)
@@ -251,8 +160,7 @@ class StreamReader:
         if norms and normed and last.pre_norm is None:
             last.sum_norm = norms.pop(0)
             chain.end = self._scaled(last.sum_norm.end)
-            factor = self.reader.fit(last.sum_norm.end, chain.end)
-            last.sum_factor = factor if isinstance(factor, float) else 1.0
+            last.sum_factor = self._factor(last.sum_norm.end, chain.end)
         if norms:
             chain.final = norms[-1]
             chain.end = chain.final.end
@@ -262,21 +170,21 @@ class StreamReader:
         number: int,
         last: BranchUnit,
         blocks: list[BranchUnit],
-        link: tuple[Norm, float] | float | None,
+        link: Link | None,
     ) -> None:
         """Assign the norm or factor between sum `number` and the next to the blocks around it."""
-        if isinstance(link, tuple):
-            last.sum_norm, last.sum_factor = link
-        elif link is None:
+        if link is None:
             self.doubts.append(
                 f"what stands between sums {number} and {number + 1} of the stream is no norm"
             )
-        elif abs(link - 1.0) > EXACT:
+        elif link.norm is not None:
+            last.sum_norm, last.sum_factor = link
+        elif abs(link.factor - 1.0) > EXACT:
             if all(block.pre_norm is not None for block in blocks):
                 for block in blocks:  # whose norm removes the factor
-                    block.skip *= link
+                    block.skip *= link.factor
             else:
-                self.doubts.append(f"the stream is multiplied by {link:.4g} on its way")
+                self.doubts.append(f"the stream is multiplied by {link.factor:.4g} on its way")
 
     def _scaled(self, value: int) -> int:
         """The last output of a submodule that follows a value by views, dropouts and factors."""
@@ -286,23 +194,25 @@ class StreamReader:
             (value,) = users
             end = value if value in outputs else end
             nodes = (self.graph.nodes[i] for i in self.graph.values[value].consumers)
-            users = [
-                n.outputs[0] for n in nodes if self.reader.passed_input(n, scaled=True) == value
-            ]
+            users = [n.outputs[0] for n in nodes if self.passed_input(n, scaled=True) == value]
         return end
 
-    def norm(self, start: int, end: int) -> tuple[Norm, float] | float | None:
-        """The norm between two values and the factor behind it, or a factor alone; else None."""
-        result = self.reader.fit(start, end)
+    def link(self, start: int, end: int) -> Link | None:
+        """The norm between two values and the factor behind it; None if there is more."""
+        result = self.fit(start, end)
         if not isinstance(result, Fit):
-            return result
-        size = self.graph.tensor(start).numel()
+            return None if result is None else Link(None, result)
+        size = self.size(start)
         values = [node.outputs[0] for node in self.graph.path([start], end)]
-        values = [v for v in values if self.graph.tensor(v).numel() == size]
-        norm = self.reader.norm_among(start, [*values, end])
+        values = [v for v in values if self.size(v) == size]
+        norm = self.norm_among(start, [*values, end])
         assert norm is not None
-        factor = self.reader.fit(norm.end, end)
-        return norm, factor if isinstance(factor, float) else 1.0
+        return Link(norm, self._factor(norm.end, end))
+
+    def _factor(self, start: int, end: int) -> float:
+        """The factor from one value to another; 1 if there is more between them."""
+        factor = self.fit(start, end)
+        return factor if isinstance(factor, float) else 1.0
 
     def _norms_after(self, value: int) -> list[Norm]:
         """The norm that a value enters next, if any, and the norm that follows this one, if any."""
@@ -312,62 +222,59 @@ class StreamReader:
             current = waiting.pop(0)
             for index in self.graph.values[current].consumers:
                 node = self.graph.nodes[index]
-                if index in self.reader.linears or index in seen or node.name == "_log_softmax":
+                if index in self.linears or index in seen or node.name == "_log_softmax":
                     continue
                 seen.add(index)
                 output = node.outputs[0] if node.outputs else None
-                if output is None or not self.reader.live(output):
+                if output is None or not self.live(output):
                     continue
                 waiting.append(output)
-                if self.graph.tensor(output).numel() == self.graph.tensor(value).numel():
+                if self.size(output) == self.size(value):
                     values.append(output)
-        norm, width = self.reader.norm_among(value, values), self.graph.tensor(value).shape[-1]
+        norm, width = self.norm_among(value, values), self.width(value)
         if norm is None or any(
             self.graph.leaf(name).numel() > width for name in (*norm.gains, *norm.biases)
         ):
             return []  # gains and biases have one entry per feature
         # A norm of a norm of x is a norm of x.
         values.sort()
-        fits = [v for v in values if isinstance(self.reader.fit(value, v), Fit)]
-        inner = [v for v in fits[:-1] if isinstance(self.reader.fit(v, fits[-1]), Fit)]
-        first = self.reader.norm_among(value, inner)
+        fits = [v for v in values if isinstance(self.fit(value, v), Fit)]
+        inner = [v for v in fits[:-1] if isinstance(self.fit(v, fits[-1]), Fit)]
+        first = self.norm_among(value, inner)
         if first is None:
             return [norm]
-        second = self.reader.norm_among(first.end, [v for v in values if v > first.end])
+        second = self.norm_among(first.end, [v for v in values if v > first.end])
         return [first, second or norm]
 
     def _block(self, one: StreamSum, branch: int, term: int) -> BranchUnit:
         cores = self._cores(one, branch)
         read = self._attention_block(one, branch, cores) if cores else self._feed_block(one, branch)
         read.parallel = len(one.branches) > 1
-        link = self.norm(read.raw, term)
-        if isinstance(link, tuple):
-            read.output_norm = link[0]
+        if (link := self.link(read.raw, term)) is not None:
+            read.output_norm = link.norm
         return read
 
     def _read_pre_norm(self, block: BranchUnit, inputs: list[int]) -> None:
         """Read the norm between the stream and the inputs of a block's matrices."""
-        sources = dict.fromkeys(self.reader.source(value, scaled=False) for value in inputs)
-        first, *others = [self.norm(block.sum.stream, source) for source in sources]
+        sources = dict.fromkeys(self.source(value, scaled=False) for value in inputs)
+        first, *others = [self.link(block.sum.stream, source) for source in sources]
         if first is None or None in others:
             self.doubts.append("what stands before a block's matrices is no norm")
-        elif isinstance(first, tuple):
-            block.pre_norm, block.pre_factor = first
         else:
-            block.pre_factor = first
+            block.pre_norm, block.pre_factor = first
 
     def _scales(self, one: StreamSum, blocks: list[BranchUnit]) -> None:
         """Read skip, branch and dropout of a sum, by running it with one term at a time."""
         ends = {(b.output_norm.end if b.output_norm else b.raw): b for b in blocks}
-        size = self.graph.tensor(one.output).numel()
-        if any(self.graph.tensor(value).numel() != size for value in ends):
+        size = self.size(one.output)
+        if any(self.size(value) != size for value in ends):
             for b in blocks:  # the matrix that was read is not the block's last: a router's, say
                 b.scales_known = False
             return
         zeros = {v: torch.zeros_like(self.graph.tensor(v)) for v in (one.stream, *ends)}
         (base,) = self.graph.run(zeros, one.output)
         for value, block in [(one.stream, None), *ends.items()]:
-            row, x = self.reader.random_row(value)  # alike at all tokens, which may be reordered
+            row, x = self.random_row(value)  # alike at all tokens, which may be reordered
             (y,) = self.graph.run(zeros | {value: x}, one.output)
             y = (y - base).double().reshape(-1, len(row))
             slope = proportionality(row.expand_as(y), y)
@@ -385,13 +292,13 @@ class StreamReader:
                     b.skip = slope
         for value, block in ends.items():
             path = self.graph.path([value], one.output)
-            parameters = self.reader.parameters_of(path)
+            parameters = self.parameters_of(path)
             block.scale_params = tuple(str(self.graph.values[v].name) for v in parameters)
-            deep = {p for n in path if (p := self.reader.drop_path_of(n)) is not None}
+            deep = {p for n in path if (p := self.drop_path_of(n)) is not None}
             self.notes += [f"stochastic depth of probability {p:g} is left out" for p in deep]
-            drops = self.reader.dropouts(value, one.output)
+            drops = self.dropouts(value, one.output)
             block.drops_last = bool(drops)
-            drops += self.reader.dropouts(block.raw, value) if block.raw != value else []
+            drops += self.dropouts(block.raw, value) if block.raw != value else []
             if drops:
                 node, block.dropout = drops[-1]
                 block.dropped = node.outputs[0]
@@ -399,8 +306,7 @@ class StreamReader:
     # --- feed-forward ------------------------------------------------------------------------
 
     def _feed_block(self, one: StreamSum, branch: int) -> BranchUnit:
-        reader = self.reader
-        matrices = reader.linears_between(one.stream, branch)
+        matrices = self.linears_between(one.stream, branch)
         firsts, lasts = self._firsts_and_lasts(matrices)
         output = lasts[-1]
         block = BranchUnit("ffn", one, output.output)
@@ -413,20 +319,20 @@ class StreamReader:
             words = words or f"a feed-forward block of {len(matrices)}"
             self.doubts.append(f"{words} matrices ({', '.join(names)})")
             return block
-        uses = [(m, *use) for m in firsts for use in reader.first_uses(m, output.input)]
+        uses = [(m, *use) for m in firsts for use in self.first_uses(m, output.input)]
         projections, activation = self._hidden(uses, output.input)
-        drops = reader.dropouts(uses[0][1], output.input)
+        drops = self.dropouts(uses[0][1], output.input)
         block.feed = FeedUnit(
             projections,
             output,
             activation,
             gated=len({value for _, value, _ in uses}) > 1,
-            d_ff=self.graph.tensor(output.input).shape[-1],
+            d_ff=self.width(output.input),
             dropout=drops[0][1] if drops else 0.0,
         )
         if drops:
             node = drops[0][0]
-            block.feed.dropped = next(v for v in node.inputs if reader.live(v)), node.outputs[0]
+            block.feed.dropped = next(v for v in node.inputs if self.live(v)), node.outputs[0]
         if activation is None:
             self.doubts.append(
                 "a feed-forward block's activation is not a known one (teach it: "
@@ -441,10 +347,10 @@ class StreamReader:
 
         With a gate, the hidden layer is linear in what "ffn_in" gives, and not in the gate.
         """
-        starts = {value: self.reader.random_like(value) for _, value, _ in uses}
+        starts = {value: self.random_like(value) for _, value, _ in uses}
         if len(starts) == 1:
             linear, value, columns = uses[0]
-            return {"ffn_in": [(linear, columns.unique())]}, self.reader.activation(value, end)
+            return {"ffn_in": [(linear, columns.unique())]}, self.activation(value, end)
         projections: Projections = {}
         activation: str | None = None
         (y,) = self.graph.run(starts, end)
@@ -485,9 +391,9 @@ class StreamReader:
     # --- attention ---------------------------------------------------------------------------
 
     def _attention_block(self, one: StreamSum, branch: int, cores: list[Core]) -> BranchUnit:
-        output = self.reader.linears_between(cores[0].output, branch)
+        output = self.linears_between(cores[0].output, branch)
         name = "attention" if self.graph.depends_on(cores[0].key, one.stream) else "cross"
-        block = BranchUnit(name, one, output[-1].output if output else branch, core=cores[0])
+        block = BranchUnit(name, one, output[-1].output if output else branch)
         projections: Projections = {}
         inputs: list[int] = []
         for core in cores:
@@ -515,26 +421,25 @@ class StreamReader:
 
     def _is_permutation(self, values: list[int], end: int) -> bool:
         """Whether the entries of `end` are those of some values, each once."""
-        inputs = {value: self.reader.random_like(value) for value in values}
+        inputs = {value: self.random_like(value) for value in values}
         (result,) = self.graph.run(inputs, end)
         entries = torch.cat([t.flatten() for t in inputs.values()]).double().sort().values
         return close(result.double().flatten().sort().values, entries)
 
     def _projection(self, operand: int) -> tuple[LinearUnit, Tensor] | None:
         """The one matrix that makes queries, keys or values, and its columns that do."""
-        _, lasts = self._firsts_and_lasts(self.reader.nearest_linears(operand))
+        _, lasts = self._firsts_and_lasts(self.nearest_linears(operand))
         if len(lasts) != 1:
             return None
-        columns = [c.flatten() for _, c in self.reader.first_uses(lasts[0], operand)]
+        columns = [c.flatten() for _, c in self.first_uses(lasts[0], operand)]
         return (lasts[0], torch.cat(columns).unique()) if columns else None
 
     def _attention(self, core: Core, projections: Projections) -> AttentionUnit:
-        d_head = self.graph.tensor(core.query).shape[-1]
+        d_head = self.width(core.query)
         rows = {role: sum(len(c) for _, c in side) for role, side in projections.items()}
         heads, kv_heads = (rows.get(role, d_head) // d_head for role in ("query", "key"))
-        result = AttentionUnit(heads, d_head, kv_heads, projections=projections)
-        drops = self.reader.dropouts(core.weights, core.output)
-        result.dropout = drops[0][1] if drops else 0.0
+        result = AttentionUnit(core, heads, d_head, kv_heads, projections=projections)
+        result.dropout = self.dropout(core.weights, core.output)
         if "value" in projections:
             start, _ = self._projected(projections["value"], core.value)
             if self._degree(start, core.value)[2] != 1:
@@ -548,7 +453,7 @@ class StreamReader:
 
     def _logits(self, core: Core, projections: Projections, result: AttentionUnit) -> None:
         """Read norms and rotations of queries and keys, and what multiplies their product."""
-        graph, reader = self.graph, self.reader
+        graph = self.graph
         scale = 1.0
         for role, operand in (("query", core.query), ("key", core.key)):
             start, columns = self._projected(projections[role], operand)
@@ -568,7 +473,7 @@ class StreamReader:
                     f"between a {role}'s matrix and its use stands something unknown"
                 )
         result.rotary = self._rotary(core, projections["query"], result)
-        q, k = 30 * reader.random_like(core.query), reader.random_like(core.key)
+        q, k = 30 * self.random_like(core.query), self.random_like(core.key)
 
         def logits(size: float) -> Tensor:
             (z,) = graph.run({core.query: size * q, core.key: k}, core.logits)
@@ -607,7 +512,7 @@ class StreamReader:
     def _logit_parameters(self, core: Core) -> list[int]:
         """Parameters that act between the product of queries and keys and the softmax."""
         product = self.graph.nodes[core.product].outputs[0]
-        return self.reader.parameters_of(self.graph.path([product], core.logits))
+        return self.parameters_of(self.graph.path([product], core.logits))
 
     def _projected(self, side: list[tuple[LinearUnit, Tensor]], operand: int) -> tuple[int, Tensor]:
         """The output of the matrix that makes an operand, with its bias if the operand has it;
@@ -620,7 +525,7 @@ class StreamReader:
     def _degree(self, start: int, end: int) -> tuple[Tensor, Tensor, int | None]:
         """A random x at `start`, y at `end`, and 1 if y is linear (affine), 0 if independent of
         the size of x, else None."""
-        x = self.reader.random_like(start)
+        x = self.random_like(start)
         y, y_double, y_zero = (
             self.graph.run({start: t}, end)[0].double() for t in (x, 2 * x, 0 * x)
         )
@@ -629,18 +534,18 @@ class StreamReader:
 
     def _head_norm(self, start: int, operand: int, d_head: int) -> Norm | None:
         """The norm of queries or keys, by head or (groups 0) of all heads together."""
-        graph, reader = self.graph, self.reader
+        graph = self.graph
         values = [v for node in graph.path([start], operand) for v in node.outputs]
         views = [v for v in values if all(n.name in VIEWS for n in graph.path([start], v))]
-        for width in (d_head, graph.tensor(start).shape[-1]):
+        for width in (d_head, self.width(start)):
             candidates = (start, *views, *values)  # a rotation may come before the norm
-            for first in dict.fromkeys(v for v in candidates if graph.tensor(v).shape[-1] == width):
+            for first in dict.fromkeys(v for v in candidates if self.width(v) == width):
                 shape = graph.tensor(first).shape
                 alike = [v for v in values if graph.tensor(v).shape == shape and v > first]
-                norm = reader.norm_among(first, alike, width)
+                norm = self.norm_among(first, alike, width)
                 if norm is None:
                     continue
-                x = reader.random_like(norm.end)
+                x = self.random_like(norm.end)
                 (y,) = graph.run({norm.end: x}, operand)
                 ratio = y.double().square().mean() / x.double().square().mean()
                 norm.scale = float(ratio.sqrt()) * norm.gain
@@ -658,7 +563,7 @@ class StreamReader:
         if length < 2 or not self._depends_on_position(start, core.query):
             return None
         values = [v for node in graph.path([start], core.query) for v in node.outputs]
-        values = [v for v in values if graph.tensor(v).shape[-1] == d_head]
+        values = [v for v in values if self.width(v) == d_head]
         plain = (v for v in values if self._depends_on_position(v, core.query, 2.0))
         normed = (v for v in values if self._depends_on_position(v, core.query, 1.0))
         origin = next(plain, None) or next(normed, None)
@@ -690,7 +595,7 @@ class StreamReader:
         """Whether equal tokens at `start` differ at `end`; if `doubled` is not None, also whether
         they become so many times larger when the start is doubled."""
         graph = self.graph
-        _, x = self.reader.random_row(start)
+        _, x = self.random_row(start)
         if not x.is_floating_point():
             return False
         (y,) = graph.run({start: x}, end)

@@ -39,6 +39,10 @@ class LinearUnit(NamedTuple):
     biases: tuple[int, ...] = ()
 
 
+Projections = dict[str, list[tuple[LinearUnit, Tensor]]]
+"""Role -> matrices, each with those of its output columns that play the role."""
+
+
 class Fit(NamedTuple):
     """A normalisation, and its gain by feature."""
 
@@ -69,6 +73,13 @@ class Norm:
     groups: int = 1
     scale: float = 1.0
     unit: bool | None = None
+
+
+class Link(NamedTuple):
+    """What lies between two values: a norm, if there is one, and then a factor."""
+
+    norm: Norm | None
+    factor: float
 
 
 @dataclass
@@ -110,6 +121,7 @@ class AttentionUnit:
     """One attention; see `Transformer` for the fields.
 
     Attributes:
+        core: its softmax and what that reads.
         multiplier: logits / (q k); None if they are not proportional.
         relative: the parameter of a relative bias, with so many `buckets`.
         projections: role -> matrices with those of their output columns that play it.
@@ -118,6 +130,7 @@ class AttentionUnit:
         sinks: the parameter that holds one more logit for every head.
     """
 
+    core: Core
     heads: int
     d_head: int
     kv_heads: int
@@ -132,7 +145,7 @@ class AttentionUnit:
     key_norm: Norm | None = None
     softcap: float | None = None
     dropout: float = 0.0
-    projections: dict[str, list[tuple[LinearUnit, Tensor]]] = field(default_factory=dict)
+    projections: Projections = field(default_factory=dict)
     output: list[LinearUnit] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     rotates_values: bool = False
@@ -144,6 +157,178 @@ class AttentionUnit:
         return 1 / (self.multiplier * math.sqrt(self.d_head)) if self.multiplier else 1.0
 
 
+@dataclass
+class StreamSum:
+    """A residual sum, skip * stream + branch * f, of one block's f or of two.
+
+    Attributes:
+        index: number of the operation.
+        stream: value of the stream that the blocks read.
+        branches: value of each f, before views, dropouts and factors.
+        terms: value of each f as the sum adds it.
+    """
+
+    index: int
+    output: int
+    stream: int
+    branches: tuple[int, ...]
+    terms: tuple[int, ...]
+
+
+@dataclass
+class FeedUnit:
+    """A feed-forward block; `dropped`: values before and after dropout of its activations."""
+
+    projections: Projections
+    output: LinearUnit
+    activation: str | None
+    gated: bool
+    d_ff: int
+    dropout: float
+    dropped: tuple[int, int] | None = None
+
+
+@dataclass
+class BranchUnit:
+    """One residual branch.
+
+    Attributes:
+        raw: value that its last matrix gives.
+        pre_norm: between the stream and the block's matrices, followed by `pre_factor`.
+        output_norm: of the block's output, before the sum.
+        sum_norm: of the residual sum, followed by `sum_factor`.
+        skip, branch: factors of the sum.
+        scale_params: parameters in `branch`.
+        dropped: value behind the block's dropout, of probability `dropout`.
+        drops_last: whether dropout acts behind `output_norm`.
+        proportional: whether the sum adds multiples of the stream and of the block's output.
+        scales_known: whether `skip` and `branch` could be read.
+        parallel: whether the sum has a second block.
+    """
+
+    name: str
+    sum: StreamSum
+    raw: int
+    pre_norm: Norm | None = None
+    pre_factor: float = 1.0
+    output_norm: Norm | None = None
+    sum_norm: Norm | None = None
+    sum_factor: float = 1.0
+    skip: float = 1.0
+    branch: float = 1.0
+    scale_params: tuple[str, ...] = ()
+    dropout: float = 0.0
+    dropped: int | None = None
+    drops_last: bool = False
+    proportional: bool = True
+    scales_known: bool = True
+    parallel: bool = False
+    attention: AttentionUnit | None = None
+    feed: FeedUnit | None = None
+
+    @property
+    def norms(self) -> list[Norm]:
+        """Its norms: of its input, of the sum, of its output."""
+        return [n for n in (self.pre_norm, self.sum_norm, self.output_norm) if n is not None]
+
+    @property
+    def norm_factor(self) -> float:
+        """The factor behind the norm of its input, or else behind that of the sum."""
+        return self.sum_factor if self.pre_norm is None else self.pre_factor
+
+
+@dataclass
+class EmbeddingUnit:
+    """The input of layer 1.
+
+    Attributes:
+        tables: role -> parameter ("token", "position", "segment", "class").
+        patch: the linear map of image patches, of `patch_size` pixels a side.
+        factor: the matrix that widens narrower tables: their normalised sum, or the token rows.
+        scale: multiplies the token's row; `factors` the rows of other tables.
+        sinusoidal: whether sinusoidal positions are added.
+        total: the sum, before its norm and dropout.
+        offset: row of the position table that the first token has.
+        shape: of the picture; () for text.
+        is_input: whether the module's own input enters layer 1.
+    """
+
+    tables: dict[str, str] = field(default_factory=dict)
+    patch: LinearUnit | None = None
+    factor: LinearUnit | None = None
+    patch_size: int = 0
+    scale: float = 1.0
+    factors: dict[str, float] = field(default_factory=dict)
+    sinusoidal: bool = False
+    norm: Norm | None = None
+    dropout: float = 0.0
+    total: int = 0
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    is_input: bool = False
+    doubts: list[str] = field(default_factory=list)
+
+
+@dataclass
+class HeadUnit:
+    """What follows the last layer.
+
+    Attributes:
+        transform: hidden linear map, with an `activation` and a `norm` behind it.
+        factor: linear map that narrows the input of `matrix`, which gives the logits.
+        scale: multiplies the logits; `scaled`: whether it could be read.
+        softcap: c of logits c tanh(z / c).
+        pool: "first" or "mean" token of a sequence, "other", or None for every token.
+        labels: number of logits.
+    """
+
+    transform: LinearUnit | None = None
+    factor: LinearUnit | None = None
+    activation: str | None = None
+    norm: Norm | None = None
+    matrix: LinearUnit | None = None
+    scale: float = 1.0
+    scaled: bool = False
+    softcap: float | None = None
+    dropout: float = 0.0
+    pool: str | None = None
+    labels: int = 0
+    doubts: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Stack:
+    """One residual stream: its sums and blocks in order, and what precedes and follows it.
+
+    Attributes:
+        start, end: the first value of the stream, and the last one or that of its final norm.
+        prefix: "", or "encoder." if there is a decoder too.
+        layers: the blocks by layer.
+        placements: where the norms of each layer are: "pre", "post", ...
+        unnormed: layer and block of the few that lack the norms which the others have.
+    """
+
+    start: int
+    sums: list[StreamSum]
+    blocks: list[BranchUnit] = field(default_factory=list)
+    final: Norm | None = None
+    end: int = 0
+    prefix: str = ""
+    layers: list[list[BranchUnit]] = field(default_factory=list)
+    placements: list[str] = field(default_factory=list)
+    unnormed: list[tuple[int, str]] = field(default_factory=list)
+    embedding: EmbeddingUnit = field(default_factory=EmbeddingUnit)
+    head: HeadUnit = field(default_factory=HeadUnit)
+
+    def units(self) -> Iterator[tuple[int, BranchUnit]]:
+        """Every block with the number of its layer, from 1."""
+        for number, units in enumerate(self.layers, start=1):
+            yield from ((number, unit) for unit in units)
+
+    def placement(self, layer: int, unit: BranchUnit) -> str:
+        return "none" if (layer, unit.name) in self.unnormed else self.placements[layer - 1]
+
+
 class GraphReader:
     """Recognises linear maps, norms, activations and attention in a graph.
 
@@ -151,9 +336,9 @@ class GraphReader:
         adapters: parameters of adapters that were removed because they add nothing yet.
     """
 
-    def __init__(self, graph: Graph, seed: int = 0) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.random = torch.Generator().manual_seed(seed)
+        self.random = torch.Generator().manual_seed(0)
         self._fits: dict[tuple[int, int, int | None], Fit | float | None] = {}
         self.adapters = tuple(self._remove_adapters())
 
@@ -170,6 +355,14 @@ class GraphReader:
 
     def live(self, value: int) -> bool:
         return self.graph.values[value].live
+
+    def size(self, value: int) -> int:
+        """The number of entries of a value."""
+        return int(self.graph.tensor(value).numel())
+
+    def width(self, value: int) -> int:
+        """The number of features of a value."""
+        return int(self.graph.tensor(value).shape[-1])
 
     # --- dropouts, views and factors ---------------------------------------------------------
 
@@ -191,8 +384,8 @@ class GraphReader:
         for value in node.inputs if live else ():
             drop_prob = self.graph.values[value].drop_prob
             if drop_prob is not None:
-                whole = self.graph.tensor(live[0]).numel()
-                return drop_prob, self.graph.tensor(value).numel() >= whole
+                whole = self.size(live[0])
+                return drop_prob, self.size(value) >= whole
         return None, True
 
     def upstream(self, value: int, *, scaled: bool = True) -> Iterator[int]:
@@ -213,11 +406,9 @@ class GraphReader:
     def passed_input(self, node: Node, *, scaled: bool) -> int | None:
         """The input of a view, a dropout or, if `scaled`, a factor; None for other operations."""
 
-        def size(value: int) -> int:
-            return int(self.graph.tensor(value).numel())
-
         if node.name in VIEWS:
-            same = len(node.outputs) == 1 and size(node.outputs[0]) == size(node.inputs[0])
+            sizes = {self.size(value) for value in (node.inputs[0], *node.outputs)}
+            same = len(node.outputs) == len(sizes) == 1
             return node.inputs[0] if same else None
         name = node.name.rstrip("_")
         if name == "native_dropout":
@@ -229,17 +420,21 @@ class GraphReader:
             return None
         if self._mask_of(node)[0] is not None:
             return live[0]
-        if not scaled or size(live[0]) != size(node.outputs[0]):
+        if not scaled or self.size(live[0]) != self.size(node.outputs[0]):
             return None
         # a factor is a number or one number per feature, not a table of positions
-        width = self.graph.tensor(live[0]).shape[-1]
-        small = all(size(v) <= width for v in node.inputs if v != live[0])
+        width = self.width(live[0])
+        small = all(self.size(v) <= width for v in node.inputs if v != live[0])
         return live[0] if small else None
 
     def dropouts(self, start: int, end: int) -> list[tuple[Node, float]]:
         """Dropouts between two values."""
         path = self.graph.path([start], end)
         return [(node, p) for node in path if (p := self.dropout_of(node)) is not None]
+
+    def dropout(self, start: int, end: int) -> float:
+        """The probability of the first dropout between two values; 0 without one."""
+        return next((p for _, p in self.dropouts(start, end)), 0.0)
 
     # --- linear maps -------------------------------------------------------------------------
 
@@ -280,8 +475,8 @@ class GraphReader:
             first = by_output.get(self.source(second.input))
             if first is None or bool(graph.tensor(second.matrix).any()):
                 continue
-            rank = graph.tensor(second.input).shape[-1]
-            if rank >= min(graph.tensor(v).shape[-1] for v in (first.input, second.output)):
+            rank = self.width(second.input)
+            if rank >= min(self.width(v) for v in (first.input, second.output)):
                 continue
             if (node := self._sum_of(second.output)) is None:
                 continue
@@ -318,14 +513,14 @@ class GraphReader:
                 break
             (node,) = users
             if node.name in VIEWS and len(node.outputs) == 1:
-                if self.graph.tensor(node.outputs[0]).numel() != self.graph.tensor(value).numel():
+                if self.size(node.outputs[0]) != self.size(value):
                     break
                 value = node.outputs[0]
                 continue
             rest = [v for v in node.inputs if v != value]
             if node.name.rstrip("_") == "add" and len(rest) == 1 and not self.live(rest[0]):
-                width = self.graph.tensor(value).shape[-1]
-                small = self.graph.tensor(rest[0]).numel() in (width, 1)
+                width = self.width(value)
+                small = self.size(rest[0]) in (width, 1)
                 if self.graph.values[rest[0]].params and small:
                     return node.outputs[0], (rest[0],)
             break
@@ -447,7 +642,7 @@ class GraphReader:
             return None
         acted = {v: len(self.parameters_of(self.graph.path([start], v))) for v in fits}
         end = next(v for v in fits if acted[v] == max(acted.values()))
-        width = width or self.graph.tensor(start).shape[-1]
+        width = width or self.width(start)
         gains, biases = self._norm_params(start, end, width)
         fit = fits[end]
         return Norm(
