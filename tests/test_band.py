@@ -460,7 +460,7 @@ def test_attention_of_tokens_alike_answers_as_the_full_maps_do(
         layer = KernelAttention(
             moved, logit_scale=tau, allowed=allowed, drop_prob=drop, d_model=256, d_head=64
         )
-        return layer.output, layer.backward(gradient).total
+        return layer.forward(), layer.backward(gradient).total
 
     for sensitivity in (mean, identity - mean):
         adjoint = fast.gradient_adjoint(sensitivity)

@@ -256,17 +256,58 @@ class PositionClasses:
         return means[0]
 
     def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
-        """Count the pairs of different tokens j, l with first[j] == second[l], for each block."""
-        values, index = np.unique(np.concatenate([first, second]), return_inverse=True)
-        sums = [
-            np.array([np.bincount(one, hat, len(values)) for hat in self.basis])
-            for one in np.split(index, 2)
-        ]
-        size = self.basis.sum(1)
-        same_token = (self.basis * (first == second)) @ self.basis.T
-        matching = sums[0] @ sums[1].T - same_token
-        count = np.outer(size, size) - self.basis @ self.basis.T
-        return [PairSums(matching, count, self.pair_count)]
+        """Count the pairs of different tokens j, l with first[j] == second[l], for each block:
+        within a document; with several, across them at different positions and at one position."""
+        basis, real = self.one_document.basis, np.atleast_2d(self.is_real)
+        weights, longest, documents_at = real + 0.0, real.shape[1], real.sum(0)
+        distinct, index = np.unique(np.stack([first, second]), return_inverse=True)
+        one, two = np.reshape(index, (2, *real.shape))
+        size, values = len(basis), len(distinct)
+        offsets = np.arange(size)[:, None] * values
+
+        def histogram(which: NDArray[np.intp], weight: Array) -> Array:
+            """(P, values) tokens of each class with each value."""
+            flat = (offsets + which).ravel()
+            result = np.bincount(flat, (basis * weight).ravel(), size * values)
+            return np.asarray(result.reshape(size, values), np.float64)
+
+        sums = [np.zeros((size, values)), np.zeros((size, values))]
+        inside, inside_pairs = np.zeros((size, size)), np.zeros((size, size))
+        for document, weight in enumerate(weights):
+            both = histogram(one[document], weight), histogram(two[document], weight)
+            inside += both[0] @ both[1].T
+            sums = [total + part for total, part in zip(sums, both, strict=True)]
+            tokens = basis @ real[document]
+            inside_pairs += np.outer(tokens, tokens)
+        same_token = (weights * (one == two)).sum(0)
+
+        # Matches at one position: a code for each (position, value).
+        code = np.arange(longest)[None, :] * values
+        codes, index = np.unique(np.stack([code + one, code + two]), return_inverse=True)
+        left, right = np.reshape(index, (2, *real.shape))
+        at_position = np.bincount(left.ravel(), weights.ravel(), len(codes))
+        at_position *= np.bincount(right.ravel(), weights.ravel(), len(codes))
+        at_position = np.bincount(codes // values, at_position, longest) - same_token
+
+        pairs_at_position = documents_at * (documents_at - 1.0)
+        all_pairs = np.outer(basis @ documents_at, basis @ documents_at)
+        totals = (
+            inside_pairs - (basis * documents_at) @ basis.T,
+            all_pairs - inside_pairs - (basis * pairs_at_position) @ basis.T,
+            basis @ pairs_at_position,
+        )
+        matching = (
+            inside - (basis * same_token) @ basis.T,
+            sums[0] @ sums[1].T - inside - (basis * at_position) @ basis.T,
+            basis @ at_position,
+        )
+        blocks = zip(matching, totals, self._counts_of_blocks, strict=False)
+        return [PairSums(*block) for block in blocks]
+
+    @property
+    def _counts_of_blocks(self) -> tuple[Array, ...]:
+        """Number of pairs in each of `pair_sums`."""
+        return (self.pair_count,)
 
     def at_every_position(self, values: Array) -> Array:
         """(..., L) mean squares at every position, interpolated from (..., P).
@@ -561,54 +602,9 @@ class DocumentClasses(PositionClasses):
         inside, across, same_position = means
         return np.asarray(self.joined((np.diagonal(inside), inside), (same_position, across))[1])
 
-    def pair_sums(self, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[PairSums]:
-        """Count matching pairs of (documents, longest) values: within a document, across documents
-        at different positions, and across documents at one position."""
-        basis, real = self.one.basis, self.is_real
-        weights, longest = real + 0.0, real.shape[1]
-        distinct, index = np.unique(np.stack([first, second]), return_inverse=True)
-        one, two = np.reshape(index, (2, *real.shape))
-        size, values = len(basis), len(distinct)
-        offsets = np.arange(size)[:, None] * values
-
-        def histogram(which: NDArray[np.intp], weight: Array) -> Array:
-            """(P, values) tokens of each class with each value."""
-            flat = (offsets + which).ravel()
-            result = np.bincount(flat, (basis * weight).ravel(), size * values)
-            return np.asarray(result.reshape(size, values), np.float64)
-
-        sums = [np.zeros((size, values)), np.zeros((size, values))]
-        inside, inside_pairs = np.zeros((size, size)), np.zeros((size, size))
-        for document, weight in enumerate(weights):
-            both = histogram(one[document], weight), histogram(two[document], weight)
-            inside += both[0] @ both[1].T
-            sums = [total + part for total, part in zip(sums, both, strict=True)]
-            tokens = basis @ real[document]
-            inside_pairs += np.outer(tokens, tokens)
-        same_token = (weights * (one == two)).sum(0)
-
-        # Matches at one position: a code for each (position, value).
-        code = np.arange(longest)[None, :] * values
-        codes, index = np.unique(np.stack([code + one, code + two]), return_inverse=True)
-        left, right = np.reshape(index, (2, *real.shape))
-        at_position = np.bincount(left.ravel(), weights.ravel(), len(codes))
-        at_position *= np.bincount(right.ravel(), weights.ravel(), len(codes))
-        at_position = np.bincount(codes // values, at_position, longest) - same_token
-
-        pairs_at_position = self._documents_at * (self._documents_at - 1.0)
-        all_pairs = np.outer(basis @ self._documents_at, basis @ self._documents_at)
-        totals = (
-            inside_pairs - (basis * self._documents_at) @ basis.T,
-            all_pairs - inside_pairs - (basis * pairs_at_position) @ basis.T,
-            basis @ pairs_at_position,
-        )
-        matching = (
-            inside - (basis * same_token) @ basis.T,
-            sums[0] @ sums[1].T - inside - (basis * at_position) @ basis.T,
-            basis @ at_position,
-        )
-        expected = self.inside_count, self.across_count[1], self.across_count[0]
-        return [PairSums(*block) for block in zip(matching, totals, expected, strict=True)]
+    @property
+    def _counts_of_blocks(self) -> tuple[Array, ...]:
+        return self.inside_count, self.across_count[1], self.across_count[0]
 
     def at_every_position(self, values: Array) -> Array:
         """(..., longest) mean squares at every position."""

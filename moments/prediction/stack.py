@@ -36,7 +36,6 @@ from ..layers.images import ReadsPixels, entering, image_gradients
 from ..model.embedding import Embedding
 from ..model.transformer import Transformer
 from ..model.values import ROWS
-from ..noise.sources import HeadTop
 from .gate import Gate, breakdown, validity_warnings
 from .result import Prediction
 
@@ -484,6 +483,8 @@ def head_top(output: OutputMoments | None) -> Any:
     if output is None or output.ending is None:
         return None
     _, readout = output.ending
+    from ..noise.sources import HeadTop
+
     return HeadTop(readout)
 
 

@@ -701,6 +701,10 @@ class KernelAttention(RowAttention):
         """(Lq,) E sum_j a_ij^2, without dropout."""
         return np.asarray(self._squares.sum(1))
 
+    def forward(self) -> Array:
+        """(Lq, Lq) second moments per feature of sum_j a_ij x_j, attention dropout included."""
+        return np.array(self.output)
+
     def backward(self, gradient: ArrayLike) -> Paths[Array]:
         """Second moments per feature of the gradient at the attention's input.
 
