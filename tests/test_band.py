@@ -785,3 +785,14 @@ def test_tokens_that_grow_keep_their_overlaps_in_every_draw(name: str) -> None:
     assert by_overlap * found["overlap"] + by_growth == pytest.approx(2 * square, rel=1e-3)
     measured, error = found["by_growth"]
     assert abs(by_growth - measured) < measured - 3 * error
+
+
+def test_layers_of_unlike_biases_have_a_band() -> None:
+    """The gradient that enters layer 2 scatters as if all layers had the biases of layer 2."""
+    model = Transformer(2, 64, 4, 16, causal=False)
+    unlike, alike = (
+        predict(model.replace(biases=Biases(query=bias))).grad_variance_band
+        for bias in ((0.01, 0.2), 0.2)
+    )
+    widths = [np.log(high[1] / low[1]) for low, high in (unlike, alike)]
+    assert widths[0] == pytest.approx(widths[1], rel=1e-2)

@@ -16,8 +16,6 @@ transformers = pytest.importorskip("transformers")
 
 board = pytest.importorskip("board")
 
-from moments.torch.dataflow.graph import record  # noqa: E402
-from moments.torch.open_check import recurrences  # noqa: E402
 
 ROWS = board.stored()["rows"]
 STATES = (*board.STATES, "read by")
@@ -128,15 +126,13 @@ class Recurrent(torch.nn.Module):
         return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("bias", [1.0, -4.0])
-def test_how_long_a_state_remembers(bias: float) -> None:
-    """1 / (softplus(b) A), and told where it is less than what the layer's convolution sees."""
-    module, ids = Recurrent(bias), torch.arange(8)[None]
-    (found,) = recurrences(record(module, lambda: module(ids), {"ids": ids}))
-    assert found.bias == "bias"
-    assert found.constant == bias
-    assert found.memory == pytest.approx(1 / math.log1p(math.exp(bias)), rel=1e-5)
-    report = moments.check(module, ids)
-    kinds = [finding.kind for finding in report.findings]
-    assert kinds == (["forgetting"] if bias == 1.0 else [])
-    assert ("all entries are 1" in str(report)) == (bias == 1.0)
+@pytest.mark.parametrize("memory", [0.76, 3.95, 4.05, 55.0])
+def test_how_long_a_state_remembers(memory: float) -> None:
+    """1 / (softplus(b) A), reported where it is less than what the layer's convolution sees."""
+    bias = math.log(math.expm1(1 / memory))
+    report = moments.check(Recurrent(bias), torch.arange(8)[None])
+    assert [finding.kind for finding in report.findings] == ["forgetting"] * (memory < 4)
+    for finding in report.findings:
+        assert finding.where == ("bias",)
+        assert finding.measured == pytest.approx(memory, rel=1e-5)
+        assert f"all entries are {bias:g}" in finding.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 import moments
@@ -13,6 +14,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import small_modules  # noqa: E402
+
+from moments.torch.expect import _band  # noqa: E402
 
 Ranges = dict[str, tuple[float, float]]
 
@@ -109,3 +112,13 @@ def test_a_declaration_has_a_loss_and_a_gradient() -> None:
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(moments.DomainError, match=r"nn\.Module"):
         moments.expect(3)
+
+
+def test_a_range_holds_95_percent_of_draws() -> None:
+    """Norms whose squares are log-normal of mean 2 and relative deviation 0.5."""
+    low, high = _band(2.0, 0.5)
+    sigma = math.sqrt(math.log1p(0.25))
+    random = np.random.default_rng(0)
+    norms = np.sqrt(2.0 * np.exp(sigma * random.standard_normal(100_000) - sigma**2 / 2))
+    assert np.mean(norms < low) == pytest.approx(0.025, abs=2e-3)
+    assert np.mean(norms > high) == pytest.approx(0.025, abs=2e-3)

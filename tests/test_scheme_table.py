@@ -10,7 +10,7 @@ import schemes as benchmark
 
 import moments
 from moments.scheme import schemes
-from moments.show.scheme_plot import MOST, rows
+from moments.show.plot import MOST_LINES, in_rows
 from moments.show.scheme_table import compare_schemes
 from studies.analysis import sensitivity
 
@@ -60,8 +60,8 @@ def test_uncorrelated_input_solves_dslm() -> None:
 
 
 def test_rows_of_the_picture_are_readable() -> None:
-    found = rows([scheme.name for scheme in schemes()])
-    assert max(len(names) for _, names in found) <= MOST
+    found = in_rows([scheme.name for scheme in schemes()])
+    assert max(len(names) for _, names in found) <= MOST_LINES
     assert sum(len(names) for _, names in found) == len(schemes())
 
 

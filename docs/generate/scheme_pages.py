@@ -11,7 +11,7 @@ from components import QUICK
 
 import moments
 from moments.scheme import Scheme
-from moments.show.scheme_plot import FAMILIES, family
+from moments.show.plot import FAMILIES, family
 from moments.show.scheme_table import input_options
 
 SCHEMES = [s for s in moments.schemes() if not QUICK or s.name in ("xavier", "dslm", "t-fixup")]

@@ -335,17 +335,17 @@ def _with_advice(said: str) -> str:
 
 def _fail(message: str) -> NoReturn:
     with contextlib.suppress(OSError):
-        err.print(f"[bold red]error:[/] {_one_line(message)}", soft_wrap=True)
+        note(message, "error", "bold red")
     sys.exit(2)
 
 
 def _show_warning(message: Any, category: Any, *_: Any, **__: Any) -> None:
-    err.print(f"[yellow]{category.__name__}:[/] {_one_line(str(message))}", soft_wrap=True)
+    note(str(message), category.__name__)
 
 
-def note(text: str) -> None:
+def note(text: str, kind: str = "note", style: str = "yellow") -> None:
     """Print a note to standard error."""
-    err.print(f"[yellow]note:[/] {_one_line(text)}", soft_wrap=True)
+    err.print(f"[{style}]{kind}:[/] {_one_line(text)}", soft_wrap=True)
 
 
 def _one_line(text: str) -> str:
@@ -555,9 +555,7 @@ def photo_for(model: Transformer, variance: float | None, correlation: float | N
     if not isinstance(embedding, PatchEmbedding) or embedding.channels != 3:
         return None
     size, *others = set(embedding.sides)
-    if others:
-        return None
-    if variance is not None or correlation is not None:
+    if others or variance is not None or correlation is not None:
         return None
     from ..layers.images import photograph
 

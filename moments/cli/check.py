@@ -42,8 +42,6 @@ from .base import (
 )
 
 if TYPE_CHECKING:
-    from ..model.transformer import Transformer
-    from ..prediction.measurement import Measurement
     from ..show.findings import Report
 
 WholeOption = Annotated[
@@ -89,15 +87,12 @@ def audit(
     from ..scheme.registry import scheme as known
     from ..torch import audit as run
 
-    if scheme is not None and plan is not None:
-        raise DomainError("--scheme and --plan both define what is intended: pass one of them")
     options = scheme_options(option)
+    wanted = _intended(scheme, plan)  # first: building a module may take minutes
     if options and scheme is None:
         raise DomainError("--option sets an option of a scheme: add --scheme")
     if scheme is not None:
         known(scheme)
-    # Read the plan first: building a module may take minutes.
-    wanted: Any = scheme if plan is None else _read_plan(plan)
     target, batch = _module(module, layers, seed)
     with user_code(module):
         report = run(target, wanted, batch=batch, options=options or None)
@@ -134,7 +129,12 @@ def _module(name: str, layers: int | None, seed: int) -> tuple[Any, Any]:
     raise unknown_model("MODULE", name, "FILE.py:NAME, a checkpoint, a config nor a preset")
 
 
-def _read_plan(plan: Path) -> Transformer:
+def _intended(scheme: str | None, plan: Path | None) -> Any:
+    """The scheme's name or the model of the plan's file; None without both."""
+    if plan is None:
+        return scheme
+    if scheme is not None:
+        raise DomainError("--scheme and --plan both define what is intended: pass one of them")
     entries = read_object(plan, "--plan", "a plan or model as JSON")
     try:
         return stored_model(entries)[0]
@@ -201,15 +201,13 @@ def check(
     A config is judged by its predictions. Exit status 1 if there are findings, 2 if the model
     cannot be read.
     """
-    if scheme is not None and plan is not None:
-        raise DomainError("--scheme and --plan both define what is intended: pass one of them")
     from ..show.expects import measurements
     from ..show.page import check_html
 
     if html is not None:
         check_html(html)
     given = measurements(measured or (), "--measured")
-    report = _check_subject(subject, scheme if plan is None else _read_plan(plan), seq_len)
+    report = _check_subject(subject, _intended(scheme, plan), seq_len)
     report = report.with_measured(given) if given else report
     if html is not None:
         with replacing(html) as partial:
@@ -361,24 +359,34 @@ def compare(
     the gradient measured at the last layer.
     """
     from ..layers.architecture import check_coverage
+    from ..model.huggingface.config import family, from_huggingface
     from ..prediction.predict import predict as run
     from ..show.comparison import compare as compare_results
-    from ..show.report import comparison_tables, summary_table
-    from ..show.screen import comparison_screen
+    from ..show.report import comparison_screen, comparison_tables, summary_table
 
     if model is None:
         raise DomainError("no MODEL given: name a preset or a config.json")
     for name, value, least in (("seeds", seeds, 1), ("batch", batch, 1), ("seed", seed, 0)):
         check_count(name, value, least=least)  # before a module is built
     config = _config_entries(model, layers)
-    described, read = _declaration_and_batch(config, seq_len, batch, seed)
-    check_coverage(described, "refined")
-    from ..torch.huggingface_modules import build_module
+    if family(config.get("model_type")).task != "images":
+        seq_len = SEQ_LEN if seq_len is None else seq_len
+    elif seq_len is not None:
+        raise DomainError("--seq-len is only for models that read text: leave it out")
+    from ..torch.batches import inputs_of, measured_gradient
+    from ..torch.huggingface_modules import build_module, module_batch
     from ..torch.measure import measure
 
+    read = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
+    described = from_huggingface(config, seq_len=seq_len)
+    check_coverage(described, "refined")
     build = functools.partial(build_module, config)
     measurement = measure(build, read, seeds=seeds, seed=seed, progress=True)
-    prediction = run(described, progress=True, **_inputs(described, read, measurement))
+    inputs = inputs_of(described, read)
+    if described.head is None or described.head.loss is None or measurement.loss is None:
+        inputs.pop("targets", None)
+        inputs |= measured_gradient(described, measurement, inputs)
+    prediction = run(described, progress=True, **inputs)
     comparison = compare_results(prediction, measurement)
     summary = comparison.summary()
     if plot is None and picture and not as_json:
@@ -426,31 +434,3 @@ def _config_entries(name: str, layers: int | None) -> dict[str, Any]:
         raise unknown_model("MODEL", name)
     entries = dict(preset.config(name)) if known else read_config(name)
     return entries if layers is None else at_depth(entries, layers)
-
-
-def _declaration_and_batch(
-    config: dict[str, Any], seq_len: int | None, batch: int, seed: int
-) -> tuple[Transformer, dict[str, Any]]:
-    """The declaration of a config, and the batch that its module reads."""
-    from ..model.huggingface.config import family, from_huggingface
-    from ..torch.huggingface_modules import module_batch
-
-    if family(config.get("model_type")).task == "images":
-        if seq_len is not None:
-            raise DomainError("--seq-len is only for models that read text: leave it out")
-    else:
-        seq_len = SEQ_LEN if seq_len is None else seq_len
-    data = module_batch(config, seq_len=seq_len, batch=batch, seed=seed)
-    return from_huggingface(config, seq_len=seq_len), data
-
-
-def _inputs(model: Transformer, data: dict[str, Any], measurement: Measurement) -> dict[str, Any]:
-    """Arguments of `predict` for the input, and for the gradient if no loss is predicted."""
-    from ..torch.batches import inputs_of, measured_gradient
-
-    given = inputs_of(model, data)
-    has_loss = model.head is not None and model.head.loss is not None
-    if has_loss and measurement.loss is not None:
-        return given
-    given.pop("targets", None)
-    return given | measured_gradient(model, measurement, given)

@@ -88,20 +88,11 @@ def predict(
     from ..prediction.predict import predict as run
     from ..scheme.registry import input_options
     from ..scheme.registry import scheme as known_scheme
-    from ..show.report import prediction_table
-    from ..show.screen import prediction_screen
+    from ..show.report import prediction_screen, prediction_table
 
-    options = {
-        "layers": layers,
-        "d_model": d_model,
-        "heads": heads,
-        "seq_len": seq_len,
-        "d_ff": d_ff,
-        "norm": norm,
-        "activation": activation,
-        "dropout": dropout,
-        "causal": causal,
-    }
+    options: dict[str, Any] = {"layers": layers, "d_model": d_model, "heads": heads}
+    options |= {"seq_len": seq_len, "d_ff": d_ff, "norm": norm, "activation": activation}
+    options |= {"dropout": dropout, "causal": causal}
     try:
         described, known = read_model(model, options)
     except Undeclared as refusal:
@@ -111,12 +102,8 @@ def predict(
         return _by_operations(model, refusal)
     if theory == "refined":
         described = shortened(described, seq_len)
-    given = not_none(
-        variance=variance,
-        correlation=correlation,
-        grad_variance=grad_variance,
-        grad_correlation=grad_correlation,
-    )
+    given = not_none(variance=variance, correlation=correlation)
+    given |= not_none(grad_variance=grad_variance, grad_correlation=grad_correlation)
     if scheme is None and option:
         raise DomainError("--option sets an option of a scheme: add --scheme")
     if scheme is not None:
@@ -129,13 +116,12 @@ def predict(
         inputs |= {"pixels": photo_for(described, variance, correlation)} | default_sound(described)
     progress = err.is_terminal and described.causal and described.seq_len > 128
     prediction = run(described, theory=theory.value, progress=progress, **inputs)
+    name = name_of(model)
     return Answer(
-        text=lambda: (
-            prediction_table(prediction) if whole else prediction_screen(prediction, name_of(model))
-        ),
-        data=prediction.to_json,
-        frame=prediction.to_frame,
-        figure=lambda: prediction.plot(name_of(model)),
+        lambda: prediction_table(prediction) if whole else prediction_screen(prediction, name),
+        prediction.to_json,
+        prediction.to_frame,
+        lambda: prediction.plot(name),
     )
 
 
@@ -312,7 +298,7 @@ def first_step(
     """
     from ..formulas.checks import POSITIVE, check_number
     from ..prediction.predict import predict
-    from ..show.step import first_step_table
+    from ..show.report import first_step_table
     from ..step.rules import check_step
     from ..step.search import learning_rate as search
     from ..step.search import zipf_batch
@@ -342,10 +328,9 @@ def first_step(
     else:
         step = prediction.after(optimizer, learning_rate, **options)
     known_rates = {} if rates is None else {"rates": rates.to_dict()}
+    tables = [] if rates is None else [rates.table]
     return Answer(
-        text=lambda: "\n\n".join(
-            [*([] if rates is None else [rates.table()]), first_step_table(step)]
-        ),
+        text=lambda: "\n\n".join([*(table() for table in tables), first_step_table(step)]),
         data=lambda: step.to_dict() | known_rates,
         frame=step.to_frame,
         figure=lambda: (step if rates is None else rates).plot(name_of(model)),

@@ -55,13 +55,8 @@ def schemes(
     chosen = [known(name) for name in scheme] if scheme else list(every())
     if model is None:
         rows = [
-            {
-                "name": one.name,
-                "title": one.title,
-                "sets": list(one.sets),
-                "options": one.options,
-                "source": str(one.source),
-            }
+            {"name": one.name, "title": one.title, "sets": list(one.sets), "options": one.options}
+            | {"source": str(one.source)}
             for one in chosen
         ]
         return Answer(

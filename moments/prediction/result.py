@@ -627,6 +627,6 @@ class Prediction(Shown):
         )
 
     def __str__(self) -> str:
-        from ..show.screen import prediction_screen
+        from ..show.report import prediction_screen
 
         return prediction_screen(self)

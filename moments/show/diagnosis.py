@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -96,10 +96,10 @@ def diagnose_case(
                 left = distance(as_found, everything.measurement)
                 explained = 1 - float(left.sum() / distance.declared.sum())
                 shown = as_found
-    noted = list(notes)
+    noted, expected = list(notes), judge(comparison).expected
     if math.isfinite(explained) and len(causes) > 1:
         noted.insert(0, f"all differences together explain {100 * explained:.0f} % of what is off")
-    if judge(comparison).expected is False and not explained > ENOUGH:
+    if not expected and not explained > ENOUGH:
         noted.append(
             "the rest is not visible in weights, scales and the mask: it may be the chance of this "
             "draw, custom masking or code in the module, dropout elsewhere, features that are not "
@@ -109,7 +109,7 @@ def diagnose_case(
     noted += [c.reason for c in causes if c not in own]
     findings = [Finding("warning", "wrong matrix", (), reason=sentence) for sentence in advice]
     findings += own
-    if not judge(comparison).expected and not any(c.explains >= SHARE for c in own):
+    if not expected and not any(c.explains >= SHARE for c in own):
         why = "the stream is not as predicted, and no difference from the declaration explains it"
         findings.append(Finding("warning", "not as predicted", (), reason=why))
     return Report(
@@ -147,20 +147,20 @@ def _rows(
 ) -> Iterator[Row]:
     """Rows for every point of the stream; points outside their band note the cause that explains a
     quarter or more."""
-    place = {}
-    for index, row in enumerate(points.to_dict("records")):
+    keys = ["stack", "quantity", "layer"]
+    notes = {}
+    for index, key in enumerate(points[keys].itertuples(index=False, name=None)):
         best = max(by_point, key=lambda words: by_point[words][index], default="")
         known = best and float(by_point[best][index]) >= 0.25
-        key = str(row["stack"]), str(row["quantity"]), int(row["layer"])
-        place[key] = best.rpartition(": ")[0] if known else "no difference explains it"
+        notes[key] = best.rpartition(": ")[0] if known else "no difference explains it"
     for row in comparison.points().to_dict("records"):
-        key = str(row["stack"]), str(row["quantity"]), int(row["layer"])
+        note = notes.get(tuple(row[key] for key in keys), "")
         words = f"{'encoder ' if row['stack'] else ''}{NAMES[str(row['quantity'])]}"
         words += f" leaving layer {row['layer']}" if row["layer"] else " entering layer 1"
         both = float(row["predicted"]), float(row["measured"])
         passed = None if math.isnan(row["deviations"]) else bool(row["inside"])
         band = {"low": float(row["low"]), "high": float(row["high"])}
-        yield Row(int(row["layer"]), "", "", words, *both, passed, place.get(key, ""), **band)
+        yield Row(int(row["layer"]), "", "", words, *both, passed, note, **band)
 
 
 def print_to_stderr(words: str) -> None:
@@ -173,10 +173,7 @@ class _Distance:
 
     def __init__(self, comparison: Comparison, points: pd.DataFrame) -> None:
         self.comparison = comparison
-        self.rows = [
-            (str(row["stack"]), int(row["layer"]), str(row["quantity"]))
-            for row in points.to_dict("records")
-        ]
+        self.rows = list(points[["stack", "layer", "quantity"]].itertuples(index=False, name=None))
         self.declared = self(comparison.prediction)
 
     def __call__(self, prediction: Prediction, seen: Measurement | None = None) -> np.ndarray:
@@ -184,14 +181,9 @@ class _Distance:
         measured = self.comparison.measurement if seen is None else seen
         return np.array([self._at(prediction, measured, *row) for row in self.rows])
 
-    def _at(
-        self, prediction: Prediction, seen: Measurement, stack: str, layer: int, quantity: str
-    ) -> float:
-        comparison = self.comparison
+    def _at(self, prediction: Any, seen: Any, stack: str, layer: int, quantity: str) -> float:
+        comparison: Any = self.comparison
         if stack:
-            assert comparison.encoder is not None
-            assert prediction.encoder is not None
-            assert seen.encoder is not None
             comparison, prediction, seen = comparison.encoder, prediction.encoder, seen.encoder
         measured = float(getattr(seen, quantity)[layer])
         mean = float(getattr(prediction, quantity)[layer])
@@ -228,14 +220,11 @@ def _ranked(
     for number, feature in enumerate(features, start=1):
         gains = []
         changed = feature.apply(case)
-        alone = _predicted(changed)
-        if alone is not None:
+        if (alone := _predicted(changed)) is not None:
             gains.append(start - distance(alone, changed.measurement))
         if end is not None and len(features) > 1:
-            others = [other for other in features if other is not feature]
-            rest = applied(case, others)[0]
-            without = _predicted(rest)
-            if without is not None:
+            rest = applied(case, [other for other in features if other is not feature])[0]
+            if (without := _predicted(rest)) is not None:
                 gains.append(distance(without, rest.measurement) - end)
         gain = np.mean(gains, axis=0) if gains else np.zeros_like(start)
         share = float(gain.sum()) / total

@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..errors import DomainError, listed
 from ..model.transformer import Transformer
-from ..model.weights import MATRICES, Biases, Weights
+from ..model.weights import MATRICES, Biases
 from ..prediction.measurement import Measurement
 
 SAMPLING = 5.0
@@ -67,32 +68,33 @@ def differences(declared: Transformer, actual: Transformer) -> list[Feature]:
     A matrix or bias counts as different if its variance is off by more than five standard
     deviations of its mean square, in one layer or on average over all.
     """
-    features = list(_stack_features(declared, actual, ""))
+    stacks = [("", declared, actual)]
     if declared.encoder is not None and actual.encoder is not None:
-        features += _stack_features(declared.encoder, actual.encoder, "encoder ")
-    return features
+        stacks.append(("encoder ", declared.encoder, actual.encoder))
+    return [
+        Feature(stack + name, stack + words, ratio, layers, partial(_applied, stack, change))
+        for stack, one, other in stacks
+        if one.layers == other.layers
+        for kind in (_weights, _biases, _multipliers, _parts, _fields)
+        for name, words, ratio, layers, change in kind(one, other)
+    ]
 
 
-def _stack_features(declared: Transformer, actual: Transformer, stack: str) -> Iterator[Feature]:
-    if declared.layers != actual.layers:
-        return
-    for kind in (_weights, _biases, _multipliers, _parts, _fields):
-        for name, words, ratio, layers, change in kind(declared, actual):
-            apply = _changing(stack, change)
-            yield Feature(stack + name, stack + words, ratio, layers, apply)
+def _applied(stack: str, change: Callable[[Transformer], Transformer], case: Case) -> Case:
+    """The case with a change of the model, or of its encoder if a `stack` is named."""
+    model = case.model
+    if not stack:
+        return dataclasses.replace(case, model=change(model))
+    assert model.encoder is not None
+    return dataclasses.replace(case, model=model.replace(encoder=change(model.encoder)))
 
 
-def _changing(stack: str, change: Callable[[Transformer], Transformer]) -> Callable[[Case], Case]:
-    """Turn a change of one stack's model into a change of the case."""
-
-    def apply(case: Case) -> Case:
-        if not stack:
-            return dataclasses.replace(case, model=change(case.model))
-        assert case.model.encoder is not None
-        model = case.model.replace(encoder=change(case.model.encoder))
-        return dataclasses.replace(case, model=model)
-
-    return apply
+def _with_field(name: str, value: Any, part: str, model: Transformer) -> Transformer:
+    """The model with another field, of itself ("") or of one of its parts."""
+    changed = {name: value}
+    if part:
+        changed = {part: getattr(model, part).replace(**changed)}
+    return model.replace(**changed)
 
 
 def _weights(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
@@ -106,14 +108,9 @@ def _weights(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
         different = _differing_layers(one, other, SAMPLING * math.sqrt(2 / math.prod(shape)))
         if not different:
             continue
-
-        def change(model: Transformer, matrix: str = matrix, other: Any = other) -> Transformer:
-            assert isinstance(model.weights, Weights)
-            weights = model.weights.replace(**{matrix: [float(v) for v in other]})
-            return model.replace(weights=weights)
-
         numbers, ratio = _numbers(one, other, different)
         words = f"{matrix}{_where(different, declared.layers)}: variance {numbers}"
+        change = partial(_with_field, matrix, [float(v) for v in other], "weights")
         yield matrix, words, ratio, different, change
 
 
@@ -157,39 +154,30 @@ def _bias(model: Transformer, matrix: str, absent: Any = 0.0) -> Any:
 
 
 def _multipliers(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
-    for field in _SCALES:
+    """Differences in the scales of each block, or of both at once if these agree."""
+    for field, title in _SCALES.items():
         one, other = (model.by_block(field).astype(float) for model in (declared, actual))
-        off = [_differing_layers(one[:, c], other[:, c], SCALE) for c in (0, 1)]
         same = np.array_equal(one[:, 0], one[:, 1]) and np.allclose(other[:, 0], other[:, 1])
-        if same and off[0]:
-            yield _multiplier(field, (0, 1), off[0], one, other)
-            continue
-        for column, different in enumerate(off):
-            if different:
-                yield _multiplier(field, (column,), different, one, other)
+        for columns in ([0, 1],) if same else ([0], [1]):
+            first, second = one[:, columns[0]], other[:, columns[0]]
+            if not (different := _differing_layers(first, second, SCALE)):
+                continue
+            block = BLOCKS[columns[0]]
+            numbers, ratio = _numbers(first, second, different)
+            gone = bool(np.all(np.abs(second[_positions(different)] - 1) < SCALE))
+            words = f"{'missing ' * gone}{title}{'' if same else f' of the {block} block'}"
+            words += f"{_where(different, declared.layers)}: {numbers}"
+            change = partial(_with_columns, field, columns, other)
+            yield field if same else f"{field} {block}", words, ratio, different, change
 
 
-def _multiplier(
-    field: str,
-    columns: tuple[int, ...],
-    different: tuple[int, ...],
-    one: np.ndarray,
-    other: np.ndarray,
-) -> _Change:
-    """The difference in one scale of one block, or of both if these agree."""
-    block = "" if len(columns) > 1 else f" of the {BLOCKS[columns[0]]} block"
-    name = field if len(columns) > 1 else f"{field} {BLOCKS[columns[0]]}"
-    first, second = one[:, columns[0]], other[:, columns[0]]
-    gone = bool(np.all(np.abs(second[_positions(different)] - 1) < SCALE))
-
-    def change(model: Transformer) -> Transformer:
-        values = model.by_block(field).astype(float).copy()
-        values[:, columns] = other[:, columns]
-        return model.replace(**{field: [tuple(map(float, row)) for row in values]})
-
-    numbers, ratio = _numbers(first, second, different)
-    words = f"{_SCALES[field]}{block}{_where(different, one.shape[0])}: {numbers}"
-    return name, f"missing {words}" if gone else words, ratio, different, change
+def _with_columns(
+    field: str, columns: list[int], values: np.ndarray, model: Transformer
+) -> Transformer:
+    """The model with other multipliers, (N, 2), of some blocks."""
+    changed = model.by_block(field).astype(float).copy()
+    changed[:, columns] = values[:, columns]
+    return model.replace(**{field: [tuple(map(float, row)) for row in changed]})
 
 
 def _parts(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
@@ -207,14 +195,9 @@ def _parts(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
                     entries = declared.d_model * 2
                 if abs(math.log(values[1] / values[0])) < SAMPLING * math.sqrt(2 / entries):
                     continue
-
-            def change(
-                model: Transformer, part: str = part, name: str = field.name, value: Any = values[1]
-            ) -> Any:
-                return model.replace(**{part: getattr(model, part).replace(**{name: value})})
-
             numbers, ratio = _pair(*values)
             words = f"{part}, {field.name.replace('_', ' ')}: {numbers}"
+            change = partial(_with_field, field.name, values[1], part)
             yield f"{part}.{field.name}", words, ratio, (), change
 
 
@@ -239,11 +222,7 @@ def _fields(declared: Transformer, actual: Transformer) -> Iterator[_Change]:
         if name == "causal":
             masks = {True: "causal", False: "full"}
             words = f"attention mask: {masks[other]}, declared {masks[one]}"
-
-        def change(model: Transformer, name: str = name, value: Any = other) -> Transformer:
-            return model.replace(**{name: value})
-
-        yield name, words, ratio, (), change
+        yield name, words, ratio, (), partial(_with_field, name, other, "")
 
 
 def applied(case: Case, features: list[Feature]) -> tuple[Case, list[Feature]]:

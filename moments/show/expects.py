@@ -210,10 +210,11 @@ class Expects(Shown):
             if len(causes) > SHOWN:
                 lines.append(f"  and {len(causes) - SHOWN} more, in .causes")
         elif self._variants:
+            nearest = self._variants[0]
+            means = ", ".join(f"{point.predicted:.3g}" for point in nearest.points)
             lines.append(
                 "no published scheme and no common mistake explains it; the nearest is "
-                f"{self._variants[0].words}, which predicts "
-                + ", ".join(f"{point.predicted:.3g}" for point in self._variants[0].points)
+                f"{nearest.words}, which predicts {means}"
             )
         return "\n".join(lines)
 
@@ -262,9 +263,8 @@ def expects(
             if layer > prediction.model.layers:
                 allowed = f"0 to {prediction.model.layers}: layer n is what leaves layer n"
                 raise domain_error("layer", layer, allowed)
-            given.append(
-                (quantity, int(layer), check_number(f"{quantity}[{layer}]", value, POSITIVE))
-            )
+            number = check_number(f"{quantity}[{layer}]", value, POSITIVE)
+            given.append((quantity, int(layer), number))
     if not given:
         raise DomainError("no measured numbers: pass them by layer, such as variance={24: 20.0}")
     return Expects(prediction, _points(prediction, given, draws), draws)
@@ -284,17 +284,14 @@ def measurements(texts: Sequence[str], argument: str) -> dict[str, dict[int, flo
         try:
             if parts is None or name not in NAMES:
                 raise ValueError(text)
-            layer, value = (
-                int(parts["layer"] or parts["at"]),
-                float(parts["value"] or parts["only"]),
-            )
+            layer = int(parts["layer"] or parts["at"])
+            value = float(parts["value"] or parts["only"])
         except ValueError:
             allowed = f"QUANTITY@LAYER=NUMBER, such as variance@24=20; {' or '.join(NAMES)}"
             raise domain_error(argument, text, allowed) from None
         if layer in result.setdefault(name, {}):
-            raise domain_error(
-                argument, text, "one number per place", "for several draws pass the mean"
-            )
+            remedy = "for several draws pass the mean"
+            raise domain_error(argument, text, "one number per place", remedy)
         result[name][layer] = value
     return result
 
@@ -307,9 +304,8 @@ def _points(
     for quantity, layer, value in given:
         mean = float(getattr(prediction, quantity)[layer])
         if not mean:
-            raise domain_error(
-                f"{quantity}[{layer}]", value, "0, which is predicted exactly there", "leave it out"
-            )
+            allowed = "0, which is predicted exactly there"
+            raise domain_error(f"{quantity}[{layer}]", value, allowed, "leave it out")
         band = getattr(prediction, f"{quantity}_band")[:, layer]
         chance = float(over_draws(log_variance(band), draws))
         middle, spread = mean * math.exp(-chance / 2), math.sqrt(chance + TOLERANCE**2)
@@ -365,21 +361,24 @@ def _common_mistakes(model: Transformer) -> Iterator[tuple[str, dict[str, Any]]]
         several = {name: value.tolist() for name, value in changed.items()}
         return {"weights": weights.replace(**several)}
 
-    yield "weights of twice the variance", drawn(**{n: 2 * v for n, v in values.items()})
-    yield "weights of half the variance", drawn(**{n: v / 2 for n, v in values.items()})
-    yield "weights of twice the std", drawn(**{n: 4 * v for n, v in values.items()})
-    yield "weights of half the std", drawn(**{n: v / 4 for n, v in values.items()})
-    yield "standard deviations used as variances", drawn(**{n: v**0.5 for n, v in values.items()})
-    yield "variances used as standard deviations", drawn(**{n: v**2 for n, v in values.items()})
-    yield (
-        "weights of torch's default for nn.Linear",
-        {"weights": Weights.torch_default(model.d_model, model.d_ff)},
-    )
+    for words, factor, power in (
+        ("weights of twice the variance", 2, 1),
+        ("weights of half the variance", 0.5, 1),
+        ("weights of twice the std", 4, 1),
+        ("weights of half the std", 0.25, 1),
+        ("standard deviations used as variances", 1, 0.5),
+        ("variances used as standard deviations", 1, 2),
+    ):
+        yield words, drawn(**{name: factor * value**power for name, value in values.items()})
+    default = Weights.torch_default(model.d_model, model.d_ff)
+    yield "weights of torch's default for nn.Linear", {"weights": default}
     for name in there:
-        plain = name.replace("_", " ")
-        yield f"{plain} alone with twice the std", drawn(**{name: 4 * values[name]})
-        yield f"{plain} alone with three times the std", drawn(**{name: 9 * values[name]})
-        yield f"{plain} of zeros", drawn(**{name: 0 * values[name]})
+        for words, factor in (
+            ("alone with twice the std", 4),
+            ("alone with three times the std", 9),
+            ("of zeros", 0),
+        ):
+            yield f"{name.replace('_', ' ')} {words}", drawn(**{name: factor * values[name]})
     scaled = {
         name: (values[name], values[before])
         for name, before in (("output", "value"), ("ffn_out", "ffn_in"))

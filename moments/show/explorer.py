@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,29 +52,26 @@ def _controls(model: Transformer) -> tuple[Control, ...]:
     """The controls that apply to a model, set to its values."""
     widths_follow = model.weights is None or "weights" in model._defaulted  # widths can follow
     embedded = model.embedding is not None
-    result = [Control("layers", "layers", _DEPTHS, model.layers)]
-    if widths_follow and not embedded and model.encoder is None:
-        result += [
-            Control("d_model", "width d_model", _WIDTHS, model.d_model),
-            Control("heads", "heads", _HEADS, model.heads),
-        ]
-    result.append(Control("seq_len", "tokens", _LENGTHS, model.seq_len))
-    if not embedded:
-        stops = tuple(n / 20 for n in range(20))
-        result.append(Control("correlation", "input correlation", stops, 0.0))
-    result += [
-        Control("dropout", "dropout", tuple(n / 40 for n in range(21)), model.dropout),
-        Control("logit_scale", "logit factor", _SCALES, 1.0),
+    sliders: list[tuple[str, str, Iterable[float], Any]] = [
+        ("layers", "layers", _DEPTHS, model.layers)
     ]
-    for name, title, stops in (
-        ("skip_scale", "skip scale λ", tuple(n / 40 for n in range(20, 41))),
-        ("branch_scale", "branch scale β", tuple(n / 20 for n in range(1, 41))),
-    ):
-        value = getattr(model, name)
-        if isinstance(value, int | float):
-            result.append(Control(name, title, stops, float(value)))
+    if widths_follow and not embedded and model.encoder is None:
+        sliders.append(("d_model", "width d_model", _WIDTHS, model.d_model))
+        sliders.append(("heads", "heads", _HEADS, model.heads))
+    sliders.append(("seq_len", "tokens", _LENGTHS, model.seq_len))
+    if not embedded:
+        sliders.append(("correlation", "input correlation", (n / 20 for n in range(20)), 0.0))
+    sliders.append(("dropout", "dropout", (n / 40 for n in range(21)), model.dropout))
+    sliders.append(("logit_scale", "logit factor", _SCALES, 1.0))
+    if isinstance(model.skip_scale, int | float):
+        stops = (n / 40 for n in range(20, 41))
+        sliders.append(("skip_scale", "skip scale λ", stops, float(model.skip_scale)))
+    if isinstance(model.branch_scale, int | float):
+        stops = (n / 20 for n in range(1, 41))
+        sliders.append(("branch_scale", "branch scale β", stops, float(model.branch_scale)))
     result = [
-        dataclasses.replace(one, values=tuple(sorted({*one.values, one.start}))) for one in result
+        Control(name, title, tuple(sorted({*stops, start})), start)
+        for name, title, stops, start in sliders
     ]
     gated = {unit: name for name, unit in GATED.items()}
     activation = gated.get(model.activation, model.activation) if model.gated else model.activation
@@ -119,7 +115,7 @@ class Explorer:
         self.inputs = {name: _widget(control) for name, control in self.controls.items()}
         self._shown = ipywidgets.HTML()
         for widget in self.inputs.values():
-            widget.observe(self._changed, names="value")
+            widget.observe(self._show, names="value")
         again = ipywidgets.Button(description="start again")
         again.on_click(lambda _: self.turn())
         self.keep = ipywidgets.ToggleButton(
@@ -144,9 +140,9 @@ class Explorer:
                 allowed = ", ".join(map(str, self.controls[name].values))
                 raise domain_error(name, value, f"one of {allowed}")
         for name, widget in self.inputs.items():
-            widget.unobserve(self._changed, names="value")
+            widget.unobserve(self._show, names="value")
             widget.value = values.get(name, self.controls[name].start)
-            widget.observe(self._changed, names="value")
+            widget.observe(self._show, names="value")
         self._show()
 
     @property
@@ -172,44 +168,34 @@ class Explorer:
             state["heads"] = min(divisors, key=lambda count: abs(math.log(count / heads)))
         return state
 
-    def _changed(self, _: Any) -> None:
-        self._show()
-
     def _keep(self, change: Any) -> None:
         self._kept = self.prediction if change["new"] else None
         self._show()
 
-    def _show(self) -> None:
+    def _show(self, _: Any = None) -> None:
         state, notes = self._state, []
         decided = self._by_scheme(state)
         for name, widget in self.inputs.items():
             widget.disabled = name in decided
         if "heads" in state and state["heads"] != self.inputs["heads"].value:
             notes.append(f"{state['heads']} heads, because heads must divide the width")
-        self.prediction, self.error, drawn, verdict, title = None, "", "", "", self.name
+        self.prediction, self.error = None, ""
+        shown = {"title": self.name, "verdict": "", "picture": ""}
         try:
             fields, scheme, options, inputs = self._parts(state)
             with without_warnings():  # shown as notes
                 model = self.model.replace(**fields) if fields else self.model
                 model = model.with_scheme(scheme, **options) if scheme else model
                 self.prediction = predict(model, **inputs)
-                drawn = picture(plot_stream(self.prediction, self._kept))
-            verdict = growth(self.prediction)
-            title = f"{self.name}: {in_brief(model)}" + (f", scheme {scheme}" if scheme else "")
+                shown["picture"] = picture(plot_stream(self.prediction, self._kept))
+            shown["verdict"] = growth(self.prediction)
+            words = f", scheme {scheme}" if scheme else ""
+            shown["title"] = f"{self.name}: {in_brief(model)}{words}"
             notes += self.prediction.warnings
         except MomentsError as error:
             self.error = str(error)
-        self._shown.value = fragment(
-            render(
-                "explorer.html",
-                title=title,
-                verdict=verdict,
-                picture=drawn,
-                notes=notes,
-                error=self.error,
-                python=self.python,
-            )
-        )
+        said = {"notes": notes, "error": self.error, "python": self.python}
+        self._shown.value = fragment(render("explorer.html", **shown, **said))
 
     def _parts(
         self, state: Mapping[str, Value]

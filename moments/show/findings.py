@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ def stream_row(
     quantity: str,
     measured: float,
     expected: float,
-    band: tuple[float, float] = (math.nan, math.nan),
+    band: Sequence[float] = (math.nan, math.nan),
     passed: bool | None = None,
 ) -> Row:
     """Make a row for a point of the stream or for the output."""
@@ -239,20 +239,12 @@ class Report:
         word = "unexpected" if value.verdict == "not expected" else value.verdict
         worst = max(value.points, key=lambda point: abs(point.deviations))
         severity = "error" if value.verdict == "not expected" else "warning"
-        given = tuple(
-            Finding(severity, "likely cause", (), (), math.nan, math.nan, str(one))
-            for one in value.causes
-        )
-        finding = Finding(
-            severity,
-            f"{word} {NAMES[worst.quantity]}",
-            (),
-            tuple(sorted({point.layer for point in value.points if not point.inside})),
-            worst.measured,
-            worst.predicted,
-            "; ".join([first.removeprefix(f"{value.verdict}: "), " ".join(why)]).rstrip("; "),
-            "initialise the weights as declared, or declare them as they are initialised",
-        )
+        given = tuple(Finding(severity, "likely cause", (), reason=str(c)) for c in value.causes)
+        layers = tuple(sorted({point.layer for point in value.points if not point.inside}))
+        kind, numbers = f"{word} {NAMES[worst.quantity]}", (worst.measured, worst.predicted)
+        reason = "; ".join([first.removeprefix(f"{value.verdict}: "), " ".join(why)]).rstrip("; ")
+        mend = "initialise the weights as declared, or declare them as they are initialised"
+        finding = Finding(severity, kind, (), layers, *numbers, reason, mend)
         result = (*self.findings, finding)
         return dataclasses.replace(report, findings=result, _why=lambda: given)
 
@@ -350,10 +342,11 @@ class Report:
         if not self.findings:
             top += wrapped(self.scheme, "  ", "  ")
         growth = wrapped("; ".join(self._growth()), "  ", "  ")
-        blocks = [
-            [line for part in self._paragraphs(place, one) for line in wrapped(*part)]
-            for place, one in enumerate(self.findings, start=1)
-        ]
+        blocks = []
+        for place, finding in enumerate(self.findings, start=1):
+            first, *rest = finding.lines()
+            block = wrapped(f"{place}. {first}", "", "   ")
+            blocks.append(block + [line for part in rest for line in wrapped(part, "   ", "   ")])
         if not whole and len(top) + len(growth) + sum(map(len, blocks)) > LINES:
             growth = wrapped("; ".join(self._growth(short=True)), "  ", "  ") if blocks else growth
             blocks = self._fitting(blocks, LINES - len(top) - len(growth))
@@ -383,13 +376,6 @@ class Report:
         shown = max(1, room - 1)
         kinds = ", ".join(dict.fromkeys(finding.kind for finding in self.findings[shown:]))
         return [*lines[:shown], [f"   and {len(lines) - shown} more: {kinds}"]]
-
-    @staticmethod
-    def _paragraphs(place: int, finding: Finding) -> Iterator[tuple[str, str, str]]:
-        first, *rest = finding.lines()
-        yield f"{place}. {first}", "", "   "
-        for part in rest:
-            yield part, "   ", "   "
 
     def __str__(self) -> str:
         return self.text()
@@ -468,21 +454,19 @@ def braced(names: Sequence[str]) -> tuple[str, ...]:
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        path, _, last = name.partition(" ")[0].rpartition(".")
+        path, _, last = ("", "", "") if " " in name else name.rpartition(".")
         above, _, inner = path.rpartition(".")
-        plain_name = bool(path) and " " not in name
-        key = (above, last) if plain_name else (name, "")
-        groups.setdefault(key, []).append(inner if plain_name else name)
+        groups.setdefault((above, last) if path else (name, ""), []).append(inner)
     return tuple(
-        parts[0]
+        above  # a name that has no parts, or words
         if not last
-        else ".".join(
-            part
-            for part in (above, parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}", last)
-            if part
-        )
+        else ".".join(filter(None, (above, parts[0] if not parts[1:] else _braces(parts), last)))
         for (above, last), parts in groups.items()
     )
+
+
+def _braces(parts: Sequence[str]) -> str:
+    return f"{{{','.join(parts)}}}"
 
 
 def ranked(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -516,9 +500,8 @@ def _precision(report: Report) -> dict[str, Any]:
     rows = []
     frame = report.precision()
     for (form, way), sites in frame.groupby(["format", "way"], sort=False):
-        worst: Any = (
-            sites.assign(lost=sites["zero"] + sites["overflow"]).sort_values("lost").iloc[-1]
-        )
+        lost = sites["zero"] + sites["overflow"]
+        worst: Any = sites.assign(lost=lost).sort_values("lost").iloc[-1]
         shares = (f"{100 * worst[name]:.3g} %" for name in ("zero", "subnormal", "overflow"))
         where = f"{worst['site']}, layer {int(worst['layer'])}"
         rows.append((f"{form}, {way}", where, *shares))

@@ -105,19 +105,18 @@ def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Ite
         frame = comparison.points()
         rows = frame[frame["stack"] == ""].to_dict("records")
         points = {(str(row["quantity"]), int(row["layer"])): row for row in rows}
-    for name in ("variance", "grad_variance"):
+    for name, words in NAMES.items():
         for where, n in ends:
-            words = f"{name.replace('grad_', 'gradient ')} {where}"
             if points:
                 row = points[name, n]
-                seen, expected = float(row["measured"]), float(row["predicted"])
-                band = float(row["low"]), float(row["high"])
-                yield stream_row(words, seen, expected, band, bool(row["inside"]))
+                numbers = (float(row[key]) for key in ("measured", "predicted", "low", "high"))
+                seen, expected, *band = numbers
+                yield stream_row(f"{words} {where}", seen, expected, band, bool(row["inside"]))
             else:
-                expected, (low, high) = float(getattr(prediction, name)[n]), (math.nan, math.nan)
+                expected, band = float(getattr(prediction, name)[n]), [math.nan, math.nan]
                 if name == "grad_variance" and prediction.states_draws:
-                    low, high = map(float, prediction.grad_variance_band[:, n])
-                yield stream_row(words, math.nan, expected, (low, high))
+                    band = prediction.grad_variance_band[:, n].tolist()
+                yield stream_row(f"{words} {where}", math.nan, expected, band)
     measured: Any = None if comparison is None else comparison.measurement
     for where, n in ends:
         seen = math.nan if measured is None else float(measured.correlation[n])
@@ -127,7 +126,7 @@ def stream_numbers(prediction: Prediction, comparison: Comparison | None) -> Ite
 
 def _outputs(prediction: Prediction, measured: Any) -> Iterator[Row]:
     vocab = class_count(prediction.model)
-    loss = None if measured is None else measured.loss
+    loss, logits = getattr(measured, "loss", None), getattr(measured, "logit_variance", None)
     seen = math.nan if loss is None else float(loss)
     if prediction.loss is not None:
         expected, error = float(prediction.loss), NORMAL_95 * float(prediction.loss_stderr or 0.0)
@@ -135,7 +134,6 @@ def _outputs(prediction: Prediction, measured: Any) -> Iterator[Row]:
     if vocab is not None:
         yield stream_row(f"loss against log({vocab})", seen, math.log(vocab))
     if prediction.logit_variance is not None:
-        logits = None if measured is None else measured.logit_variance
         seen = math.nan if logits is None else float(logits)
         yield stream_row("mean squared logit", seen, float(prediction.logit_variance))
 
@@ -208,19 +206,12 @@ def _loss(seen: Evidence) -> RuleOutput:
     width = model.d_model * (model.head.output_scale or 1.0) ** 2
     more = "" if logits is None else f"; logits have a mean square of {float(logits):.3g}, not 1"
     more += ", and the head is the token table itself" if model.head.tied else ""
-    more += ": the first steps will only shrink the logits"
-    yield Finding(
-        "error" if judged > 2 * uniform else "warning",
-        "initial loss",
-        names,
-        (),
-        loss,
-        uniform,
-        f"the first loss is {loss:.3g}, {loss / uniform:.3g} times that of guessing, "
-        f"log({vocab}) = {uniform:.3g}{more}",
-        f"draw {of} with a std of at most 1/sqrt(d_model) = {width**-0.5:.2g}, or scale the logits "
-        "down to a mean square of 1",
-    )
+    why = f"the first loss is {loss:.3g}, {loss / uniform:.3g} times that of guessing, "
+    why += f"log({vocab}) = {uniform:.3g}{more}: the first steps will only shrink the logits"
+    mend = f"draw {of} with a std of at most 1/sqrt(d_model) = {width**-0.5:.2g}, or scale the "
+    mend += "logits down to a mean square of 1"
+    severity = "error" if judged > 2 * uniform else "warning"
+    yield Finding(severity, "initial loss", names, (), loss, uniform, why, mend)
 
 
 def judged_numbers(seen: Evidence, measured: Any, expected: Any, deviation: Any) -> np.ndarray:
@@ -241,23 +232,17 @@ def _collapse(seen: Evidence) -> RuleOutput:
         return
     first = int(alike[0])
     layers = tuple(int(n) for n in alike if n)
-    where = f"after layer {first}" if first else "before layer 1"
-    worst = float(correlation[alike[0]])
-    yield Finding(
-        "warning",
-        "tokens alike",
-        seen.of("output", "ffn_out")[:2] if first else seen.of("token", "position"),
-        layers,
-        worst,
-        float(seen.prediction.correlation[first]),
-        f"{where} tokens are indistinguishable: their correlation is {worst:.4f}, above "
-        f"{COLLAPSED:g}, and {float(correlation[-1]):.4f} at the last layer, so that attention has "
-        "nothing to choose between",
-        "scale attention's output down against the skip connection (a depth scale), or place the "
-        "norm before the block"
-        if first
-        else "give token embeddings a larger share of the input of layer 1",
-    )
+    where, names = "before layer 1", seen.of("token", "position")
+    mend = "give token embeddings a larger share of the input of layer 1"
+    if first:
+        where, names = f"after layer {first}", seen.of("output", "ffn_out")[:2]
+        mend = "scale attention's output down against the skip connection (a depth scale), or "
+        mend += "place the norm before the block"
+    worst, expected = float(correlation[first]), float(seen.prediction.correlation[first])
+    why = f"{where} tokens are indistinguishable: their correlation is {worst:.4f}, above "
+    why += f"{COLLAPSED:g}, and {float(correlation[-1]):.4f} at the last layer, so that attention "
+    why += "has nothing to choose between"
+    yield Finding("warning", "tokens alike", names, layers, worst, expected, why, mend)
 
 
 _OUTPUTS = ("post_norm", "dropout", "projection", "out")
@@ -302,39 +287,29 @@ BY_DESIGN = "layers are the identity at step 0, by design: the output matrices o
 
 def _identity(seen: Evidence) -> RuleOutput:
     ratio = added_variance(seen)
-    if _swallowed(seen):
-        return  # reported as the epsilon's effect
     idle = tuple(int(n) + 1 for n in np.flatnonzero(ratio < IDENTITY))
-    if not idle:
+    if _swallowed(seen) or not idle:  # the first is reported as the epsilon's effect
         return
-    intended = seen.intended
-    meant = intended is not None and float(np.max(intended.by_block("branch_scale"))) < 0.1
-    zero = bool(np.all(ratio[[n - 1 for n in idle]] == 0))
-    words = (
-        f"{'every layer' if len(idle) == len(ratio) else f'layers {listed(idle)}'} act"
-        f"{'s' * (len(idle) == len(ratio))} as the identity: blocks add "
-        f"{float(np.min(ratio)):.2g} of the variance of the layer's input"
-    )
-    if zero:
-        if len(idle) == len(ratio):
+    intended, every, least = seen.intended, len(idle) == len(ratio), float(np.min(ratio))
+    if bool(np.all(ratio[ratio < IDENTITY] == 0)):
+        if every:
             yield BY_DESIGN
         return
-    if meant:
+    words = "every layer acts" if every else f"layers {listed(idle)} act"
+    words += f" as the identity: blocks add {least:.2g} of the variance of the layer's input"
+    if intended is not None and float(np.max(intended.by_block("branch_scale"))) < 0.1:
         yield f"{words}, as its scheme intends"
         return
-    yield _large_embedding(seen, idle, float(np.min(ratio)), words) or Finding(
-        "warning",
-        "identity layers",
-        seen.of("output", "ffn_out"),
-        idle,
-        float(np.min(ratio)),
-        IDENTITY,
-        f"{words}, below {IDENTITY:g}, so that the network is little more than its embedding: "
-        f"matrices are too small for d_model {seen.prediction.model.d_model}, or the stream is too "
-        "large from its embedding on",
-        "draw matrices by their width (Xavier, 1/fan_in) instead of one std for all widths, or "
-        "draw the embedding tables with a smaller std",
-    )
+    if (large := _large_embedding(seen, idle, least, words)) is not None:
+        yield large
+        return
+    why = f"{words}, below {IDENTITY:g}, so that the network is little more than its embedding: "
+    why += f"matrices are too small for d_model {seen.prediction.model.d_model}, or the stream is "
+    why += "too large from its embedding on"
+    mend = "draw matrices by their width (Xavier, 1/fan_in) instead of one std for all widths, or "
+    mend += "draw the embedding tables with a smaller std"
+    names = seen.of("output", "ffn_out")
+    yield Finding("warning", "identity layers", names, idle, least, IDENTITY, why, mend)
 
 
 def _large_embedding(
@@ -396,42 +371,25 @@ def _tables(seen: Evidence) -> RuleOutput:
     token = float(embedding.scale) ** 2 * float(tokens)
     positions = total - token - float(embedding.segment_variance)
     if total and positions / total > POSITIONS:
-        sines = embedding.positions == "sinusoidal"
-        mend = (
-            "multiply token embeddings by sqrt(d_model), or draw them with variance 1"
-            if sines
-            else "draw positions with the std of the tokens"
-        )
-        yield Finding(
-            "warning",
-            "positions drown tokens",
-            seen.of("position") or ("positions",),
-            (),
-            positions / total,
-            POSITIONS,
-            f"positions make up {100 * positions / total:.1f} % of the variance that enters layer "
-            f"1 ({positions:.3g}, tokens {token:.3g}): tokens at one position look alike",
-            mend,
-        )
+        mend = "draw positions with the std of the tokens"
+        if embedding.positions == "sinusoidal":
+            mend = "multiply token embeddings by sqrt(d_model), or draw them with variance 1"
+        names, share = seen.of("position") or ("positions",), positions / total
+        why = f"positions make up {100 * share:.1f} % of the variance that enters layer 1 "
+        why += f"({positions:.3g}, tokens {token:.3g}): tokens at one position look alike"
+        kind = "positions drown tokens"
+        yield Finding("warning", kind, names, (), share, POSITIONS, why, mend)
     epsilon, first = seen.prediction.model.norm_epsilon, float(seen.source.variance[0])
     pre = seen.prediction.model.placements[0] == "pre"
+    words = f"the norms' epsilon {epsilon:g} is {100 * times(epsilon, epsilon + first):.0f} % of "
+    words += "what the first norm divides by: "
     if _swallowed(seen):
-        yield Finding(
-            "warning",
-            "norm epsilon",
-            seen.of("attention.norm.gain", "ffn.norm.gain"),
-            (),
-            epsilon,
-            LARGEST_EPSILON,
-            f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
-            f"the first norm divides by: a stream of variance {first:.2g} is not normalised",
-            "pass eps=1e-5 to the norms",
-        )
+        words += f"a stream of variance {first:.2g} is not normalised"
+        names, mend = seen.of("attention.norm.gain", "ffn.norm.gain"), "pass eps=1e-5 to the norms"
+        numbers = epsilon, LARGEST_EPSILON
+        yield Finding("warning", "norm epsilon", names, (), *numbers, words, mend)
     elif pre and first and epsilon / (epsilon + first) > EPSILON:
-        yield (
-            f"the norms' epsilon {epsilon:g} is {100 * epsilon / (epsilon + first):.0f} % of what "
-            f"the first norm divides by: the stream enters with a variance of {first:.2g}"
-        )
+        yield f"{words}the stream enters with a variance of {first:.2g}"
 
 
 def _swallowed(seen: Evidence) -> bool:
@@ -451,17 +409,12 @@ def _final_norm(seen: Evidence) -> RuleOutput:
         yield "there is no norm between the last Pre-LN layer and the head, as intended"
         return
     growth = times(float(seen.source.variance[-1]), float(seen.source.variance[0]))
-    yield Finding(
-        "warning",
-        "no final norm",
-        seen.of("final.norm.gain", "head") or seen.of("token") or ("head",),
-        (model.layers,),
-        growth,
-        math.nan,
-        "the head reads a Pre-LN stream that nothing normalises: its variance, and that of the "
-        f"logits, grows with depth ({growth:.3g} times here)",
-        "add a norm after the last layer, and call it in forward",
-    )
+    names = seen.of("final.norm.gain", "head") or seen.of("token") or ("head",)
+    why = "the head reads a Pre-LN stream that nothing normalises: its variance, and that of the "
+    why += f"logits, grows with depth ({growth:.3g} times here)"
+    mend = "add a norm after the last layer, and call it in forward"
+    at = names, (model.layers,)
+    yield Finding("warning", "no final norm", *at, growth, math.nan, why, mend)
 
 
 def _attention(seen: Evidence) -> RuleOutput:
@@ -469,18 +422,12 @@ def _attention(seen: Evidence) -> RuleOutput:
     peaked = frame[frame["distance_to_uniform"] > PEAKED]
     if len(peaked):
         layers = tuple(int(n) for n in peaked["layer"])
-        worst = float(peaked["logit_variance"].max())
-        yield Finding(
-            "warning",
-            "attention saturated",
-            seen.of("query", "key"),
-            layers,
-            worst,
-            1.0,
-            f"attention starts on a single key: logits within a row have a variance of "
-            f"{worst:.3g}, not 1, so that the softmax passes no gradient to queries and keys",
-            "divide q k by sqrt(d_head), draw query and key with a smaller std, or normalise them",
-        )
+        worst, names = float(peaked["logit_variance"].max()), seen.of("query", "key")
+        why = "attention starts on a single key: logits within a row have a variance of "
+        why += f"{worst:.3g}, not 1, so that the softmax passes no gradient to queries and keys"
+        mend = "divide q k by sqrt(d_head), draw query and key with a smaller std, or normalise "
+        mend += "them"
+        yield Finding("warning", "attention saturated", names, layers, worst, 1.0, why, mend)
 
 
 def _number_format(seen: Evidence) -> RuleOutput:
@@ -530,41 +477,29 @@ def _experts(seen: Evidence) -> RuleOutput:
     prediction = seen.prediction
     if not any(isinstance(block, Experts) for block in prediction.model.ffns):
         return
-    frame = prediction.experts()
+    frame, names = prediction.experts(), seen.of("router") or ("router",)
     still = frame[~frame["learns"]]
     if len(still):
-        yield Finding(
-            "error",
-            "router cannot learn",
-            seen.of("router") or ("router",),
-            tuple(map(int, still["layer"])),
-            0.0,
-            math.nan,
-            "one expert is chosen and its gate is normalised over the chosen ones, so it is always "
-            "1: the router gets no gradient from the loss, only from a balancing loss",
-            "do not normalise gates over the chosen experts (normalised='all' or 'none'), or "
-            "choose two experts",
-        )
+        at = names, tuple(map(int, still["layer"]))
+        why = "one expert is chosen and its gate is normalised over the chosen ones, so it is "
+        why += "always 1: the router gets no gradient from the loss, only from a balancing loss"
+        mend = "do not normalise gates over the chosen experts (normalised='all' or 'none'), or "
+        mend += "choose two experts"
+        yield Finding("error", "router cannot learn", *at, 0.0, math.nan, why, mend)
     # the share that starves by chance, since few tokens choose
     missed = (1 - frame["chosen"] / frame["experts"]) ** min(prediction.model.seq_len, TOKENS)
     starved = frame[frame["starving"] > missed + STARVED * (1 - missed)]
     if len(starved):
         worst = starved.sort_values("starving").iloc[-1]
-        yield Finding(
-            "warning",
-            "experts starve",
-            seen.of("router") or ("router",),
-            tuple(map(int, starved["layer"])),
-            float(worst["starving"]),
-            STARVED,
-            f"in one draw {100 * worst['starving']:.0f} % of {int(worst['experts'])} experts get "
-            f"less than a tenth of an even share of the tokens in layer {int(worst['layer'])}, "
-            f"where two tokens' logits correlate by {worst['logit_correlation']:.2f}, and one "
-            f"expert gets {worst['largest_load']:.3g} times an even share: most experts are hardly "
-            "trained",
-            "train with a balancing loss from the first step, or make tokens less alike by a "
-            "smaller attention branch or larger token embeddings",
-        )
+        at, share = (names, tuple(map(int, starved["layer"]))), float(worst["starving"])
+        why = f"in one draw {100 * share:.0f} % of {int(worst['experts'])} experts get less than "
+        why += f"a tenth of an even share of the tokens in layer {int(worst['layer'])}, where two "
+        why += f"tokens' logits correlate by {worst['logit_correlation']:.2f}, and one expert "
+        why += f"gets {worst['largest_load']:.3g} times an even share: most experts are hardly "
+        why += "trained"
+        mend = "train with a balancing loss from the first step, or make tokens less alike by a "
+        mend += "smaller attention branch or larger token embeddings"
+        yield Finding("warning", "experts starve", *at, share, STARVED, why, mend)
 
 
 def _streams(seen: Evidence) -> RuleOutput:
@@ -575,25 +510,21 @@ def _streams(seen: Evidence) -> RuleOutput:
     last = float(frame["likeness"].iloc[-1])
     if last < ALIKE:
         return
-    first, count = float(frame["likeness"].iloc[0]), seen.prediction.model.streams.streams
-    copies = float(frame["likeness"].min()) > COPIES
-    yield Finding(
-        "note" if copies else "warning",
-        "streams stay copies" if copies else "streams become alike",
-        seen.of("streams"),
-        tuple(sorted(set(map(int, frame["layer"])))),
-        last,
-        ALIKE,
-        f"all {count} residual streams carry the same tensor at the start (they correlate by "
-        f"{last:.6f}): coefficients of reading and mixing get no gradient until streams differ"
-        if copies
-        else f"two residual streams of a token correlate by {first:.3f} after the first block and "
-        f"by {last:.3f} after the last, so that they carry little more than one: every block's "
-        f"mixing keeps {float(frame['mixing'].iloc[-1]):.2f} of the variance of their differences",
-        "nothing, if this start is intended: the network starts as one with a single stream"
-        if copies
-        else "start mixing nearer to the identity (mixing='identity', or a bias on its diagonal)",
-    )
+    at = seen.of("streams"), tuple(sorted(set(map(int, frame["layer"]))))
+    if float(frame["likeness"].min()) > COPIES:
+        count = seen.prediction.model.streams.streams
+        why = f"all {count} residual streams carry the same tensor at the start (they correlate by "
+        why += f"{last:.6f}): coefficients of reading and mixing get no gradient until streams "
+        why += "differ"
+        mend = "nothing, if this start is intended: the network starts as one with a single stream"
+        yield Finding("note", "streams stay copies", *at, last, ALIKE, why, mend)
+        return
+    first, mixing = float(frame["likeness"].iloc[0]), float(frame["mixing"].iloc[-1])
+    why = f"two residual streams of a token correlate by {first:.3f} after the first block and by "
+    why += f"{last:.3f} after the last, so that they carry little more than one: every block's "
+    why += f"mixing keeps {mixing:.2f} of the variance of their differences"
+    mend = "start mixing nearer to the identity (mixing='identity', or a bias on its diagonal)"
+    yield Finding("warning", "streams become alike", *at, last, ALIKE, why, mend)
 
 
 def _mixers(seen: Evidence) -> RuleOutput:
@@ -610,30 +541,18 @@ def _mixers(seen: Evidence) -> RuleOutput:
     }
     dead = {layer: one for layer, one in at.items() if one.share < 0.5}
     if dead:
-        worst = min(dead.values(), key=lambda one: one.share)
-        yield Finding(
-            "warning",
-            "dead branch",
-            seen.of("mixer_norm.gain"),
-            tuple(dead),
-            worst.size,
-            worst.epsilon,
-            worst.swallows,
-            "draw the matrices before the norm by their width (larger), or pass a smaller epsilon",
-        )
+        worst, names = min(dead.values(), key=lambda one: one.share), seen.of("mixer_norm.gain")
+        said = worst.size, worst.epsilon, worst.swallows
+        mend = "draw the matrices before the norm by their width (larger), or pass a smaller "
+        mend += "epsilon"
+        yield Finding("warning", "dead branch", names, tuple(dead), *said, mend)
     gone = {layer: one for layer, one in at.items() if one.forgotten > 0.5}
     if gone:
         worst = max(gone.values(), key=lambda one: one.forgotten)
-        yield Finding(
-            "warning",
-            "forgets at once",
-            seen.of("mixer_step.bias", "rate"),
-            tuple(gone),
-            worst.forgotten,
-            0.5,
-            worst.forgets,
-            "draw step biases (dt_bias) for steps of 1e-3 to 1e-1, or smaller rates (A_log)",
-        )
+        where = seen.of("mixer_step.bias", "rate"), tuple(gone)
+        mend = "draw step biases (dt_bias) for steps of 1e-3 to 1e-1, or smaller rates (A_log)"
+        numbers = worst.forgotten, 0.5
+        yield Finding("warning", "forgets at once", *where, *numbers, worst.forgets, mend)
 
 
 def _depth_scale(seen: Evidence) -> RuleOutput:
@@ -654,13 +573,11 @@ def _depth_scale(seen: Evidence) -> RuleOutput:
     outward = [variances[name] for name in ("output", "ffn_out") if name in shapes]
     ratios = {v / inward[0] for v in outward if inward} | set(np.ravel(model.branch_scales**2))
     if any(math.isclose(ratio, wanted, rel_tol=1e-2) for ratio in ratios):
+        half = "the stream grows by half of what the scale intends; " * (sums == model.layers)
+        right = "N" if half else f"{sums}"
         yield (
             f"block outputs are scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a layer, "
-            f"but there are {sums} sums: the stream grows by half of what the scale intends; the "
-            "right scale here is 1/N"
-            if sums == model.layers
-            else f"block outputs are scaled by 1/(2 N) = 1/{2 * model.layers}, as for two sums a "
-            f"layer, but there are {sums} sums: the right scale here is 1/{sums}"
+            f"but there are {sums} sums: {half}the right scale here is 1/{right}"
         )
 
 
@@ -773,15 +690,11 @@ def _wrong_variances(
             groups.setdefault(slip or w.name, []).append((w, wanted))
     for group in groups.values():
         weight, wanted = group[0]
-        ratio = times(weight.variance, wanted)
-        more = f"std {weight.variance**0.5:.3g}, {ratio:.3g} times the scheme's variance"
-        yield Finding(
-            "warning",
-            "wrong variance",
-            tuple(dict.fromkeys(w.name for w, _ in group)),
-            tuple(sorted({w.layer for w, _ in group})),
-            weight.variance,
-            wanted,
-            slip or f"{weight.name} has {more}",
-            f"draw them as {in_words(meant)}" if slip else f"draw it with std {wanted**0.5:.3g}",
-        )
+        names = tuple(dict.fromkeys(w.name for w, _ in group))
+        at = names, tuple(sorted({w.layer for w, _ in group})), weight.variance, wanted
+        why, mend = slip, f"draw them as {in_words(meant)}"
+        if not slip:
+            why = f"{weight.name} has std {weight.variance**0.5:.3g}, "
+            why += f"{times(weight.variance, wanted):.3g} times the scheme's variance"
+            mend = f"draw it with std {wanted**0.5:.3g}"
+        yield Finding("warning", "wrong variance", *at, why, mend)

@@ -26,7 +26,7 @@ from ..scheme.registry import scheme as scheme_of
 from ..scheme.registry import schemes as every_scheme
 from .html import document, picture, render
 from .plot import plot_curves, plot_stream, shown
-from .report import TITLES
+from .report import TITLES, spaced
 from .scheme_table import COLUMNS as SCHEME_COLUMNS
 from .scheme_table import SchemeComparison, compare_schemes
 from .verdict import growth
@@ -124,15 +124,23 @@ def _values(report: Report) -> dict[str, Any]:
     words, theory = growth(prediction), prediction.theory
     formulas = "" if theory == "refined" else f", {theory} formulas"
     laws, citations = _laws(report)
+    stream = {TITLES[name]: getattr(prediction, name) for name in QUANTITIES}
+    if prediction.states_draws:
+        last = stream.popitem()
+        stream["gradient of one draw, typical"] = prediction.grad_variance_typical
+        stream |= [last]
     return {
         "name": report.name,
         "about": f"{in_short(model)}{formulas}; moments {__version__}",
         "verdict": words[:1].upper() + words[1:],
         "warnings": prediction.warnings,
         "declared": rows(model),
-        "gradients_of": _gradient_reference(prediction),
+        "gradients_of": "those of the model's own loss"
+        if prediction.loss is not None
+        else f"relative to a variance of {shown(float(prediction.grad_variance[-1]))} at the last "
+        "layer: no loss is declared",
         "stream_picture": picture(plot_stream(prediction)),
-        "stream": _stream_table(prediction),
+        "stream": _by_layer(stream, 0),
         "weights": _weights(prediction),
         "positions": _positions(prediction),
         "loss": _loss(prediction),
@@ -143,15 +151,6 @@ def _values(report: Report) -> dict[str, Any]:
     }
 
 
-def _gradient_reference(prediction: Prediction) -> str:
-    if prediction.loss is None:
-        return (
-            "relative to a variance of "
-            f"{shown(float(prediction.grad_variance[-1]))} at the last layer: no loss is declared"
-        )
-    return "those of the model's own loss"
-
-
 def _by_layer(columns: Mapping[str, np.ndarray], first: int) -> dict[str, Any]:
     """Table with a row per layer, or per k-th layer of deep models."""
     count = len(next(iter(columns.values())))
@@ -160,15 +159,6 @@ def _by_layer(columns: Mapping[str, np.ndarray], first: int) -> dict[str, Any]:
         [str(first + n), *(shown(float(column[n])) for column in columns.values())] for n in kept
     ]
     return {"heads": ["layer", *columns], "cells": cells}
-
-
-def _stream_table(prediction: Prediction) -> dict[str, Any]:
-    columns = {TITLES[name]: getattr(prediction, name) for name in QUANTITIES}
-    if prediction.states_draws:
-        last = columns.popitem()
-        columns["gradient of one draw, typical"] = prediction.grad_variance_typical
-        columns |= [last]
-    return _by_layer(columns, 0)
 
 
 def _weights(prediction: Prediction) -> dict[str, Any] | None:
@@ -183,20 +173,16 @@ def _weights(prediction: Prediction) -> dict[str, Any] | None:
     for name in matrices:
         block = "feed-forward block" if name.startswith(("ffn", "gate")) else "attention"
         line = (square.index.to_numpy(), square[name].to_numpy())
-        blocks.setdefault(f"Squared gradient norm, {block}", {})[_spaced(name)] = line
+        blocks.setdefault(f"Squared gradient norm, {block}", {})[spaced(name)] = line
     names = [*matrices, *(name for name in square.columns if name not in matrices)]
     outer = frame[(frame.layer == 0) | (frame.layer > prediction.model.layers)]
     one, every = prediction.sequences
     return {
         "picture": picture(plot_curves(blocks, "layer")) if blocks else "",
-        "inner": _by_layer({_spaced(name): square[name].to_numpy() for name in names}, 1),
+        "inner": _by_layer({spaced(name): square[name].to_numpy() for name in names}, 1),
         "outer": [(str(r["weight"]), shown(r["squared_norm"])) for r in outer.to_dict("records")],
         "of": f", of {one} of {every} sequences" if one < every else "",
     }
-
-
-def _spaced(name: str) -> str:
-    return name.replace("_", " ").replace(".", " ")
 
 
 def _positions(prediction: Prediction) -> str:
@@ -206,14 +192,12 @@ def _positions(prediction: Prediction) -> str:
         return ""
     layers, places = prediction.model.layers, np.arange(1, signal.shape[-1] + 1)
     kept = np.unique(np.rint(np.linspace(0, places.size - 1, 200)).astype(int))
+    few = sorted({0, layers // 2, layers})
     panels = {
-        title: {
-            f"layer {n}": (places[kept], values[n][kept]) for n in sorted({0, layers // 2, layers})
+        f"{title} variance by position": {
+            f"layer {n}": (places[kept], values[n][kept]) for n in few
         }
-        for title, values in (
-            ("Signal variance by position", signal),
-            ("Gradient variance by position", gradient),
-        )
+        for title, values in (("Signal", signal), ("Gradient", gradient))
     }
     return picture(plot_curves(panels, "position in the sequence"))
 

@@ -1,4 +1,4 @@
-"""Pictures of a prediction along the depth, alone or with a measurement."""
+"""Pictures of predictions, with a measurement or by scheme, and of first steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,29 @@ from ..model.weights import MATRICES
 from ..noise.band import NORMAL_95
 from ..prediction.draws import QUANTITIES
 from ..prediction.predict import predict
+from ..scheme.registry import scheme as scheme_named
 from .diagnosis import SHARE
 from .expected import Expected, one_draw
-from .palette import DASHES, FOUND, GRADIENT, GREY, MEASURED, OUTSIDE, SERIES, SIGNAL, SOFT
+from .palette import (
+    BLACK,
+    BLUE,
+    DASHES,
+    FOUND,
+    GRADIENT,
+    GREEN,
+    GREY,
+    MEASURED,
+    ORANGE,
+    OUTSIDE,
+    PALE,
+    PURPLE,
+    SERIES,
+    SIGNAL,
+    SKY,
+    SOFT,
+    VERMILION,
+)
+from .report import spaced
 from .verdict import growth
 
 if TYPE_CHECKING:
@@ -33,9 +53,14 @@ if TYPE_CHECKING:
 
     from ..model.transformer import Transformer
     from ..prediction.result import Prediction
+    from ..scheme import Scheme
     from ..solver.plan import Plan
+    from ..step.measured import StepMeasurement
+    from ..step.result import FirstStep
+    from ..step.search import LearningRate
     from .comparison import Comparison
     from .findings import Report
+    from .scheme_table import SchemeComparison
 
 SEEN = 2e-3
 """Standard deviation of the log of one draw, below which a band is hidden by its line."""
@@ -390,3 +415,200 @@ def _losses(comparison: Comparison) -> str:
     loss = outputs.loc["loss"]
     noise = "" if not loss["stderr"] > 0 else f" ± {loss['stderr']:.2g}"
     return f"\nloss {loss['measured']:.4g}{noise} measured, {loss['predicted']:.4g} predicted"
+
+
+# --- schemes side by side -------------------------------------------------------------------------
+
+MOST_LINES = 6
+"""Most lines that can be distinguished in one panel."""
+
+SCHEME_TITLES = {
+    "variance": "Signal variance, over the input's",
+    "correlation": "Correlation between tokens",
+    "gradient": "Gradient variance, over the output's",
+}
+FAMILIES = ("weights", "residual scales", "normalisation")
+
+
+def family(scheme: Scheme) -> str:
+    """Family of a scheme: weights alone, scales of the residual sum, or normalisation."""
+    if {"branch_scale", "skip_scale", "identity_attention"} & set(scheme.sets):
+        return "residual scales"
+    return "weights" if "weights" in scheme.sets else "normalisation"
+
+
+def in_rows(names: list[str]) -> list[tuple[str, list[str]]]:
+    """Divide names by family into rows of at most MOST_LINES."""
+    result = []
+    for title in FAMILIES:
+        members = [name for name in names if family(scheme_named(name)) == title]
+        if members:
+            parts = np.array_split(members, -(-len(members) // MOST_LINES))
+            result += [(title, part.tolist()) for part in parts]
+    return result
+
+
+@styled
+def plot_schemes(comparison: SchemeComparison, name: str | None = None) -> Figure:
+    """Every scheme along the depth; the schemes of other rows are grey, for comparison."""
+    parts = in_rows(list(comparison.predictions))
+    curves = {
+        one: {
+            "variance": result.variance / result.variance[0],
+            "correlation": result.correlation,
+            "gradient": result.grad_variance / result.grad_variance[-1],
+        }
+        for one, result in comparison.predictions.items()
+    }
+    figure = Picture(12.5, 2.5 * len(parts) + 0.7)
+    axes = figure.subplots(len(parts), 3, sharex=True, sharey="col", squeeze=False)
+    for line, (title, names) in zip(axes, parts, strict=True):
+        for ax, quantity in zip(line, SCHEME_TITLES, strict=True):
+            _scheme_panel(ax, quantity, names, curves)
+        line[0].set_ylabel(title, fontweight="bold")
+        line[2].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    for ax, (quantity, title) in zip(axes[0], SCHEME_TITLES.items(), strict=True):
+        ax.set_title(title)
+        _scale_schemes(ax, quantity, [c[quantity] for c in curves.values()])
+    for ax in axes[-1]:
+        along_layers(ax, DEPTH)
+    model = comparison.model
+    words = f"{len(curves)} schemes, {model.layers} layers, d_model {model.d_model}, "
+    words += f"{model.seq_len} tokens, {model.activation}, dropout {model.dropout:g}"
+    figure.head(titled(model, name, words))
+    figure.below(
+        "Predictions at initialisation, each scheme at its authors' norm placement. "
+        "Grey: the schemes of the other rows; a line that leaves a panel is off its scale."
+    )
+    return figure
+
+
+def _scheme_panel(ax: Axes, quantity: str, names: list[str], curves: dict[str, Any]) -> None:
+    for name, curve in curves.items():
+        if name not in names:
+            ax.plot(curve[quantity], color=PALE, linewidth=0.8, zorder=1)
+    for name, color, dash in zip(names, SERIES, DASHES, strict=False):
+        # Later lines are thinner and dashed, so that one that covers another shows both.
+        width = 2.4 - 0.2 * names.index(name)
+        ax.plot(curves[name][quantity], color=color, linestyle=dash, linewidth=width, label=name)
+
+
+def _scale_schemes(ax: Axes, quantity: str, curves: list[np.ndarray]) -> None:
+    if quantity == "correlation":
+        ax.set_ylim(min(0.0, min(c.min() for c in curves)), 1.02)
+        return
+    ax.set_yscale("log")
+    # A line that leaves the others by many orders must not flatten them.
+    ends = np.log10(np.array([[c.min(), c.max()] for c in curves]))
+    low, high = np.quantile(ends[:, 0], 0.04), np.quantile(ends[:, 1], 0.96)
+    margin = 0.1 * max(high - low, 1.0)
+    ax.set_ylim(10 ** (low - margin), 10 ** (high + margin))
+    round_ticks(ax.yaxis, *ax.get_ylim())
+
+
+# --- first steps ----------------------------------------------------------------------------------
+
+STEP_SITES = {
+    "stream": (BLACK, "o"),
+    "attention.heads": (BLUE, "s"),
+    "attention.projection": (SKY, "D"),
+    "ffn.activation": (VERMILION, "^"),
+    "ffn.out": (ORANGE, "v"),
+}
+STEP_WEIGHTS = {
+    "query": (GREEN, "P"),
+    "key": (PURPLE, "X"),
+    "value": (BLUE, "s"),
+    "output": (SKY, "D"),
+    "gate": (GREY, "<"),
+    "ffn_in": (VERMILION, "^"),
+    "ffn_out": (ORANGE, "v"),
+}
+STEP_PANELS = (
+    ("relative_change", STEP_SITES, "Relative change of the stream, E|dh|² / E|h|²"),
+    ("relative", STEP_WEIGHTS, "Step over weight, E dW² / E W²"),
+    ("alignment", STEP_WEIGHTS, "Alignment exponent (½ random, 1 full)"),
+)
+"""Quantity, styles of its curves, title."""
+
+
+@styled
+def plot_first_step(
+    step: FirstStep, name: str | None = None, measured: StepMeasurement | None = None
+) -> Figure:
+    """Three panels along the depth: relative change of sites, size of updates relative to weights,
+    and alignment. Hollow marks are a step measured at the same rate, ± two standard errors."""
+    figure = Picture(12.5, 4.4)
+    axes = figure.subplots(1, 3)
+    for ax, (quantity, styles, title) in zip(axes, STEP_PANELS, strict=True):
+        result = _step_rows(step, quantity)
+        seen = None if measured is None else _step_rows(measured, quantity)
+        for key, (color, marker) in styles.items():
+            rows = result[result["key"] == key]
+            if len(rows):
+                line = {"color": color, "marker": marker, "label": spaced(key)}
+                ax.plot(rows["layer"], rows["value"], markersize=4, linewidth=1.4, **line)
+            rows = rows[:0] if seen is None else seen[seen["key"] == key]
+            if len(rows):
+                stderr = np.nan_to_num(rows["stderr"].to_numpy(float))
+                marks = {"color": color, "ecolor": MEASURED, "fmt": marker, "elinewidth": 0.8}
+                marks |= {"markersize": 8, "markerfacecolor": "none"}
+                ax.errorbar(rows["layer"], rows["value"], yerr=2 * stderr, **marks)
+        ax.set_title(title)
+        along_layers(ax)
+    for ax in axes[:2]:
+        if any(np.all(np.asarray(line.get_ydata()) > 0) for line in ax.get_lines()):
+            ax.set_yscale("log")
+            low, high = ax.get_ylim()
+            if high < 3 * low:
+                middle = (low * high) ** 0.5
+                ax.set_ylim(middle / 2, middle * 2)
+            round_ticks(ax.yaxis, *ax.get_ylim())
+    axes[2].set_ylim(0.45, 1.05)
+    for ax, side in zip(axes, ("left", "right"), strict=False):
+        handles, _ = ax.get_legend_handles_labels()
+        figure.legend(handles=handles, loc=f"outside lower {side}", ncols=4)
+    called = f"{name}: first" if name else "First"
+    words = f"{called} step of {step.optimizer} at learning rate {step.learning_rate:g}; loss "
+    words += f"{step.loss_before:.3f} to {step.loss:.3f}"
+    figure.head(words + ("" if measured is None else f", measured {measured.loss:.3f}"))
+    return figure
+
+
+def _step_rows(step: FirstStep | StepMeasurement, quantity: str) -> Any:
+    """Rows of a panel's quantity: layer, key (of its style), value, stderr of a measurement."""
+    if quantity == "relative_change":
+        frame: Any = step.to_frame().rename(columns={"site": "key"})
+    else:
+        frame = step.weights().rename(columns={"weight": "key"})
+        updates = [name for name in frame if name.startswith("update_variance")]
+        scale = frame["weight_variance"].where(lambda v: v > 0)
+        for name in updates:
+            frame[name.replace("update_variance", "relative")] = frame[name] / scale
+    frame = frame.rename(columns={quantity: "value", f"{quantity}_stderr": "stderr"})
+    known = np.isfinite(frame["value"]) & ((frame["value"] > 0) | (quantity == "alignment"))
+    return frame[known]
+
+
+@styled
+def plot_learning_rate(rates: LearningRate, name: str | None = None) -> Figure:
+    """The loss after one step over learning rates, with the range to search and its limits."""
+    top = 30 * rates.step_size
+    if rates.edge is not None:
+        top = max(top, 1.5 * rates.edge)
+    places = np.geomspace(rates.step_size / 10, top, 15)
+    figure = Picture(6.4, 3.8)
+    ax = figure.subplots()
+    ax.semilogx(places, rates.losses(places.tolist()), color=BLUE, marker="o", markersize=3)
+    ax.axhline(rates.step.loss_before, color=BLUE, linestyle=":", linewidth=1)
+    ax.axvline(rates.step_size, color=BLUE, linestyle="--", linewidth=1, label="step size")
+    if rates.range is not None:
+        ax.axvspan(*rates.range, color=GREEN, alpha=0.18, linewidth=0, label="search")
+    if rates.first_instability is not None:
+        ax.axvline(rates.first_instability, color=VERMILION, linewidth=1.4, label="unstable from")
+    if rates.edge is not None:
+        ax.axvline(rates.edge, color=VERMILION, linestyle=":", linewidth=1.4, label="edge")
+    ax.set(xlabel=f"learning rate of {rates.optimizer}", ylabel="loss after one step (nats)")
+    figure.legend(loc="outside lower left", ncols=3)
+    figure.head("Which rates will train" if name is None else f"{name}: which rates will train")
+    return figure

@@ -198,23 +198,22 @@ def without_biases(model: Transformer) -> Transformer:
 
 
 def _matched(reading: WeightRule, weights: Sequence[Weight]) -> WeightRule:
-    explained: set[Owner] = set()
-    left: set[Owner] = set()
-    for weight in weights:
-        wanted = float(getattr(reading.model.layer_weights(weight.layer), weight.name))
-        (explained if weight.is_of(wanted) else left).add((weight.layer, weight.name))
-    return dataclasses.replace(reading, explained=frozenset(explained), unexplained=frozenset(left))
+    every = frozenset((weight.layer, weight.name) for weight in weights)
+    explained = frozenset(
+        (weight.layer, weight.name)
+        for weight in weights
+        if weight.is_of(float(getattr(reading.model.layer_weights(weight.layer), weight.name)))
+    )
+    return dataclasses.replace(reading, explained=explained, unexplained=every - explained)
 
 
 def _free_variance(weights: Sequence[Weight], shares: Sequence[float]) -> float:
     """The free variance with which a rule explains most matrices; 0 if it explains none. The rule
     gives every matrix a share of this variance."""
-    groups: dict[str, list[tuple[Weight, float]]] = {}
     pairs = list(zip(weights, shares, strict=False)) if len(shares) == len(weights) else []
-    for weight, share in pairs:
-        groups.setdefault(weight.name, []).append((weight, share))
     best: list[tuple[Weight, float]] = []
-    for group in groups.values():
+    for name in dict.fromkeys(weight.name for weight, _ in pairs):
+        group = [pair for pair in pairs if pair[0].name == name]
         middle = sorted(group, key=lambda pair: pair[0].variance / pair[1])
         # Try the median layer as well as the mean, which one wrong layer would move.
         for pool in (group, middle[len(middle) // 2 :][:1]):
@@ -317,11 +316,9 @@ def _times(factor: Callable[[Place], float]) -> Variance:
     return lambda p: factor(p) * p.expected
 
 
-def _by_fans(rule: Callable[[int, int], float], *names: str) -> Variance:
-    """A rule of fan_in and fan_out, for all matrices or those named."""
-    return lambda p: (
-        rule(p.fan_in, p.fan_out) if p.fan_in and p.name in (names or MATRICES) else None
-    )
+def _by_fans(rule: Callable[[int, int], float]) -> Variance:
+    """A rule of fan_in and fan_out, for all matrices."""
+    return lambda p: rule(p.fan_in, p.fan_out) if p.fan_in and p.name in MATRICES else None
 
 
 def _over_layers(power: int) -> Variance:
@@ -539,11 +536,7 @@ RULES = (
     _swapped(1),
     _swapped(-1),
     Rule("the division by sqrt(d_head) is missing", lambda p: float(p.plan.d_head or 1), "logits"),
-    Rule(
-        MUP,
-        lambda p: 1 / float(p.plan.d_head or 1),
-        "logits",
-    ),
+    Rule(MUP, lambda p: 1 / float(p.plan.d_head or 1), "logits"),
     Rule(
         "q k is divided by sqrt(d_model), not by sqrt(d_head)",
         lambda p: float(p.plan.d_head or 1) / p.plan.d_model,
@@ -588,22 +581,18 @@ def _published(base: Transformer, names: Sequence[str]) -> Iterator[WeightRule]:
 
 
 def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
-    result: list[dict[str, Any]] = [{}]
-    if options.get("per_head") is True:
-        result.append({"per_head": False})
-    if options.get("variant") == "authors":
-        result += [{**one, "variant": "sun"} for one in list(result)]
-    return result
+    heads = [{}, {"per_head": False}] if options.get("per_head") is True else [{}]
+    suns = [{}, {"variant": "sun"}] if options.get("variant") == "authors" else [{}]
+    return [{**one, **other} for other in suns for one in heads]
 
 
 def in_words(model: Transformer) -> str:
     """The stds of a declaration's matrices, with equal ones merged."""
     alike: dict[tuple[str, ...], list[str]] = {}
-    layers = sorted({1, model.layers})
-    shapes = model.matrix_shapes
-    names = [name for name in MATRICES if name in shapes and not name.startswith("cross_")]
-    for name in names:
-        values = (getattr(model.layer_weights(n), name) for n in layers)
+    for name in MATRICES:
+        if name not in model.matrix_shapes or name.startswith("cross_"):
+            continue
+        values = (getattr(model.layer_weights(n), name) for n in sorted({1, model.layers}))
         stds = tuple(dict.fromkeys(f"{math.sqrt(v):.3g}" for v in values))
         alike.setdefault(stds, []).append(name)
     if len(alike) == 1:

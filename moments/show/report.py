@@ -1,4 +1,4 @@
-"""Tables for people: predictions and comparisons as text."""
+"""Predictions and comparisons as text: whole tables, or a verdict and a few layers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..model.summary import in_short
 from ..prediction.draws import QUANTITIES
+from .verdict import class_count, growth
 
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
+    from ..step.result import FirstStep
     from .comparison import Comparison
 
 _HEADS = {"variance": "variance", "correlation": "corr."}
@@ -62,6 +66,11 @@ def tabled(
     ]
     captions = [line for part in caption.splitlines() for line in wrapped(part, "", "  ")]
     return "\n".join([*wrapped(title, "", "  "), *said, *captions])
+
+
+def spaced(name: str) -> str:
+    """A name of the code in words."""
+    return name.replace("_", " ").replace(".", " ")
 
 
 def number(value: float) -> str:
@@ -207,4 +216,82 @@ def summary_table(comparison: Comparison) -> str:
         ("points", "quantity", "mean", "median", "max", "excess", "R²"),
         rows,
         text=2,
+    )
+
+
+# --- on one screen --------------------------------------------------------------------------------
+
+ROWS = 5
+"""Number of layers shown, evenly from first to last."""
+
+
+def prediction_screen(prediction: Prediction, name: str | None = None) -> str:
+    """The growth along the depth and a few layers; for several configurations the table."""
+    if prediction.variance.ndim > 1:
+        return prediction.table()
+    few = _few(prediction.model.layers)
+    names = ("variance", "correlation", "grad_variance")
+    rows = [[str(n), *(number(float(getattr(prediction, q)[n])) for q in names)] for n in few]
+    heads = ("layer", "variance", "token correlation", "gradient variance")
+    lines = [*tabled("", heads, rows).splitlines(), *_loss_lines(prediction)]
+    return _screen(growth(prediction), prediction, lines, name)
+
+
+def comparison_screen(comparison: Comparison, name: str | None = None) -> str:
+    """The verdict and a few layers of prediction and measurement."""
+    p, m = comparison.prediction, comparison.measurement
+    points = comparison.points()
+    inside = {
+        (str(row["quantity"]), int(row["layer"])): bool(row["inside"])
+        for row in points[points["stack"] == ""].to_dict("records")
+    }
+    rows = []
+    for n in _few(p.model.layers):
+        cells = [str(n)]
+        for quantity in ("variance", "grad_variance"):
+            mark = "" if inside[quantity, n] else " *"
+            pair = (float(getattr(one, quantity)[n]) for one in (p, m))
+            predicted, measured = map(number, pair)
+            cells += [predicted, measured + mark]
+        rows.append([*cells, f"{p.correlation[n]:z.3f}", f"{m.correlation[n]:z.3f}"])
+    heads = ("layer", "variance", "measured", "gradient variance", "measured")
+    lines = tabled("", (*heads, "correlation", "measured"), rows).splitlines()
+    lines += _loss_lines(p, None if m.loss is None else float(m.loss))
+    if not all(inside.values()):
+        lines.append("* outside its 95 % band")
+    return _screen(comparison.verdict(), p, lines, name)
+
+
+def _screen(verdict: str, p: Prediction, lines: Sequence[str], name: str | None) -> str:
+    """Put the parts together, without the prediction's warnings, which go to standard error."""
+    if name := name or p.model.name:
+        verdict = f"{name}: {verdict}"
+    body = [*wrapped(in_short(p.model), "  ", "  "), *(f"  {line}" for line in lines)]
+    return "\n".join([*wrapped(verdict, "", "  "), *body, "every layer: --all, or .table()"])
+
+
+def _few(layers: int) -> list[int]:
+    return sorted({round(float(n)) for n in np.linspace(0, layers, ROWS)})
+
+
+def _loss_lines(p: Prediction, measured: float | None = None) -> list[str]:
+    if p.loss is None:
+        return []
+    vocabulary = class_count(p.model)
+    of = "" if vocabulary is None else f", log({vocabulary}) = {math.log(vocabulary):.3f}"
+    seen = "" if measured is None else f", measured {measured:.3f}"
+    return [f"loss {float(p.loss):.3f} +- {float(p.loss_stderr or 0.0):.2g} (one draw){seen}{of}"]
+
+
+def first_step_table(step: FirstStep) -> str:
+    """The stream layer by layer, and the loss."""
+    changes = zip(step.variance, step.relative_change, strict=True)
+    return tabled(
+        f"first step of {step.optimizer} at learning rate {step.learning_rate:.3g}: loss "
+        f"{step.loss_before:.4g} to {step.loss:.4g}",
+        ("layer", "variance after", "relative change"),
+        ((str(k), number(v), number(change)) for k, (v, change) in enumerate(changes)),
+        f"layer 0 is the input of layer 1; relative change: E |dh|^2/E |h|^2 before the step\n"
+        f"slope {step.slope:.4g}: the loss would fall by "
+        f"{-step.slope * step.learning_rate:.4g} if it were linear",
     )

@@ -59,7 +59,7 @@ class SchemeComparison(Shown):
     def plot(self, name: str | None = None) -> Figure:
         """Variance, correlation and gradient along the depth, one row of panels per family, the
         model's `name` in the title; DomainError if no scheme could be applied."""
-        from .scheme_plot import plot_schemes
+        from .plot import plot_schemes
 
         if not self.predictions:
             raise DomainError("nothing to draw: no scheme could be applied to the model")

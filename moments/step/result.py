@@ -160,14 +160,14 @@ class FirstStep(Serialised):
 
     def table(self) -> str:
         """The stream, layer by layer, as text."""
-        from ..show.step import first_step_table
+        from ..show.report import first_step_table
 
         return first_step_table(self)
 
     def plot(self, name: str | None = None) -> Figure:
         """A coordinate check: relative change of every site along the depth; sizes of steps and
         weights, and alignment, of every matrix."""
-        from ..show.step_plot import plot_first_step
+        from ..show.plot import plot_first_step
 
         return plot_first_step(self, name)
 

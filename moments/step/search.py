@@ -164,7 +164,7 @@ class LearningRate(Serialised):
 
     def plot(self, name: str | None = None) -> Figure:
         """The loss after one step over rates, with the range to search and its end."""
-        from ..show.step_plot import plot_learning_rate
+        from ..show.plot import plot_learning_rate
 
         return plot_learning_rate(self, name)
 

@@ -208,9 +208,7 @@ def targets_read(
     if logits is None or value is None or logits.ndim != 3 or logits.shape[:2] != ids.shape:
         return None
     for tensor in tensors.values():
-        if not isinstance(tensor, Tensor) or tensor.shape != ids.shape:
-            continue
-        if tensor.is_floating_point():
+        if not is_ids(tensor) or tensor.shape != ids.shape:
             continue
         labels = tensor.cpu().numpy().astype(np.int64)
         for targets in (labels, shifted_left(labels)):
@@ -304,10 +302,7 @@ def _random_batch(module: nn.Module, roles: ModuleRoles, model: Transformer, exa
     generator = torch.Generator().manual_seed(0)
     task = None if model.head is None else model.head.loss
     if isinstance(example, Mapping) and "pixel_values" in example:
-        classes = getattr(getattr(module, "config", None), "num_labels", None)
-        if task != "classification" or not classes:
-            return example
-        return _classified(example, classes, generator)
+        return _classified(module, example) if task == "classification" else example
     token = roles.named("token") or roles.named("token", stack="encoder.")
     if not token or (isinstance(example, Mapping) and "input_ids" not in example):
         return example
@@ -329,15 +324,19 @@ def _masked(ids: Tensor, vocab: int) -> dict[str, Tensor]:
     return {"input_ids": torch.as_tensor(corrupted), "labels": torch.as_tensor(labels)}
 
 
-def _classified(batch: Mapping[str, Any], classes: int, generator: torch.Generator) -> Any:
-    count = len(batch["pixel_values"])
+def _classified(module: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Pictures with random labels, if the module's config says of how many classes."""
+    classes = getattr(getattr(module, "config", None), "num_labels", None)
+    if not classes:
+        return batch
+    generator, count = torch.Generator().manual_seed(0), len(batch["pixel_values"])
     return {**batch, "labels": torch.randint(classes, (count,), generator=generator)}
 
 
 def _length(module: nn.Module, roles: ModuleRoles) -> int:
     """Tokens for which the module has positions; some families reserve a few rows."""
     position, config = roles.named("position"), getattr(module, "config", None)
-    reserved = 4 if hasattr(config, "to_dict") else 0
+    reserved = 4 if configured(module) else 0
     lengths = [MOST_TOKENS]
     if position:
         table = tensors_of(module)[position[0].parameter]
@@ -371,7 +370,6 @@ def _with_targets(module: nn.Module, batch: Any) -> Any:
 @made_on_cpu
 def _with_labels(module: nn.Module, batch: Any) -> Any:
     """A batch with labels, for a Hugging Face module that needs them."""
-    config: Any = getattr(module, "config", None)
     name, arguments = type(module).__name__, _arguments(module)
     if not needs_labels(name) or not configured(module) or "labels" not in arguments:
         return batch
@@ -381,8 +379,7 @@ def _with_labels(module: nn.Module, batch: Any) -> Any:
     if "labels" in batch:
         return batch
     if name.endswith("ForImageClassification") and "pixel_values" in batch:
-        generator = torch.Generator().manual_seed(0)
-        return _classified(batch, config.num_labels, generator)
+        return _classified(module, batch)
     if name.endswith("ForMaskedLM") and ids is not None:
         ids = torch.as_tensor(ids)
         return {**batch, **_masked(ids, int(ids.max()) + 1)}

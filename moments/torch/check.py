@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import os
 import re
@@ -53,7 +54,7 @@ from .open_check import FAR, NotRead, check_open, check_promised, not_read, rand
 from .roles import block_of, gathered, gathered_names, gathered_pattern, split_at_layer, tensors_of
 from .running import aliases, as_named, batch_on_cpu, grouped
 from .tensors import WRITTEN, Checked, Tensors, odd_tensors
-from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings, advise
+from .weight_findings import PRE_OR_POST, STRUCTURE, WeightFindings, in_words
 
 FEW_ROWS = 64
 """Tokens up to which tokens of unlike variance are predicted one by one."""
@@ -115,7 +116,7 @@ class Checking:
         architecture: the module as it was read, else as promised, at the measured length.
         described: the same with the module's own variances and mask.
         random: the submodule that draws random numbers in evaluation mode; None if none.
-        idle: paths of submodules that are never run.
+        idle: paths of the largest submodules that are never run.
         bidirectional: whether tokens attend to later ones; None if unknown.
     """
 
@@ -139,7 +140,7 @@ class Checking:
             self.promised = at_length(self.promised, self.measurement)
         self.tensors = Tensors.of(module, self.reading)
         self.random = random_part(module, self.inputs.few)
-        self.idle = tuple(self._unused())
+        self.idle = tuple(dict.fromkeys(self._idle_parts()))
         self.notes: list[str] = []
         self.described = self._described()
         pictures = isinstance(self.architecture.embedding, PatchEmbedding)
@@ -213,8 +214,9 @@ class Checking:
             return model.replace(encoder=encoder)
         return model
 
-    def _unused(self) -> Iterator[str]:
-        """Submodules whose parameters are not read and get no gradient."""
+    def _idle_parts(self) -> Iterator[str]:
+        """The largest submodules of which no part with parameters was run: their parameters are not
+        read and get no gradient."""
         with_gradient = {
             str(row["parameter"])
             for row in self.measurement.weight_gradient_rows
@@ -222,10 +224,16 @@ class Checking:
         }
         names = aliases(self.module)
         unread = {self.module.get_parameter(name) for name in self.reading.unused}
+        idle, run = list[str](), list[str]()
         for path, part in self.module.named_modules():
-            own = set(part.parameters(recurse=False))
-            if own and own <= unread and not any(with_gradient & set(names[p]) for p in own):
-                yield path
+            if own := set(part.parameters(recurse=False)):
+                unused = own <= unread and not any(with_gradient & set(names[p]) for p in own)
+                (idle if unused else run).append(path)
+        for path in idle:
+            parts = path.split(".")
+            above = (".".join(parts[: end + 1]) for end in range(len(parts)))
+            free = (p for p in above if not any(f"{q}.".startswith(f"{p}.") for q in run))
+            yield from itertools.islice(free, 1)
 
     def _compared(self) -> Comparison:
         self.text = Text.of(self.module, self.described, self.inputs.batch, self.inputs.loss)
@@ -265,19 +273,15 @@ class Checking:
     def report(self) -> Report:
         rule, target, remarks = self._target()
         planned, promised = self.scheme is not None, self.promised
-        strict = planned or promised is not None
         words = "the rest of its init"
         words += f" ({rule.title})" if rule.intended is None else ""
         if planned:
-            words = f"the scheme {self.scheme!r}" if isinstance(self.scheme, str) else "the plan"
-        elif strict:
+            words = in_words(self.scheme)
+        elif promised is not None:
             words = f"what its {self.promised_by} promises"
         audited = Checked.of(self.tensors, target)
-        advice = advise(audited, target, promised)
-        weights = WeightFindings(
-            self.tensors, target, advice, words, planned, strict, promised, rule
-        )
-        rows = tuple(weights.rows(audited.measured))
+        weights = WeightFindings(self.tensors, target, audited, words, planned, promised, rule)
+        strict = weights.strict
         findings = [*seen_of(self.module), *weights.findings(self._failed(audited, rule, strict))]
         findings += self._odd_layers(findings, strict)
         notes = [*remarks, *weights.notes, *self._remarks(rule)]
@@ -297,7 +301,7 @@ class Checking:
             findings=tuple(findings),
             notes=tuple(notes),
             unchecked=self._unchecked(audited.unchecked),
-            rows=(*stream_numbers(self.comparison.prediction, self.comparison), *rows),
+            rows=(*stream_numbers(self.comparison.prediction, self.comparison), *weights.rows()),
             model=self.described,
             prediction=self.comparison.prediction,
             comparison=self.comparison,
@@ -381,7 +385,7 @@ class Checking:
 
     def _structure(self) -> Iterator[Finding]:
         """Faults of the module's code, which its weights do not show."""
-        idle = () if self._other_inputs() else self._idle_parts()
+        idle = () if self._other_inputs() else self.idle
         for pattern, paths in grouped(idle, gathered_pattern).items():
             parts = [(path, self.module.get_submodule(path)) for path in paths]
             named = [
@@ -410,7 +414,14 @@ class Checking:
         known = self.scheme is None and self.described.embedding is not None
         if known and head is not None and promised is not None and head.tied != promised.tied:
             names = self.tensors.names("head") or self.tensors.names("token")
-            yield _tied(head.tied, f"its {self.promised_by} promises", names)
+            kind, what = "untied head", "a matrix of its own"
+            mend = "head.weight = tokens.weight ties them"
+            if head.tied:
+                kind, what = "tied head", "the token table itself"
+                mend = "give the head a matrix: "
+                mend += "head.weight = nn.Parameter(tokens.weight.detach().clone())"
+            why = f"the head is {what}, which its {self.promised_by} promises not to be"
+            yield Finding("error", kind, names, reason=why, mend=mend)
         elif head is not None and not head.tied:
             parameters = dict(self.module.named_parameters())
             names = self.tensors.names("token")[:1] + self.tensors.names("head")[:1]
@@ -440,10 +451,8 @@ class Checking:
                 heads = [n + 1 for n, some in enumerate(nonzero.tolist()) if not some]
                 where = f"head{'s' * (len(heads) > 1)} {listed(heads)} of layer {role.layer}"
                 why = f"{role.name} of {where} is zero, where that of the other heads is not"
-                names, mend = gathered([role]), "draw every head alike"
-                yield Finding(
-                    "warning", "zero head", names, (role.layer,), 0.0, math.nan, why, mend
-                )
+                at, mend = (gathered([role]), (role.layer,)), "draw every head alike"
+                yield Finding("warning", "zero head", *at, 0.0, math.nan, why, mend)
 
     def _mask(self) -> Iterator[Finding]:
         """Tokens that attend to the tokens which they are to predict."""
@@ -616,25 +625,11 @@ class Checking:
             why = f"the {name} block of layer {layer} has no norm, where the other blocks have one"
             yield _misplaced(self.tensors.names(*matrices, layers=(layer,)), layer, why)
 
-    def _idle_parts(self) -> list[str]:
-        """The largest submodules of which no part with parameters was run."""
-        parts = dict(self.module.named_modules())
-        own = (p for p, m in parts.items() if next(m.parameters(recurse=False), None) is not None)
-        run = set(own) - set(self.idle)
-        result = []
-        for path in self.idle:
-            names = path.split(".")
-            above = (".".join(names[: end + 1]) for end in range(len(names)))
-            result += [
-                part for part in above if not any(f"{p}.".startswith(f"{part}.") for p in run)
-            ][:1]
-        return list(dict.fromkeys(result))
-
     def _other_inputs(self) -> tuple[str, ...]:
         """Arguments of forward that were not passed and that idle submodules may need."""
         large = any(
             sum(p.ndim > 1 for p in self.module.get_submodule(path).parameters()) > 1
-            for path in self._idle_parts()
+            for path in self.idle
         )
         passed = self.inputs.batch if isinstance(self.inputs.batch, Mapping) else {}
         names = inspect.signature(self.module.forward).parameters if large else ()
@@ -644,7 +639,7 @@ class Checking:
         if layers := self.reading.over_queries:
             names = self.tensors.names("query", "key", layers=layers)
             yield normalised_over_queries(names, layers)
-        yield from weights.attention(list(self._factors(audited)), self.promised is not None)
+        yield from weights.attention(self._factors(audited), self.promised is not None)
 
     def _factors(self, audited: Sequence[Row]) -> Iterator[tuple[str, int, float]]:
         """Stack, layer and excess factor of q k, where it is not what it should be."""
@@ -674,13 +669,12 @@ class Checking:
         source = "module's own weights, sums and norms give"
         layer, measured, predicted, reason = first_outlier(points, source)
         path = self._path(layer, forward)
+        where = (path,) if path else (), (layer,) if layer else ()
         reason += "" if explained else "; nothing that was read of it explains that"
-        yield Finding(
-            "note" if explained else "warning",
-            "not what its weights give",
-            *((path,) if path else (), (layer,) if layer else (), measured, predicted, reason),
-            "look at the code of that layer: a scale, dropout, mask or norm that hooks do not see",
-        )
+        severity, kind = "note" if explained else "warning", "not what its weights give"
+        mend = "look at the code of that layer: a scale, dropout, mask or norm that hooks do not "
+        mend += "see"
+        yield Finding(severity, kind, *where, measured, predicted, reason, mend)
 
     @functools.cached_property
     def uneven(self) -> str:
@@ -725,7 +719,7 @@ class Checking:
         if self.measurement.loss is None:
             phrases.append("a loss (none in the module, and none was passed)")
         if (waiting := self._other_inputs()) and self.idle:
-            parts = ", ".join(dict.fromkeys(map(gathered_pattern, self._idle_parts())))
+            parts = ", ".join(dict.fromkeys(map(gathered_pattern, self.idle)))
             phrases.append(f"{parts} (not run without {' or '.join(waiting)}: pass batch=)")
         if self.bidirectional is None:
             phrases.append("the attention mask")
@@ -747,14 +741,3 @@ def over_first_axis(batch: Any, measurement: Measurement) -> Finding | None:
 
 def _misplaced(names: tuple[str, ...], layer: int, why: str) -> Finding:
     return Finding("warning", "norm placement", names, (layer,), 0.0, 1.0, why, PRE_OR_POST)
-
-
-def _tied(tied: bool, source: str, names: tuple[str, ...]) -> Finding:
-    """A head that is tied, or is not, against what `source` says."""
-    kind, what = "untied head", "a matrix of its own"
-    mend = "head.weight = tokens.weight ties them"
-    if tied:
-        kind, what = "tied head", "the token table itself"
-        mend = "give the head a matrix: head.weight = nn.Parameter(tokens.weight.detach().clone())"
-    why = f"the head is {what}, which {source} not to be"
-    return Finding("error", kind, names, reason=why, mend=mend)

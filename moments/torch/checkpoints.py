@@ -195,10 +195,13 @@ def _drawn(module: nn.Module) -> Iterator[str]:
 def _tie(module: nn.Module, tied: list[list[str]]) -> None:
     """Tie parameters again, because `to_empty` gives every name its own storage."""
     for first, *others in tied:
-        parameter = module.get_parameter(first)
         for name in others:
-            path, _, last = name.rpartition(".")
-            setattr(module.get_submodule(path), last, parameter)
+            _set(module, name, module.get_parameter(first))
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(module.get_submodule(path), last, parameter)
 
 
 # --- what a library's class draws, beside what a module has ---------------------------------------
@@ -217,9 +220,7 @@ def redrawn(module: nn.Module, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
     copied = copy.deepcopy(module)
     for _, *others in aliases(copied).values():
         for name in others:  # nothing is tied before everything is drawn
-            path, _, last = name.rpartition(".")
-            part = copied.get_submodule(path)
-            setattr(part, last, nn.Parameter(part.get_parameter(last).clone()))
+            _set(copied, name, nn.Parameter(copied.get_parameter(name).clone()))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for parameter in copied.parameters():

@@ -25,6 +25,7 @@ from .architecture import promised_by
 from .assumptions import Copies, copy_notes, shuffle, shuffled
 from .batches import (
     batch_shape,
+    configured,
     first_stream,
     ids_read,
     inputs_of,
@@ -99,12 +100,11 @@ def diagnose(
     read = as_drawn(reading) if described is None else described
     if plan is None and described is None:
         left = ("weights", "biases", "embedding", "head", "encoder")
-        fields = () if read is None else dataclasses.fields(read)
-        pairs = [(f, getattr(read, f.name)) for f in fields if f.init and f.name not in left]
         typed = [
             f"{field.name}={'moments.' * dataclasses.is_dataclass(value)}{value!r}"
-            for field, value in pairs
-            if value != field.default
+            for field in (() if read is None else dataclasses.fields(read))
+            if field.init and field.name not in left
+            if (value := getattr(read, field.name)) != field.default
         ]
         words = ", ".join([*typed, "weights=moments.Weights(...)"])
         raise DomainError(
@@ -128,12 +128,18 @@ def diagnose(
     unseen = _not_predicted(target, case, measurement)
     advice, features = tuple[str, ...](), list[Feature]()
     if result is not None:
-        changed = _with_mask(result, reading.bidirectional)
+        changed = result
+        if reading.bidirectional is not None:
+            with contextlib.suppress(DomainError):  # a mask that no declaration allows
+                changed = result.replace(causal=not reading.bidirectional)
         if (one_pass := reading.model) is not None:
             names = "dropout", "attention_dropout", "activation_dropout", "ffn_dropout"
             changed = changed.replace(**{name: getattr(one_pass, name) for name in names})
         likely = advise(Checked.entries(tensors, declared), declared, read)
-        features = _reasoned(differences(declared, changed), likely.reasons)
+        for feature in differences(declared, changed):
+            reasons = likely.reasons.get(feature.name.replace("encoder ", ENCODER), ())
+            words = "; ".join(filter(None, (feature.words, "; or ".join(reasons))))
+            features.append(dataclasses.replace(feature, words=words))
         advice = tuple(sentence for _, sentence in likely.crossed)
         if repeated := tensors.repeated:
             notes = [note for note in notes if note not in set(copy_notes(repeated))]
@@ -191,8 +197,7 @@ class Text:
 
     @classmethod
     def of(cls, module: nn.Module, model: Transformer, batch: Any, loss: Loss | None) -> Text:
-        arrays = arrays_of(batch)
-        known = hasattr(getattr(module, "config", None), "to_dict")
+        arrays, known = arrays_of(batch), configured(module)
         if model.encoder is not None or not isinstance(model.embedding, Embedding):
             return cls(arrays, None, None, known and loss is None)
         ids = arrays.get("input_ids") if known else None
@@ -220,16 +225,6 @@ def _not_predicted(module: nn.Module, case: Case, measurement: Measurement) -> l
             none = "the loss is not the declared one of any targets in the batch"
         said = "head and loss (the last layer's gradient was measured, not predicted"
         result.append(f"{said}: {none})")
-    return result
-
-
-def _reasoned(features: list[Feature], reasons: Mapping[str, tuple[str, ...]]) -> list[Feature]:
-    """Features of matrices with their likely causes."""
-    result = []
-    for feature in features:
-        likely = reasons.get(feature.name.replace("encoder ", ENCODER), ())
-        words = f"{feature.words}; {'; or '.join(likely)}" if likely else feature.words
-        result.append(dataclasses.replace(feature, words=words))
     return result
 
 
@@ -303,10 +298,3 @@ def tokens_entering(
         return dataclasses.replace(case, inputs=rest | {"kernel": kernel})
 
     return [Feature(TOKENS, words, float("nan"), (), apply)]
-
-
-def _with_mask(model: Transformer, bidirectional: bool | None) -> Transformer:
-    """The model with the module's own mask, if it is known and possible."""
-    with contextlib.suppress(DomainError):
-        return model if bidirectional is None else model.replace(causal=not bidirectional)
-    return model

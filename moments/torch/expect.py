@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ..errors import without_warnings
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
-from ..show.expected import TOLERANCE, one_draw
+from ..show.expected import TOLERANCE, Expected, one_draw
 from ..show.health import call_factory, declared
 from ..show.verdict import class_count
 from .batches import completed, inputs_of
@@ -123,29 +123,38 @@ def _at_full_size(checking: Checking, batch: Any, loss: Loss | None) -> Predicti
 
 def _band(mean: float, spread: float) -> Range:
     """The range of a norm whose square is log-normal, of this mean and relative deviation."""
-    deviation = math.sqrt(math.log1p(spread**2))
-    ends = (-deviation / 2 - NORMAL_95 * deviation, -deviation / 2 + NORMAL_95 * deviation)
-    low, high = (math.sqrt(mean * math.exp(end)) for end in ends)
-    return low, high
+    square = Expected(np.asarray(mean), np.sqrt(np.log1p(spread**2)))
+    return math.sqrt(square.low), math.sqrt(square.high)
+
+
+def _spread(deviation: float, error: float) -> float:
+    """Relative standard deviation of a log-normal draw with that of the logarithm, and of the error
+    of its predicted mean."""
+    return math.hypot(math.sqrt(math.expm1(deviation**2)), error)
 
 
 def _outputs(p: Prediction) -> Iterator[tuple[str, Range]]:
     """Ranges of the loss and of the whole gradient."""
-    vocabulary = class_count(p.model)
-    if p.loss is not None and vocabulary is not None:
+    if p.loss is None:
+        return
+    if (vocabulary := class_count(p.model)) is not None:
         value = float(p.loss)
         tolerance = TOLERANCE * abs(value - math.log(vocabulary))
         half = NORMAL_95 * math.hypot(float(p.loss_stderr or 0.0), tolerance)
         for name in LOSS:
             yield name, (value - half, value + half)
-    if p.loss is None:
-        return
-    rows = _squares(p)
-    total = sum(square for square, _ in rows.values())
-    if total > 0:
-        spread = sum(square * deviation for square, deviation in rows.values()) / total
+    if (whole := _together(_squares(p).values())) is not None:
         for name in GRADIENT:
-            yield name, _band(total, spread)
+            yield name, whole
+
+
+def _together(squares: Collection[tuple[float, float]]) -> Range | None:
+    """The range of a norm from squared norms of its parts with their relative deviations; None if
+    all are 0."""
+    total = sum(square for square, _ in squares)
+    if total <= 0:
+        return None
+    return _band(total, sum(square * deviation for square, deviation in squares) / total)
 
 
 def _squares(p: Prediction) -> dict[tuple[int, str], tuple[float, float]]:
@@ -178,15 +187,12 @@ def _layers(p: Prediction) -> Iterator[tuple[str, Range]]:
         ranges = one_draw(p)
     if (signal := ranges.get("variance")) is not None:
         for layer, variance in enumerate(p.variance[:-1]):
-            spread = math.hypot(
-                math.sqrt(math.expm1(float(signal.deviation[layer]) ** 2)), TOLERANCE
-            )
+            spread = _spread(float(signal.deviation[layer]), TOLERANCE)
             yield f"massive_act/layer_{layer}/activation_rms", _band(float(variance), spread)
     if p.loss is None or (gradient := ranges.get("grad_variance")) is None:
         return
     for layer, variance in enumerate(p.grad_variance[1:]):
-        deviation = float(gradient.deviation[layer + 1])
-        band = _band(float(variance), math.hypot(math.sqrt(math.expm1(deviation**2)), WEIGHTS))
+        band = _band(float(variance), _spread(float(gradient.deviation[layer + 1]), WEIGHTS))
         yield f"grad_health/layer_{layer}/layer_out_rms", band
         yield f"grad_health/layer_{layer}/layer_out_rms_global", band
 
@@ -225,12 +231,10 @@ def _gradients(module: nn.Module, roles: ModuleRoles, p: Prediction) -> Iterator
         parts = own.get(name, [None])
         if parameter.ndim < 2 or not parameter.requires_grad or None in parts:
             continue
-        known = [part for part in parts if part is not None]
-        total = sum(square for square, _ in known)
-        if total <= 0:
+        band = _together([part for part in parts if part is not None])
+        if band is None:
             continue
-        low, high = _band(total, sum(square * spread for square, spread in known) / total)
-        yield f"l2_norm/grad/{name}", (low, high)
-        yield f"grad_2.0_norm/{name}", (low, high)
-        root = math.sqrt(parameter.numel())
+        yield f"l2_norm/grad/{name}", band
+        yield f"grad_2.0_norm/{name}", band
+        (low, high), root = band, math.sqrt(parameter.numel())
         yield f"gradients/{name}", (low / root, high / root)

@@ -52,18 +52,12 @@ def _repeated(module: nn.Module) -> Iterator[Finding]:
         entries = [one for one in part if one is not None and any(True for _ in one.parameters())]
         distinct = len({id(one) for one in entries})
         if distinct < len(entries):
-            yield Finding(
-                "warning",
-                "one block several times",
-                (path or "the module",),
-                (),
-                distinct,
-                len(entries),
-                f"its {len(entries)} entries are {distinct} "
-                f"object{'s' * (distinct > 1)}, so that layers share their weights",
-                "build every layer anew: nn.ModuleList(Block(...) for _ in range(layers)), not "
-                "[block] * layers",
-            )
+            numbers, names = (distinct, len(entries)), (path or "the module",)
+            why = f"its {len(entries)} entries are {distinct} object{'s' * (distinct > 1)}, so "
+            why += "that layers share their weights"
+            mend = "build every layer anew: nn.ModuleList(Block(...) for _ in range(layers)), not "
+            mend += "[block] * layers"
+            yield Finding("warning", "one block several times", names, (), *numbers, why, mend)
 
 
 @contextmanager
@@ -108,17 +102,10 @@ def _caller() -> str:
 def _uncut(cut: list[tuple[str, float, float]]) -> Iterator[Finding]:
     for place in dict.fromkeys(where for where, *_ in cut):
         std, bound = next(row[1:] for row in cut if row[0] == place)
-        yield Finding(
-            "warning",
-            "nothing truncated",
-            (place,),
-            (),
-            bound / std,
-            2.0,
-            f"trunc_normal_ with std {std:.3g} cuts at {bound:.3g}, {bound / std:.3g} standard "
-            "deviations out: bounds are absolute, not in deviations, and cut nothing",
-            f"pass a={-2 * std:.3g}, b={2 * std:.3g} to cut at two deviations",
-        )
+        why = f"trunc_normal_ with std {std:.3g} cuts at {bound:.3g}, {bound / std:.3g} standard "
+        why += "deviations out: bounds are absolute, not in deviations, and cut nothing"
+        mend = f"pass a={-2 * std:.3g}, b={2 * std:.3g} to cut at two deviations"
+        yield Finding("warning", "nothing truncated", (place,), (), bound / std, 2.0, why, mend)
 
 
 def unwritten(module: nn.Module) -> Iterator[Finding]:
@@ -126,40 +113,25 @@ def unwritten(module: nn.Module) -> Iterator[Finding]:
     buffers = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
     tensors = {n: p for n, p in module.named_parameters() if p.is_floating_point()}
     meta = [name for name, tensor in {**tensors, **buffers}.items() if tensor.is_meta]
+    again = "initialise it: reset_parameters of every submodule after to_empty, buffers too"
     if meta:
-        yield Finding(
-            "error",
-            "no storage",
-            gathered_names(meta),
-            reason="it is still on the meta device and has no entries",
-            mend="module.to_empty(device=...), then initialise every tensor, or load a checkpoint",
-        )
+        why = "it is still on the meta device and has no entries"
+        mend = "module.to_empty(device=...), then initialise every tensor, or load a checkpoint"
+        yield Finding("error", "no storage", gathered_names(meta), reason=why, mend=mend)
     present = {n: t.detach() for n, t in tensors.items() if not t.is_meta and t.numel()}
     bad = [n for n, t in present.items() if not bool(torch.isfinite(t).all())]
     # A buffer may be a mask, with entries of -inf or the most negative number.
     bad += [n for n, t in buffers.items() if not t.is_meta and bool(torch.isnan(t).any())]
     if bad:
-        yield Finding(
-            "error",
-            "entries not finite",
-            gathered_names(bad),
-            reason="entries are not finite (nan or inf), so that nothing can be run: a std of nan, "
-            "or memory that was taken (torch.empty, to_empty) and never written",
-            mend="initialise it: reset_parameters of every submodule after to_empty, buffers too",
-        )
-    odd = [n for n, t in present.items() if n not in bad and _stale(t) > ODD]
-    if odd:
-        yield Finding(
-            "error",
-            "never written",
-            gathered_names(odd),
-            (),
-            max(_stale(present[n]) for n in odd),
-            0.0,
-            f"entries below {SMALL:g} or above {LARGE:g} in size, which no initialisation draws: "
-            "memory that was taken (torch.empty, to_empty) and never written",
-            "initialise it: reset_parameters of every submodule after to_empty, buffers too",
-        )
+        why = "entries are not finite (nan or inf), so that nothing can be run: a std of nan, or "
+        why += "memory that was taken (torch.empty, to_empty) and never written"
+        yield Finding("error", "entries not finite", gathered_names(bad), reason=why, mend=again)
+    shares = {n: _stale(t) for n, t in present.items() if n not in bad}
+    if odd := [n for n, share in shares.items() if share > ODD]:
+        worst = max(shares[n] for n in odd)
+        why = f"entries below {SMALL:g} or above {LARGE:g} in size, which no initialisation draws: "
+        why += "memory that was taken (torch.empty, to_empty) and never written"
+        yield Finding("error", "never written", gathered_names(odd), (), worst, 0.0, why, again)
 
 
 def _stale(tensor: Tensor) -> float:

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -193,12 +193,14 @@ class _Configured:
             waiting += [v for v in vars(config).values() if hasattr(v, "to_dict")]
         return None
 
+    def size(self, *names: str, default: int) -> int:
+        return int(self.entry(*names) or default)
+
     def part(self, *kinds: type[nn.Module]) -> Any:
         return next((p for p in self.module.modules() if isinstance(p, kinds)), None)
 
     def width(self) -> int:
-        """d_model."""
-        return int(self.entry("hidden_size", "d_model", "embed_dim", "width") or 64)
+        return self.size("hidden_size", "d_model", "embed_dim", "width", default=64)
 
     def drawn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
@@ -254,10 +256,6 @@ class _Configured:
                 yield from draw(self)
                 return
 
-    def ids(self) -> Iterator[Tensor]:
-        if self.text is not None:
-            yield _ids(self.text, self.generator)
-
     def pictures(self) -> Iterator[Tensor]:
         if self.patched():
             yield from self.patches()
@@ -269,7 +267,7 @@ class _Configured:
             yield self.drawn(2, channels, *side)
 
     def videos(self) -> Iterator[Tensor]:
-        count = int(self.entry("num_frames", "frames_per_clip") or 2)
+        count = self.size("num_frames", "frames_per_clip", default=2)
         yield self.drawn(2, count, self.channels(), *self.sides()[0])
 
     def sounds(self) -> Iterator[Tensor]:
@@ -287,22 +285,6 @@ class _Configured:
                 yield self.drawn(2, frames, bins)
             yield self.drawn(2, 1, self.frames()[0], bins)
 
-    def spectrum_masks(self) -> Iterator[Tensor]:
-        for frames in self.frames():
-            yield torch.ones(2, frames, dtype=torch.bool)
-
-    def text_masks(self) -> Iterator[Tensor]:
-        yield torch.ones(2, self.grid() ** 2 if self.patched() else TOKENS, dtype=torch.long)
-
-    def grids(self) -> Iterator[Tensor]:
-        yield torch.tensor([[1, self.grid(), self.grid()]] * 2)
-
-    def merges(self) -> Iterator[Tensor]:
-        yield torch.tensor([self.grid() // 2] * 2)
-
-    def shapes(self) -> Iterator[Tensor]:
-        yield torch.tensor([[self.grid(), self.grid()]] * 2)
-
     def patch_positions(self) -> Iterator[Tensor]:
         side = range(self.grid())
         yield torch.tensor([list(itertools.product(side, side))] * 2)
@@ -310,12 +292,12 @@ class _Configured:
     def patch_masks(self) -> Iterator[Tensor]:
         """A mask of every other patch."""
         patch = _sides(self.entry("patch_size") or 16)
-        frames = int(self.entry("num_frames") or 1) // int(self.entry("tubelet_size") or 1)
+        frames = self.size("num_frames", default=1) // self.size("tubelet_size", default=1)
         count = math.prod(s // p for s, p in zip(self.sides()[0], patch, strict=True))
         yield (torch.arange(max(frames, 1) * count) % 2 == 0).repeat(2, 1)
 
     def boxes(self) -> Iterator[Tensor]:
-        largest = int(self.entry("max_2d_position_embeddings") or 1024) - 1
+        largest = self.size("max_2d_position_embeddings", default=1024) - 1
         corners = torch.rand(2, TOKENS, 2, 2, generator=self.generator).sort(dim=2).values
         yield (corners * largest).long().flatten(2)
         yield corners.flatten(2).to(self.dtype)
@@ -324,9 +306,6 @@ class _Configured:
         width = self.entry("visual_feat_dim", "visual_embedding_dim")
         if width is not None:
             yield self.drawn(2, TOKENS, int(width))
-
-    def visual_positions(self) -> Iterator[Tensor]:
-        yield torch.rand(2, TOKENS, 4, generator=self.generator).to(self.dtype)
 
     def flat_patches(self) -> Iterator[Tensor]:
         """Rows of row number, column number and entries."""
@@ -346,59 +325,52 @@ class _Configured:
             yield self.drawn(2, convolution.in_channels, FEW_SAMPLES)
             yield self.drawn(2, convolution.in_channels, TOKENS)
 
-    def encoder_states(self) -> Iterator[Tensor]:
-        width = self.entry("encoder_hidden_size", "cross_attention_hidden_size") or self.width()
-        yield self.drawn(2, TOKENS, int(width))
-
     def series(self) -> Iterator[Tensor]:
-        length = int(self.entry("context_length", "seq_length") or 4 * TOKENS)
+        length = self.size("context_length", "seq_length", default=4 * TOKENS)
         yield self.drawn(2, length)
-        yield self.drawn(2, length, int(self.entry("num_input_channels", "input_size") or 1))
-
-    def no_padding(self) -> Iterator[Tensor]:
-        yield torch.zeros(2, next(self.series()).shape[1])
-
-    def classes(self) -> Iterator[Tensor]:
-        yield torch.zeros(2, 1, dtype=torch.long)
-
-    def steps(self) -> Iterator[Tensor]:
-        yield torch.arange(TOKENS).repeat(2, 1)
-
-    def rewards(self) -> Iterator[Tensor]:
-        yield self.drawn(2, TOKENS, 1)
-
-    def agent_states(self) -> Iterator[Tensor]:
-        yield self.drawn(2, TOKENS, int(self.entry("state_dim") or 1))
-
-    def actions(self) -> Iterator[Tensor]:
-        yield self.drawn(2, TOKENS, int(self.entry("act_dim") or 1))
+        yield self.drawn(2, length, self.size("num_input_channels", "input_size", default=1))
 
 
-_ARGUMENTS: tuple[tuple[str, Any], ...] = (
-    (r"(.*_)?input_ids|task_inputs", _Configured.ids),
+_ARGUMENTS: tuple[tuple[str, Callable[[_Configured], Iterable[Any]]], ...] = (
+    (r"(.*_)?input_ids|task_inputs", lambda c: [_ids(c.text, c.generator)] if c.text else []),
     (r"(.*_)?pixel_values(_videos)?_videos|video_values", _Configured.videos),
     (r"(.*_)?(pixel_values|images)|prompt_masks", _Configured.pictures),
     (r"(.*_)?(input_features|audio_mel)", _Configured.spectra),
     (r"(.*_)?(input_values|waveform)", _Configured.sounds),
-    (r"(.*_)?(input_features|audio_mel)_mask", _Configured.spectrum_masks),
-    (r"(.*_)?grid_thw", _Configured.grids),
-    (r"merge_sizes", _Configured.merges),
-    (r"spatial_shapes|target_sizes", _Configured.shapes),
+    (
+        r"(.*_)?(input_features|audio_mel)_mask",
+        lambda c: [torch.ones(2, n, dtype=torch.bool) for n in c.frames()],
+    ),
+    (r"(.*_)?grid_thw", lambda c: [torch.tensor([[1, c.grid(), c.grid()]] * 2)]),
+    (r"merge_sizes", lambda c: [torch.tensor([c.grid() // 2] * 2)]),
+    (r"spatial_shapes|target_sizes", lambda c: [torch.tensor([[c.grid(), c.grid()]] * 2)]),
     (r"pixel_position_ids", _Configured.patch_positions),
     (r"bool_masked_pos", _Configured.patch_masks),
-    (r"(.*_)?attention_mask", _Configured.text_masks),
+    (
+        r"(.*_)?attention_mask",
+        lambda c: [torch.ones(2, c.grid() ** 2 if c.patched() else TOKENS, dtype=torch.long)],
+    ),
     (r"bbox", _Configured.boxes),
     (r"visual_feats|visual_embeds", _Configured.visual_features),
-    (r"visual_pos", _Configured.visual_positions),
+    (r"visual_pos", lambda c: [torch.rand(2, TOKENS, 4, generator=c.generator).to(c.dtype)]),
     (r"flattened_patches", _Configured.flat_patches),
-    (r"encoder_hidden_states", _Configured.encoder_states),
+    (
+        r"encoder_hidden_states",
+        lambda c: [
+            c.drawn(
+                2,
+                TOKENS,
+                c.size("encoder_hidden_size", "cross_attention_hidden_size", default=c.width()),
+            )
+        ],
+    ),
     (r"(.*_)?hidden_states|(.*_)?embeds", _Configured.states),
     (r"past_values", _Configured.series),
-    (r"past_values_padding", _Configured.no_padding),
-    (r"freq", _Configured.classes),
-    (r"timesteps?", _Configured.steps),
-    (r"rewards|returns_to_go", _Configured.rewards),
-    (r"states", _Configured.agent_states),
-    (r"actions", _Configured.actions),
+    (r"past_values_padding", lambda c: [torch.zeros(2, next(c.series()).shape[1])]),
+    (r"freq", lambda c: [torch.zeros(2, 1, dtype=torch.long)]),
+    (r"timesteps?", lambda c: [torch.arange(TOKENS).repeat(2, 1)]),
+    (r"rewards|returns_to_go", lambda c: [c.drawn(2, TOKENS, 1)]),
+    (r"states", lambda c: [c.drawn(2, TOKENS, c.size("state_dim", default=1))]),
+    (r"actions", lambda c: [c.drawn(2, TOKENS, c.size("act_dim", default=1))]),
 )
 """Patterns of arguments' names and the functions that draw them; the first that matches counts."""

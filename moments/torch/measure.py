@@ -21,7 +21,7 @@ from ..prediction.draws import Draw, WeightGradient
 from ..prediction.measurement import Measurement
 from ..simulation.collector import Collector, squared_norm
 from .anatomy import Measured, anatomy_of, measured_parts
-from .roles import ENCODER, HookPoint, WeightPart
+from .roles import ENCODER, HookPoint
 from .running import (
     as_named,
     batch_first,
@@ -33,6 +33,7 @@ from .running import (
     in_mode,
     module_logits,
     module_loss,
+    on_device,
     restored_buffers,
     unfrozen,
     watch_tensor,
@@ -134,7 +135,11 @@ def one_draw(module: nn.Module, batch: Any, loss: Loss | None, parts: Measured) 
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         ends = [*parameters.values(), *inputs.differentiable()]
         gradients = torch.autograd.grad(result.top, ends, result.cotangent, allow_unused=True)
-    norms = _norms(weights, dict(zip(parameters, gradients, strict=False)))
+    of = dict(zip(parameters, gradients, strict=False))
+    norms = {
+        row: 0.0 if (g := of[row.parameter]) is None else squared_norm(part.of(g))
+        for row, part in weights
+    }
     encoder_draw = None
     if encoder.signal:
         encoder_draw = Draw(encoder.signal, encoder.gradient, _of_encoder(norms, True))
@@ -217,10 +222,8 @@ class Inputs:
         device = device_of(module)
 
         def tensor(value: Any, name: str) -> Any:
-            if not isinstance(value, Tensor | np.ndarray | list):
-                return value
-            moved = torch.as_tensor(value, device=device)
-            if moved.is_floating_point() and "mask" not in name:
+            moved = on_device(value, device)
+            if isinstance(moved, Tensor) and moved.is_floating_point() and "mask" not in name:
                 # A clone is no leaf, so that hooks on the tensor see its gradient.
                 return moved.detach().clone().requires_grad_().clone()
             return moved
@@ -324,10 +327,3 @@ def _next_token_loss(loss: Tensor, logits: Tensor | None, labels: Tensor | None)
 def needs_labels(kind: str) -> bool:
     """Whether a Hugging Face module of this class name has no loss without labels."""
     return any(kind.endswith(ends) for ends in _NEED_LABELS)
-
-
-def _norms(
-    weights: list[tuple[WeightGradient, WeightPart]], gradients: Mapping[str, Tensor | None]
-) -> dict[WeightGradient, float]:
-    rows = ((row, part, gradients[row.parameter]) for row, part in weights)
-    return {row: 0.0 if g is None else squared_norm(part.of(g)) for row, part, g in rows}

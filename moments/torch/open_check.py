@@ -9,13 +9,12 @@ the config, and matrices with the variances that it declares and with those of o
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from ..model.embedding import Embedding
 from ..model.huggingface.config import from_huggingface
 from ..model.transformer import Transformer
 from ..prediction.draws import STREAM, WeightGradient
-from ..prediction.measurement import Measurement
 from ..prediction.predict import predict
 from ..show.comparison import Comparison, compare
 from ..show.findings import Finding, Report, Row, ranked
@@ -165,13 +163,12 @@ def _rows(
     for row in prediction.outputs:
         x = followed.graph.tensor(row.value).to(F64)
         expected, measured = row.variance + row.mean**2, float(x.square().mean())
-        yield _row(row.module, "mean square", expected, measured, row.scatter)
+        yield _row(row, "mean square", expected, measured)
         g = gradients.get(row.value)
         if row.grad_variance and g is not None:
             square = float(g.to(F64).square().mean())
-            judged = _row(row.module, "gradient variance", row.grad_variance, square, row.scatter)
-            skipped = _numberless(row.module) in experts
-            yield dataclasses.replace(judged, passed=None) if skipped else judged
+            judged = _numberless(row.module) not in experts
+            yield _row(row, "gradient variance", row.grad_variance, square, judged)
 
 
 def _experts(
@@ -194,13 +191,16 @@ def _numberless(path: str) -> str:
     return re.sub(r"(^|\.)\d+(?=(\.[^\d.][^.]*)*$)", r"\1*", path)
 
 
-def _row(path: str, quantity: str, expected: float, measured: float, scatter: float) -> Row:
+def _row(
+    row: OperationRow, quantity: str, expected: float, measured: float, judged: bool = True
+) -> Row:
+    numbers = 0, "", row.module, quantity, expected, measured
     if expected <= SIGNIFICANT and measured <= SIGNIFICANT:
-        return Row(0, "", path, quantity, expected, measured, None)
-    apart = max(APART[quantity], math.exp(DEVIATIONS * scatter))
+        return Row(*numbers)
+    apart = max(APART[quantity], math.exp(DEVIATIONS * row.scatter))
     passed = expected > 0 and 1 / apart <= measured / expected <= apart
     low, high = expected / apart, expected * apart
-    return Row(0, "", path, quantity, expected, measured, passed, low=low, high=high)
+    return Row(*numbers, passed if judged else None, low=low, high=high)
 
 
 def _far_from_prediction(rows: list[Row]) -> Iterator[Finding]:
@@ -344,49 +344,76 @@ def _gradient_notes(followed: Lowered) -> Iterator[str]:
         yield f"no gradient reaches {', '.join(gathered_names(names))} in the first step"
 
 
-# --- recurrences ----------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
-# State-space layers and gated linear attention multiply a state by exp(-step A) at every token,
-# with step = softplus(x + b) and A > 0 a parameter. Steps are drawn between .001 and .1 (Gu and Dao
-# 2023, arXiv:2312.00752, section 3.6); a bias b of ones or zeros forgets the state at once.
+REMEMBERED = 4.0
+"""Tokens of memory from which a state adds to the convolution over four tokens before it."""
+
+IN_ANY_CASE = "; wrong in any case: "
+"""Precedes the findings on a module that is refused."""
+
+
+class NotRead(MomentsError):
+    """A module that `moments.check` cannot describe.
+
+    Attributes:
+        findings: faults that were found all the same.
+    """
+
+    def __init__(self, why: str, findings: tuple[Finding, ...] = ()) -> None:
+        line, *rest = why.split("\n", 1)
+        said = "".join(f"{IN_ANY_CASE}{finding}" for finding in findings)
+        super().__init__("\n".join([line + said, *rest]))
+        self.findings = findings
+
+
+def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
+    """The refusal of a module, with faults that its operations show all the same."""
+    result = list(seen_of(module))
+    try:
+        graph, used = recorded(module, batch)
+        result += _forgetting(graph)
+        result += random_outcome(random_part(module, used))
+    except Exception:  # a refusal must not fail for what it could add
+        pass
+    return NotRead(why, ranked(result))
+
 
 _COPYING = (*VIEWS, "clamp", "clamp_min", "clamp_max", "repeat", "repeat_interleave", "index")
 
 
-class Recurrence(NamedTuple):
-    """One recurrence.
+def _forgetting(graph: Graph) -> Iterator[Finding]:
+    """A finding on recurrences of a recorded pass that forget their state within few tokens.
 
-    Attributes:
-        bias: parameter in its step.
-        constant: the value of all entries of the bias; None if they differ.
-        steps: smallest and largest.
-        memory: tokens after which the longest memory has decayed to 1/e.
+    State-space layers and gated linear attention multiply a state by exp(-step A) at every token,
+    with step = softplus(x + b) and A > 0 a parameter. Steps are drawn between .001 and .1 (Gu and
+    Dao 2023, arXiv:2312.00752, section 3.6); a bias b of ones or zeros forgets the state at once.
     """
-
-    bias: str
-    constant: float | None
-    steps: tuple[float, float]
-    memory: float
-
-
-def recurrences(graph: Graph) -> Iterator[Recurrence]:
-    """The recurrences of a recorded pass."""
+    short: list[tuple[str, Tensor, Tensor, float]] = []  # bias, entries, steps, tokens of memory
     for node in graph.nodes:
         if node.name != "softplus" or not graph.values[node.outputs[0]].live:
             continue
-        bias = _bias(graph, node.inputs[0])
-        decay = _decay(graph, node.outputs[0])
+        bias, decay = _bias(graph, node.inputs[0]), _decay(graph, node.outputs[0])
         if bias is None or decay is None:
             continue
-        entries = graph.tensor(bias).detach().double().flatten()
-        steps = graph.tensor(node.outputs[0]).detach().double()
-        same = entries.numel() > 1 and float(entries.max() - entries.min()) <= 1e-6
-        yield Recurrence(
-            str(graph.values[bias].name),
-            float(entries[0]) if same else None,
-            (float(steps.min()), float(steps.max())),
-            float(1 / (-decay).clamp(min=1e-12).min()),
-        )
+        memory = float(1 / (-decay).clamp(min=1e-12).min())  # until it has decayed to 1/e
+        if memory < REMEMBERED:
+            both = (graph.tensor(n).detach().double() for n in (bias, node.outputs[0]))
+            short.append((str(graph.values[bias].name), *both, memory))
+    if not short:
+        return
+    names, biases, steps, memories = zip(*short, strict=True)
+    low, high = min(float(s.min()) for s in steps), max(float(s.max()) for s in steps)
+    first = float(biases[0].flatten()[0])
+    constant = all(b.numel() > 1 and bool(((b - first).abs() <= 1e-6).all()) for b in biases)
+    longest = max(memories)
+    why = f"all entries are {first:g}: " if constant else ""
+    why += f"steps of the recurrence lie between {low:.2g} and {high:.2g}, and the state that "
+    why += f"remembers longest is down to 1/e after {longest:.2g} tokens"
+    mend = "draw steps log-uniformly between .001 and .1 and set the bias to the inverse of "
+    mend += "softplus"
+    at = gathered_names(list(names)), ()
+    yield Finding("warning", "forgetting", *at, longest, REMEMBERED, why, mend)
 
 
 def _bias(graph: Graph, value: int) -> int | None:
@@ -432,71 +459,14 @@ def _decay(graph: Graph, steps: int) -> Tensor | None:
     return None
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-REMEMBERED = 4.0
-"""Tokens of memory from which a state adds to the convolution over four tokens before it."""
-
-IN_ANY_CASE = "; wrong in any case: "
-"""Precedes the findings on a module that is refused."""
-
-
-class NotRead(MomentsError):
-    """A module that `moments.check` cannot describe.
-
-    Attributes:
-        findings: faults that were found all the same.
-    """
-
-    def __init__(self, why: str, findings: tuple[Finding, ...] = ()) -> None:
-        line, *rest = why.split("\n", 1)
-        said = "".join(f"{IN_ANY_CASE}{finding}" for finding in findings)
-        super().__init__("\n".join([line + said, *rest]))
-        self.findings = findings
-
-
-def not_read(module: nn.Module, batch: Any, why: str) -> NotRead:
-    """The refusal of a module, with faults that its operations show all the same."""
-    result = list(seen_of(module))
-    try:
-        graph, used = recorded(module, batch)
-        result += _forgetting(recurrences(graph))
-        result += random_outcome(random_part(module, used))
-    except Exception:  # a refusal must not fail for what it could add
-        pass
-    return NotRead(why, ranked(result))
-
-
-def _forgetting(recurrences: Iterable[Recurrence]) -> Iterator[Finding]:
-    """A finding on recurrences that forget their state within few tokens."""
-    short = [r for r in recurrences if r.memory < REMEMBERED]
-    if not short:
-        return
-    low, high = min(r.steps[0] for r in short), max(r.steps[1] for r in short)
-    constants = {r.constant for r in short}
-    (constant,) = constants if len(constants) == 1 else (None,)
-    names, longest = gathered_names([r.bias for r in short]), max(r.memory for r in short)
-    why = "" if constant is None else f"all entries are {constant:g}: "
-    why += f"steps of the recurrence lie between {low:.2g} and {high:.2g}, and the state that "
-    why += f"remembers longest is down to 1/e after {longest:.2g} tokens"
-    mend = (
-        "draw steps log-uniformly between .001 and .1 and set the bias to the inverse of softplus"
-    )
-    yield Finding("warning", "forgetting", names, (), longest, REMEMBERED, why, mend)
-
-
 def random_outcome(path: str | None) -> Iterator[Finding]:
     """A finding on a submodule that draws random numbers in evaluation mode."""
     if path is not None:
-        yield Finding(
-            "error",
-            "dropout left on",
-            (path,),
-            reason=f"in evaluation mode {path} draws random numbers: dropout, or another draw, "
-            "acts where it should not",
-            mend="pass training=self.training to functional.dropout (dropout_p = p if "
-            "self.training else 0 to scaled_dot_product_attention), or use nn.Dropout",
-        )
+        why = f"in evaluation mode {path} draws random numbers: dropout, or another draw, acts "
+        why += "where it should not"
+        mend = "pass training=self.training to functional.dropout (dropout_p = p if self.training "
+        mend += "else 0 to scaled_dot_product_attention), or use nn.Dropout"
+        yield Finding("error", "dropout left on", (path,), reason=why, mend=mend)
 
 
 # --- by config ------------------------------------------------------------------------------------
@@ -527,14 +497,17 @@ def check_promised(
         raise MomentsError("a config of no single stack over token ids")
     random = batch is None
     if random:
-        generator = torch.Generator().manual_seed(0)
-        size = (1, min(MOST_TOKENS, promised.seq_len))
-        ids = torch.randint(promised.embedding.vocab_size, size, generator=generator)
-        batch = {"input_ids": ids}
+        generator, size = torch.Generator().manual_seed(0), (1, min(MOST_TOKENS, promised.seq_len))
+        rows = promised.embedding.vocab_size
+        batch = {"input_ids": torch.randint(rows, size, generator=generator)}
     batch = shortened(batch, SEQUENCES, MOST_TOKENS)
     batch = completed(module, batch) if loss is None else batch
     path = _listed(module, batch, promised)
-    measurement = _measured(module, batch, loss, path, promised)
+    points = [HookPoint(0, STREAM, f"{path}.0", "input")]
+    points += [HookPoint(n + 1, STREAM, f"{path}.{n}", "output") for n in range(promised.layers)]
+    learning = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    parts = [(WeightGradient(0, name, name), WHOLE) for name in learning]
+    measurement = measure(module, batch, loss=loss, parts=(tuple(points), parts))
     model = at_length(promised, measurement)
     text = Text.of(module, model, batch, loss)
     case = case_of(model, text, measurement)
@@ -586,19 +559,6 @@ def _listed(module: nn.Module, batch: Any, promised: Transformer) -> str:
     if len(outer) != 1:
         raise MomentsError(f"{len(outer)} lists of {promised.layers} submodules")
     return outer[0]
-
-
-def _measured(
-    module: nn.Module, batch: Any, loss: Loss | None, path: str, promised: Transformer
-) -> Measurement:
-    points = [HookPoint(0, STREAM, f"{path}.0", "input")]
-    points += [HookPoint(n + 1, STREAM, f"{path}.{n}", "output") for n in range(promised.layers)]
-    rows = [
-        (WeightGradient(0, name, name), WHOLE)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    ]
-    return measure(module, batch, loss=loss, parts=(tuple(points), rows))
 
 
 # --- by what its class draws ----------------------------------------------------------------------
@@ -668,8 +628,6 @@ def _mismatch(comparison: Comparison, path: str, incomplete: bool) -> Iterator[F
         return
     layer, measured, predicted, why = first_outlier(points, "config's initialisation gives")
     where = (f"{path}.{max(layer - 1, 0)}",), (layer,) if layer else ()
-    kind, mend = (
-        "not what its config gives",
-        "look at that layer's matrices, its sums, scales and norms",
-    )
-    yield Finding("note" if incomplete else "warning", kind, *where, measured, predicted, why, mend)
+    severity, kind = "note" if incomplete else "warning", "not what its config gives"
+    mend = "look at that layer's matrices, its sums, scales and norms"
+    yield Finding(severity, kind, *where, measured, predicted, why, mend)

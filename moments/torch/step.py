@@ -257,10 +257,8 @@ def _weights(
     for row, part in parts:
         tensors = (moved, old, gradients)
         step, weight, gradient = (part.of(t[row.parameter]).double() for t in tensors)
-        share = float((gradient * step).sum()) / rate
-        size = float((step * step).mean())
-        exponent = math.nan
-        x = inputs.get(row.parameter)
+        share, size = float((gradient * step).sum()) / rate, float((step * step).mean())
+        exponent, x = math.nan, inputs.get(row.parameter)
         if x is not None and size > 0 and step.ndim >= 2:
             owner = module.get_submodule(row.parameter.rpartition(".")[0])
             matrix = step if type(owner).__name__ == "Conv1D" else _flat(step).T

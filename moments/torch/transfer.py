@@ -118,7 +118,6 @@ def transfer(
             for quantity in QUANTITIES
         }
         rows.append({"weight": name, "parameters": read[0].names(name), **exponents})
-    growth = exponent(logs, [one.growth for one in used])
     notes = tuple(dict.fromkeys(note for one in read for note in one.notes))
     if axis == "width":
         heads = exponent(logs, [float(one.model.d_head or 0) for one in used])
@@ -130,7 +129,7 @@ def transfer(
             if slow_table(row)
         )
     elif axis == "depth":
-        findings = along_depth(rows, growth)
+        findings = along_depth(rows, exponent(logs, [one.growth for one in used]))
     else:
         findings = along_experts(rows, exponent(logs, [one.expert_gain for one in used]))
     return TransferReport(axis, counts, read[0].kind, tuple(rows), tuple(findings), notes)
@@ -217,11 +216,9 @@ class _Sized:
             if kind == "sgd":  # steps in proportion to the gradient contain the output scale
                 size_soon *= few.head.output_scale
             few = few.replace(head=few.head.replace(weight_variance=size_soon**2))
-        notes += [
-            f"{', '.join(gathered_names(names))}: starts at 0, and was read as drawn"
-            for names in [sorted(empty)]
-            if names
-        ]
+        if empty:
+            names = ", ".join(gathered_names(sorted(empty)))
+            notes.append(f"{names}: starts at 0, and was read as drawn")
         return cls(size, described, few, kind, rates, options, filled, tuple(notes))
 
     def names(self, weight: str) -> str:
@@ -291,10 +288,8 @@ class _Sized:
     def _local(self, name: str, own: Sequence[WeightStep], fan_in: float) -> tuple[float, float]:
         """Root mean square output of a matrix, and of its step, for an input of variance 1; sizes
         of tables and vectors, which have no input."""
-        start, step, aligned, chosen = (
-            np.array([getattr(one, of) for one in own])
-            for of in ("variance", "square", "aligned", "chosen")
-        )
+        rows = [(one.variance, one.square, one.aligned, one.chosen) for one in own]
+        start, step, aligned, chosen = np.array(rows).T
         scale = self.model.head.output_scale if name == "head" and self.model.head else 1.0
         if group_of(name) in ("matrices", "head"):
             start, step = start * fan_in, step * aligned * chosen

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from ..errors import listed
@@ -65,8 +66,8 @@ class WeightFindings:
 
     Attributes:
         target: the model that the module's tensors are compared with; `words` name it ("the plan").
+        checked: the checks of the tensors against it.
         planned: whether the user chose it; else the module's config, class or other tensors do.
-        strict: whether a deviation without a known cause is a finding.
         promised: what the config or class says of the initialisation, if anything.
         rule: the rule that was recognised in the module's matrices.
         notes: remarks; `wrong`: roles of wrong variance. Both are filled by `findings`.
@@ -74,18 +75,23 @@ class WeightFindings:
 
     read: Tensors
     target: Transformer
-    advice: Advice
+    checked: Checked
     words: str
-    planned: bool = True
-    strict: bool = True
+    planned: bool
     promised: Transformer | None = None
     rule: WeightRule | None = None
     notes: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    advice: Advice = field(init=False)
 
-    def rows(self, measured: Sequence[Measured]) -> Iterator[Row]:
+    @property
+    def strict(self) -> bool:
+        """Whether a deviation without a known cause is a finding."""
+        return self.planned or self.promised is not None
+
+    def rows(self) -> Iterator[Row]:
         """The variance of every role over all layers, measured and expected."""
-        shown = [m for m in measured if m.role.is_matrix or m.role.name in TABLES]
+        shown = [m for m in self.checked.measured if m.role.is_matrix or m.role.name in TABLES]
         for name, group in grouped(shown, lambda m: m.role.full_name).items():
             count = sum(m.entries.count for m in group)
             variance = sum(m.entries.count * m.entries.square for m in group) / count
@@ -103,6 +109,7 @@ class WeightFindings:
 
     def findings(self, failed: Sequence[Row]) -> Iterator[Finding]:
         """One finding for each cause of failed rows."""
+        self.advice = advise(self.checked, self.target, self.promised)
         groups = grouped(failed, lambda row: (row.quantity.partition(" over")[0], row.role))
         yield from self._copied([g for (kind, _), g in groups.items() if "another" in kind])
         variances = {role: g for (kind, role), g in groups.items() if kind == "variance"}
@@ -119,12 +126,11 @@ class WeightFindings:
         for (kind, role), group in groups.items():
             if kind == "mean" and not all(self._has_constant_norms(row.parameter) for row in group):
                 yield self._mean(role, group)
-        temperatures = [
+        yield from self.attention(
             (row.role.removesuffix("attention").removesuffix("cross"), row.layer, factor)
             for row in failed
             if row.quantity == "temperature" and (factor := row.expected / row.measured)
-        ]
-        yield from self.attention(temperatures)
+        )
 
     # --- entries ----------------------------------------------------------------------------------
 
@@ -134,16 +140,13 @@ class WeightFindings:
         names = in_order(row.role for group in groups for row in group)
         layers = tuple(sorted({row.layer for group in groups for row in group}))
         tensors = gathered_names([row.parameter for group in groups for row in group])
-        yield Finding(
-            # nn.Transformer draws the matrices of copied layers again, but not their biases.
-            "note" if all(name.endswith(".bias") for name in names) else "warning",
-            "copied layers",
-            *(tensors, layers, 1.0, 0.0),
-            f"{', '.join(names)} of layers {listed(layers)} hold the same entries as an earlier "
-            "layer's: what such layers add is not independent and grows faster",
-            "build every layer anew instead of copy.deepcopy (nn.TransformerEncoder copies one "
-            "layer), or draw each again: moments.torch.initialize",
-        )
+        # nn.Transformer draws the matrices of copied layers again, but not their biases.
+        severity = "note" if all(name.endswith(".bias") for name in names) else "warning"
+        why = f"{', '.join(names)} of layers {listed(layers)} hold the same entries as an earlier "
+        why += "layer's: what such layers add is not independent and grows faster"
+        mend = "build every layer anew instead of copy.deepcopy (nn.TransformerEncoder copies one "
+        mend += "layer), or draw each again: moments.torch.initialize"
+        yield Finding(severity, "copied layers", tensors, layers, 1.0, 0.0, why, mend)
 
     def _variances(self, groups: dict[str, list[Row]]) -> Iterator[Finding]:
         biases = {r: g for r, g in groups.items() if r.endswith(".bias")}
@@ -192,14 +195,11 @@ class WeightFindings:
             zero -= {"output", "ffn_out"}
         for name, block in (("output", "attention"), ("ffn_out", "feed-forward")):
             if name in zero:
-                self.notes.append(
-                    f"{name} is zero in every layer: {block} blocks are the identity at step 0, by "
-                    "design"
-                )
-        if "query" in zero and "key" not in zero:
-            self.notes.append(
-                "query is zero in every layer: attention starts uniform, as muP draws it"
-            )
+                words = f"{name} is zero in every layer: {block} blocks are the identity at step 0"
+                self.notes.append(f"{words}, by design")
+        if "query" in zero:
+            words = "query is zero in every layer: attention starts uniform, as muP draws it"
+            self.notes.append(words)
         for name, partner, words in (
             ("key", "query", "attention starts uniform over all tokens"),
             ("value", "output", "attention adds nothing"),
@@ -274,20 +274,16 @@ class WeightFindings:
             weight, fan_in = matrices.get(role.removesuffix(".bias"), (0.0, 1))
             square = max(row.measured for row in group)
             output = weight * fan_in  # for a normalised input
-            shares[role] = square / (square + output) if square else 0.0
-        role = max(shares, key=lambda name: shares[name])
-        worst = max(groups[role], key=lambda row: row.size)
-        _, fan_in = matrices.get(role.removesuffix(".bias"), (0.0, 1))
+            shares[role] = square / (square + output) if square else 0.0, fan_in
+        role = max(shares, key=lambda name: shares[name][0])
+        (share, fan_in), worst = shares[role], max(groups[role], key=lambda row: row.size)
         default = "uniform" in worst.note or abs(worst.measured * 3 * fan_in - 1) < 0.3
         origin = ", nn.Linear's own uniform draw, which was not reset" if default else ""
-        return Finding(
-            "warning" if self.strict or shares[role] > BIAS else "note",
-            "biases",
-            *_stated([row for g in groups.values() for row in g], worst),
-            f"biases have a variance of {worst.measured:.3g}, not {worst.expected:.3g}{origin}; at "
-            f"{role} that is {100 * shares[role]:.2g} % of what a normalised input makes",
-            "nn.init.zeros_(linear.bias)",
-        )
+        why = f"biases have a variance of {worst.measured:.3g}, not {worst.expected:.3g}{origin}; "
+        why += f"at {role} that is {100 * share:.2g} % of what a normalised input makes"
+        severity = "warning" if self.strict or share > BIAS else "note"
+        at = _stated([row for group in groups.values() for row in group], worst)
+        return Finding(severity, "biases", *at, why, "nn.init.zeros_(linear.bias)")
 
     def _gains(self, groups: list[list[Row]]) -> Iterator[Finding]:
         if not groups:
@@ -303,15 +299,14 @@ class WeightFindings:
         if self.promised is not None or self.planned:
             return
         drawn = [
-            (role, entries)
+            (role, math.sqrt(entries.square))
             for role, entries in self.read.entries
             if role.name.endswith("norm.gain")
-            and entries.count >= 8
-            and entries.mean**2 < 0.25 * entries.square
+            if entries.count >= 8 and entries.mean**2 < 0.25 * entries.square
         ]
         if not drawn:
             return
-        size, roles = math.sqrt(drawn[0][1].square), [role for role, _ in drawn]
+        size, roles = drawn[0][1], [role for role, _ in drawn]
         layers = tuple(sorted({role.layer for role in roles if role.layer <= self.target.layers}))
         why = f"gains of norms are entries about 0 with a root mean square of {size:.3g}, not "
         why += f"about 1: {GAINS}"
@@ -388,7 +383,7 @@ class WeightFindings:
             yield Finding("warning", name, *where, worst.measured, worst.expected, why, mend)
 
     def attention(
-        self, rows: Sequence[tuple[str, int, float]], known: bool = True
+        self, rows: Iterable[tuple[str, int, float]], known: bool = True
     ) -> Iterator[Finding]:
         """Findings on the factor of q k.
 
@@ -406,18 +401,13 @@ class WeightFindings:
             # muP, whose matrices are drawn by their fans, has this factor
             is_mup = words.startswith(MUP.partition("{")[0])
             intended = is_mup and not known and self.rule is not None and self.rule.by_fans
-            yield Finding(
-                "note" if intended else "warning",
-                "attention scale",
-                self.read.names(f"{stack}query", f"{stack}key", layers=layers),
-                layers,
-                factor,
-                1.0,
-                f"q k is multiplied by {factor:.3g} times what it should be, so that logits have "
-                f"{factor**2:.3g} times the variance (d_head = {self.target.d_head}): "
-                f"{words or 'something else than 1/sqrt(d_head) multiplies q k'}",
-                "multiply q k by d_head ** -0.5 once",
-            )
+            severity = "note" if intended else "warning"
+            names = self.read.names(f"{stack}query", f"{stack}key", layers=layers)
+            why = f"q k is multiplied by {factor:.3g} times what it should be, so that logits have "
+            why += f"{factor**2:.3g} times the variance (d_head = {self.target.d_head}): "
+            why += words or "something else than 1/sqrt(d_head) multiplies q k"
+            mend = "multiply q k by d_head ** -0.5 once"
+            yield Finding(severity, "attention scale", names, layers, factor, 1.0, why, mend)
 
     def _slips(self) -> Iterator[tuple[float, str]]:
         """Excess factors of q k by known slips, and their words."""
@@ -494,6 +484,11 @@ def _by_std(values: Mapping[str, str], between: str) -> list[str]:
     return [f"{joined([role for role, _ in rows])}{between}{std}" for std, rows in groups.items()]
 
 
+def in_words(plan: Any) -> str:
+    """A plan or the name of a scheme, as the end of "compared with"."""
+    return f"the scheme {plan!r}" if isinstance(plan, str) else "the plan"
+
+
 # --- audit ----------------------------------------------------------------------------------------
 
 
@@ -533,13 +528,8 @@ def audit(
     module, reading, model, described, _ = fitted(module, plan, options, batch, strict=False)
     read = Tensors.of(module, reading)
     checked = Checked.of(read, model)
-    words = "the plan"
-    if plan is None:
-        words = "what its config or class promises"
-    elif isinstance(plan, str):
-        words = f"the scheme {plan!r}"
-    weights = WeightFindings(read, model, advise(checked, model, described), words)
-    weights.planned, weights.promised = plan is not None, described
+    words = "what its config or class promises" if plan is None else in_words(plan)
+    weights = WeightFindings(read, model, checked, words, plan is not None, described)
     failed = [row for row in checked.rows if row.passed is False]
     result = list(weights.findings(failed))
     folded = bool(failed) and getattr(module, FOLDED, False)
@@ -673,46 +663,40 @@ def _chance(m: Measured, variance: float) -> float:
     return tail_probability(m.entries.square / variance, m.entries.spread)
 
 
-def _ratio(group: list[Measured]) -> float:
-    """Geometric mean of measured over expected."""
-    logs = [math.log(m.entries.square / m.expected) for m in group if m.expected]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
 def _crossed(
     groups: dict[str, list[Measured]], roles: list[str]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """Sets of matrices of which some have a factor and the others its inverse, with a sentence."""
-    result: list[tuple[str, ...]] = []
+    result: list[set[str]] = []
     for stack, pair in itertools.product(("", ENCODER), PAIRS):
         sides = [tuple(stack + name for name in side) for side in pair]
         for wrong, right in (sides, sides[::-1]):
-            covered = any(set(wrong + right) <= set(names) for names in result)
-            if not covered and (sentence := _crossing(groups, roles, wrong, right)):
-                result.append(wrong + right)
+            both = {*wrong, *right}
+            if any(both <= names for names in result) or not both <= set(roles):
+                continue
+            if sentence := _crossing(groups, wrong, right):
+                result.append(both)
                 yield wrong + right, sentence
 
 
 def _crossing(
-    groups: dict[str, list[Measured]],
-    roles: list[str],
-    wrong: tuple[str, ...],
-    right: tuple[str, ...],
+    groups: dict[str, list[Measured]], wrong: tuple[str, ...], right: tuple[str, ...]
 ) -> str:
     """The sentence on a factor that `wrong` have instead of `right`; "" if they have not."""
-    if not set(wrong + right) <= set(roles):
+    every = [m for name in wrong + right for m in groups[name]]
+    if not all(m.entries.square > 0 and m.expected for m in every):
         return ""
-    if not all(m.entries.square > 0 and m.expected for n in wrong + right for m in groups[n]):
+    ratios = {  # logarithms, averaged over layers
+        n: float(np.mean([math.log(m.entries.square / (m.expected or 1.0)) for m in groups[n]]))
+        for n in wrong + right
+    }
+    factor, tolerance = ratios[wrong[0]], 6 * max(m.entries.spread for m in every)
+    same = all(abs(ratios[n] - factor) < tolerance for n in wrong)
+    inverse = all(abs(ratios[n] + factor) < tolerance for n in right)
+    if not (same and inverse and factor < -tolerance):
         return ""
-    ratios = {n: _ratio(groups[n]) for n in wrong + right}
-    factor = ratios[wrong[0]]
-    tolerance = 6 * max(m.entries.spread for n in wrong + right for m in groups[n])
-    same = all(abs(math.log(ratios[n] / factor)) < tolerance for n in wrong)
-    inverse = all(abs(math.log(ratios[n] * factor)) < tolerance for n in right)
-    if not (same and inverse and math.log(factor) < -tolerance):
-        return ""
-    carry, lack = ("s" if len(side) == 1 else "" for side in (wrong, right))
+    carries, lack = "carries" if len(wrong) == 1 else "carry", "s" * (len(right) == 1)
     return (
-        f"{' and '.join(wrong)} carr{'ies' if carry else 'y'} the factor {factor:.3g} that "
+        f"{' and '.join(wrong)} {carries} the factor {math.exp(factor):.3g} that "
         f"{' and '.join(right)} lack{lack}: the scale was put on the wrong matrix"
     )

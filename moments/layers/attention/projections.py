@@ -392,8 +392,8 @@ def positive(variance: Any, least: Any = 0.0) -> Any:
     """A weight variance with a floor, since a projection of zeros still receives a gradient: the
     limit of small variances. Beside a bias the floor is `FAINTEST` times `least`, the bias variance
     over the number of inputs."""
-    floor = np.maximum(1e-60, FAINTEST * least) if np.ndim(least) else max(1e-60, FAINTEST * least)
-    return np.maximum(variance, floor) if np.ndim(variance) else max(variance, floor)
+    larger = np.maximum if np.ndim(variance) or np.ndim(least) else max
+    return larger(variance, larger(1e-60, FAINTEST * least))
 
 
 def through(path: Kernel, side: Side, gradient_scale: Array) -> Kernel:
