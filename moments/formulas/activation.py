@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -286,6 +287,24 @@ GELU_TANH = by_quadrature(
     gelu_tanh_function,
     even_part=lambda m, x: x * _tanh_gate(m, x) / 2,
 )
+
+
+@functools.lru_cache(maxsize=64)
+def above_quantile(base: ComponentLaws, share: float, variance: float) -> ComponentLaws:
+    """f(max(x - q, 0)), q the normal's quantile of `share` at the inputs' variance (Gemma 3n).
+
+    The program takes mean and deviation of q over features, of which the gradient is neglected: of
+    order 1/features.
+    """
+    quantile = NormalDist(0.0, variance**0.5).inv_cdf(share)
+    assert base.entrywise is not None
+    function = base.entrywise[0]
+
+    def cut(m: Any, x: Any) -> Any:
+        return function(m, (x - quantile + abs(x - quantile)) / 2)
+
+    title = f"{base.title}, of what is above the quantile {share:g}"
+    return by_quadrature(f"{base.name}_above_{share:g}", title, cut, kinks=True)
 
 
 # --- further closed forms -------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ..formulas.law import Theory
 from ..layers.architecture import declare
 from ..layers.experts.mixture import rows as expert_rows
 from ..model.embedding import Embedding
+from ..model.streams import AltUp
 from ..model.transformer import Transformer
 from .draws import QUANTITIES
 from .gate import Gate, computing
@@ -387,6 +388,8 @@ class Prediction(Shown):
             return "share their weights"
         if self.model.adds_again:
             return "add earlier ones again (input_mix, skips)"
+        if isinstance(self.model.streams, AltUp):
+            return "correct several streams at once (streams=moments.AltUp)"
         if self.model.values is not None:
             return "read values of other sources (values)"
         if self.model.per_layer_embedding is not None:
