@@ -233,6 +233,11 @@ class AltUpLayer(Component):
             zero += ["per_layer.context.gain", "per_layer.post_norm.gain"]
         return {"per_layer.gain": gain * gradient.total(signal.seq_len)} | dict.fromkeys(zero, 0.0)
 
+    def amplitude_of_input(self, record: Record, amplitude: Array) -> Array:
+        inner = self.body.amplitude_of_input(record.children[0], amplitude)
+        last = self.number == self.model.layers
+        return inner / self.declared.streams if last else inner
+
     def stream_row(self, record: Record) -> dict[str, Any]:
         """A row of `Prediction.streams`."""
         raise NotImplementedError
