@@ -21,6 +21,7 @@ import numpy as np
 
 from ..engine.bottom_to_top import at_both, crossed
 from ..engine.composition import Chain, Component, PullbackResult, added
+from ..engine.response import sum_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, Values, ratio_or_zero
 from ..engine.trace import Record, Run
 from ..formulas.activation import activation_laws
@@ -51,6 +52,21 @@ class _Others(NamedTuple):
     gradient: Kernel
     kernel: Kernel
     carried: Array
+
+
+class _First(NamedTuple):
+    """The first stream at either end of a layer.
+
+    Attributes:
+        kernel, product, top: of it, of it with another tensor, and with x_i behind the last layer.
+        passed, along: as `AltUpLayer._passed` returns.
+    """
+
+    kernel: Kernel
+    product: Kernel
+    top: Kernel
+    passed: Array
+    along: Array
 
 
 @dataclass(frozen=True)
@@ -169,38 +185,41 @@ class AltUpLayer(Component):
         """
         declared, (e, u), others = self.declared, run.kept[BEGIN], run.kept[GRADIENT]
         count, width, length = declared.streams, float(body.input.width), above.seq_len
-        more, each = count - 1, others.gradient
-        x, y = body.input.kernel, body.output.kernel
+        more, x, y = count - 1, body.input.kernel, body.output.kernel
 
-        def by_others(v: Kernel, with_top: Kernel) -> Kernel:
-            """g_i . v of two tokens, from the kernel of v with x_i behind the last layer."""
-            along = ratio_or_zero(with_top.diagonal, others.kernel.diagonal)
-            mixed = _at_second(with_top, along)
-            return each * (v - mixed - mixed.transposed() + at_both(others.kernel, along))
+        def by_others(product: Kernel, v_top: Kernel, w_top: Kernel) -> Kernel:
+            """(g_i . v)_s (g_i . w)_t, from the kernels of v with w and of both with x_i behind the
+            last layer."""
+            v, w = (ratio_or_zero(one.diagonal, others.kernel.diagonal) for one in (v_top, w_top))
+            mixed = _at_second(v_top, w) + _at_second(w_top, v).transposed()
+            return others.gradient * (product - mixed + _at_first(_at_second(others.kernel, w), v))
 
         def by_all(
-            v: Kernel, at: Gradient, first: Kernel, with_first: Kernel, passed: Array, sent: Kernel
+            v: Kernel, tops: list[tuple[int, Kernel]], first: _First, at: Gradient
         ) -> Kernel:
-            """The same for all g_i, whose part for i > 0 is `sent`; `with_first` of v with x_0."""
-            along = ratio_or_zero(with_first.diagonal, first.diagonal)
-            radial = at_both(first, along).scaled(at.averaged().radial - 1.0)
-            return at.kernel * (v + radial) + sent.scaled(2.0) - crossed(sent, passed)
+            """(g_i . v)_s (g_i . v)_t, summed over all i."""
+            sent = sum_of([by_others(v, top, top).scaled(times) for times, top in tops])
+            mixed = sum_of(
+                [by_others(first.product, first.top, top).scaled(times) for times, top in tops]
+            )
+            share = ratio_or_zero(first.product.diagonal, first.kernel.diagonal)
+            less = _at_first(mixed, share * (first.passed - first.along))
+            radial = at_both(first.kernel, share).scaled(at.averaged().radial - 1.0)
+            crosses = crossed(sent, first.passed) - less - less.transposed()
+            return at.kernel * (v + radial) + sent.scaled(2.0) - crosses
 
-        from_x, from_y = (ratio_or_zero(others.carried, one) for one in (before, after))
-        x_top = _at_second(x, from_x) - _at_second(e, before).transposed()
-        y_top = _at_second(y, from_y) - _at_second(e, after).transposed()
+        kept, ends = ratio_or_zero(after, before), (self.number - 1, self.number)
+        (from_x, along_x), (from_y, along_y) = (self._passed(place, run) for place in ends)
+        x_top = _at_second(x, from_x) - _at_first(e, before)
+        y_top = _at_second(y, from_y) - _at_first(e, after)
         other, other_top = u + e + x - crossed(e, before), x_top + e - _at_second(e, others.carried)
-        sent = by_others(x, x_top).scaled(more)
-        predicted = by_all(x, body.grad_in, x, x, from_x, sent)
-        sent = by_others(other, other_top + u) + by_others(other, other_top).scaled(more - 1)
-        common = x - _at_second(e, before)
-        predicted += by_all(other, body.grad_in, x, common, from_x, sent).scaled(more)
-        change, kept = (
-            y + x - crossed(x, ratio_or_zero(after, before)),
-            ratio_or_zero(after, before),
-        )
-        sent = by_others(change, y_top - x_top).scaled(more)
-        corrected = by_all(change, above, y, y - _at_second(x, kept), from_y, sent)
+        change, tops = y + x - crossed(x, kept), [(1, other_top + u), (more - 1, other_top)]
+        first = _First(x, x, x_top, from_x, along_x)
+        predicted = by_all(x, [(more, x_top)], first, body.grad_in)
+        first = first._replace(product=x - _at_first(e, before))
+        predicted += by_all(other, tops, first, body.grad_in).scaled(more)
+        first = _First(y, y - _at_first(x, kept), y_top, from_y, along_y)
+        corrected = by_all(change, [(more, y_top - x_top)], first, above)
         norms = (at_both(one, ratio_or_zero(1.0, _size(one))) for one in (x, y))
         at_p, at_c = (
             width * (one * normal).total(length)
@@ -214,6 +233,20 @@ class AltUpLayer(Component):
             "streams.correction": scale * at_c,
         }
         return result | self._per_layer(body.output, run)
+
+    def _passed(self, place: int, run: Run) -> tuple[Array, Array]:
+        """Amplitudes in which the layers behind number `place` pass on x_0, and a small change of
+        x_0 along itself: a norm that is added (`laurel`) does not change with its input's size."""
+        others, carried = run.kept[GRADIENT], run.kept[CARRIED, place]
+        along: Array = 1.0
+        for n in range(place, self.model.layers):
+            amplitude = ratio_or_zero(run.kept[CARRIED, n], carried)
+            share = amplitude * amplitude * run.kept[place].kernel.diagonal
+            share = ratio_or_zero(share, run.kept[n].kernel.diagonal)
+            grown = ratio_or_zero(run.kept[CARRIED, n + 1], run.kept[CARRIED, n])
+            skips = float(np.prod(self.model.by_block("skip_scale")[n]))
+            along = along * (grown - (grown - skips) * share)
+        return ratio_or_zero(others.carried, carried), along
 
     def _per_layer(self, signal: Signal, run: Run) -> Values:
         """The same of the block of per-layer embeddings, whose input is zero: so are all gradients
@@ -245,6 +278,11 @@ class AltUpLayer(Component):
 
 def _size(kernel: Kernel) -> Array:
     return np.sqrt(kernel.diagonal)
+
+
+def _at_first(kernel: Kernel, factor: Array) -> Kernel:
+    """Multiply by a factor of the first token."""
+    return kernel.weighted(factor, kernel.over_tokens(factor)[0])
 
 
 def _at_second(kernel: Kernel, factor: Array) -> Kernel:
