@@ -152,7 +152,8 @@ _ROLES: dict[str, str] = {
 }
 """Parts of parameters' names, and what they are called here; the first that fits, and of several
 meanings the first whose matrices a layer has."""
-_SKIPPED = "tokens_per_layer|per_layer_model|norm|ln_|embed_positions|bias|A_log|\\.D$|taps|conv|sinks|rotary|scale|alpha|beta|eps"
+_SKIPPED = "norm|ln_|embed_positions|bias|A_log|\\.D$|taps|conv|sinks|rotary|scale|alpha|beta|eps"
+_SKIPPED += "|tokens_per_layer|per_layer_model"  # behind a gain that starts at zero
 
 
 def kinds() -> list[str]:

@@ -5,9 +5,9 @@ changes in the first: with e the embedding and u_i = W_i e, rescaled to its size
 
     x_i = u_i + x_0 - e,    x_0 = a e + r,
 
-r orthogonal to e and u_i, a the amplitude that skip connections and norms leave. Gradients g_i of the
-other streams pass all layers unchanged, and that of what is added to all streams, h = g_0 + sum g_i,
-is the gradient of a network of one stream. See docs/theory/streams.md, AltUp.
+r orthogonal to e and u_i, a the amplitude that skip connections and norms leave. Gradients g_i of
+the other streams pass all layers unchanged, and that of what is added to all streams,
+h = g_0 + sum g_i, is the gradient of a network of one stream. See docs/theory/streams.md, AltUp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 
 from ..engine.bottom_to_top import at_both, crossed
 from ..engine.composition import Chain, Component, PullbackResult, added
-from ..engine.response import sum_of
 from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal, Values, ratio_or_zero
 from ..engine.trace import Record, Run
 from ..formulas.activation import activation_laws
@@ -126,10 +125,12 @@ class AltUpLayer(Component):
             )
             count = self.declared.streams
             output = added(output, read, 1 / count**2, (count - 1) / count**2)
-        return Record(self, run.layer, signal, output, (body, *ends), (before, after))
+        return Record(
+            self, run.layer, signal, output, (body, *ends), (before, after, run.kept[BEGIN])
+        )
 
     def backpropagate(self, record: Record, gradient: Gradient, run: Run) -> Record:
-        (body, *ends), (before, after) = record.children, record.pullback
+        (body, *ends), (before, after, _) = record.children, record.pullback
         above, more = gradient, self.declared.streams - 1
         if self.number == self.model.layers:
             ends[-1], above = self._leaving(record, gradient, run)
@@ -149,11 +150,8 @@ class AltUpLayer(Component):
 
     def _leaving(self, record: Record, gradient: Gradient, run: Run) -> tuple[Record, Gradient]:
         """The record of the matrices U_i, and the gradient h at x_0."""
-        signal, (_, carried), count = (
-            record.children[0].output,
-            record.pullback,
-            self.declared.streams,
-        )
+        signal, count = record.children[0].output, self.declared.streams
+        _, carried, (e, _) = record.pullback
         own, kernel = signal.kernel, gradient.kernel.scaled(1 / count**2)
         end = record.children[-1].backward(gradient.with_kernel(at_both(kernel, _size(own))), run)
         every, other = end.grad_in.kernel, _other(own, carried, run)
@@ -163,7 +161,6 @@ class AltUpLayer(Component):
         # the mean grows as x_0 does, so g_0 . x_0 = g . mean; g_i has no component along x_i and
         # falls with |x_i|^2
         size = ratio_or_zero(count**2 * record.output.kernel.diagonal, own.diagonal)
-        e, _ = run.kept[BEGIN]
         common = own.diagonal - carried * e.diagonal
         response = ratio_or_zero(common, other.diagonal)
         radial = 1.0 - response * ratio_or_zero(common, own.diagonal)
@@ -179,11 +176,12 @@ class AltUpLayer(Component):
     ) -> Values:
         """Squared gradient norms of the router and of the matrices P and C.
 
-        The gradient of a coefficient is g_i . v, with v = x_j or y - x_0. g_i has no component along
-        x_i behind the last layer, h lacks its part along x_0 (or y) by `Gradient.radial`, and
+        The gradient of a coefficient is g_i . v, with v = x_j or y - x_0. g_i has no component
+        along x_i behind the last layer, h lacks its part along x_0 (or y) by `Gradient.radial`, and
         g_0 = h - sum g_i, where h contains g_i with the amplitude in which x_0 is passed on.
         """
-        declared, (e, u), others = self.declared, run.kept[BEGIN], run.kept[GRADIENT]
+        others: _Others = run.kept[GRADIENT]
+        declared, (e, u) = self.declared, run.kept[BEGIN]
         count, width, length = declared.streams, float(body.input.width), above.seq_len
         more, x, y = count - 1, body.input.kernel, body.output.kernel
 
@@ -191,17 +189,17 @@ class AltUpLayer(Component):
             """(g_i . v)_s (g_i . w)_t, from the kernels of v with w and of both with x_i behind the
             last layer."""
             v, w = (ratio_or_zero(one.diagonal, others.kernel.diagonal) for one in (v_top, w_top))
-            mixed = _at_second(v_top, w) + _at_second(w_top, v).transposed()
-            return others.gradient * (product - mixed + _at_first(_at_second(others.kernel, w), v))
+            product = product - _at_second(v_top, w) - _at_second(w_top, v).transposed()
+            return others.gradient * (product + _at_first(_at_second(others.kernel, w), v))
 
         def by_all(
             v: Kernel, tops: list[tuple[int, Kernel]], first: _First, at: Gradient
         ) -> Kernel:
             """(g_i . v)_s (g_i . v)_t, summed over all i."""
-            sent = sum_of([by_others(v, top, top).scaled(times) for times, top in tops])
-            mixed = sum_of(
-                [by_others(first.product, first.top, top).scaled(times) for times, top in tops]
-            )
+            sent = mixed = v.scaled(0.0)
+            for times, top in tops:
+                sent = sent + by_others(v, top, top).scaled(times)
+                mixed = mixed + by_others(first.product, first.top, top).scaled(times)
             share = ratio_or_zero(first.product.diagonal, first.kernel.diagonal)
             less = _at_first(mixed, share * (first.passed - first.along))
             radial = at_both(first.kernel, share).scaled(at.averaged().radial - 1.0)
@@ -273,7 +271,13 @@ class AltUpLayer(Component):
 
     def stream_row(self, record: Record) -> dict[str, Any]:
         """A row of `Prediction.streams`."""
-        raise NotImplementedError
+        x, (_, carried, (e, u)) = record.children[0].output.kernel, record.pullback
+        other = x + u + e - crossed(e, carried)
+        common = x.diagonal - carried * e.diagonal
+        likeness = ratio_or_zero(common, np.sqrt(x.diagonal * other.diagonal))
+        means = map(x.average, (x.diagonal, other.diagonal, likeness))
+        names = "variance", "other_variance", "likeness"
+        return {"layer": record.layer} | dict(zip(names, map(float, means), strict=True))
 
 
 def _size(kernel: Kernel) -> Array:
@@ -293,7 +297,8 @@ def _at_second(kernel: Kernel, factor: Array) -> Kernel:
 def _other(kernel: Kernel, carried: Array, run: Run) -> Kernel:
     """Kernel of x_i, from that of x_0."""
     e, u = run.kept[BEGIN]
-    return kernel + u + e - crossed(e, carried)
+    begin: Kernel = u + e - crossed(e, carried)
+    return kernel + begin
 
 
 def _rescaled(model: Transformer, name: str) -> Chain:

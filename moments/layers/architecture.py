@@ -617,8 +617,10 @@ class Blocks:
             gate_bias, bias = biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
             fields = weights.gate, weights.ffn_in, gate_bias, bias
             has_bias = "ffn_in" in biases
-            more = prefix, shift, clamp, sparsity
-            return (GatedLinear(site, laws, *widths, *fields, has_bias, *more),)
+            unit = GatedLinear(
+                site, laws, *widths, *fields, has_bias, prefix, shift, clamp, sparsity
+            )
+            return (unit,)
         # the papers' GeLU is the erf form
         published = (theory, model.activation) == ("published", "gelu_tanh")
         laws = activation_laws("gelu" if published else model.activation)

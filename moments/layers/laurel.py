@@ -2,9 +2,9 @@
 
     y = s (x + A(n) + n + L(n)),  n = N(x),  L(n) = N'(W_u W_d n).
 
-n is along x, so x + n = (1 + 1/|x|) x with |x| the token's root mean square, and the norm of that is
-n again: the sum is a rescaling of the tokens and then an ordinary residual sum whose branch is A + L.
-See docs/theory/streams.md, Laurel.
+n is along x, so x + n = (1 + 1/|x|) x with |x| the token's root mean square, and the norm of that
+is n again: the sum is a rescaling of the tokens, and then an ordinary residual sum whose branch is
+A + L. See docs/theory/streams.md, Laurel.
 """
 
 from __future__ import annotations

@@ -109,18 +109,18 @@ class AltUp(Stored):
     """Alternating updates (Baykal et al. 2023), as Gemma 3n has them: streams x_0 ... x_(N-1), of
     which the layers read the first alone.
 
-    x_0 enters as the embedding e, the others as W_i e, rescaled to the size of e. With y the layer's
-    output for its prediction of x_0, and n RMSNorm without a gain,
+    x_0 enters as the embedding e, the others as W_i e, rescaled to the size of e. With y the output
+    of a layer for its prediction of x_0, and n RMSNorm without a gain,
 
         m = tanh(V n(x_0) / d_model),  x_i <- x_i + sum_j (P m)_ij x_j,
         x_i <- x_i + (1 + (C m')_i) (y - x_0),  m' = m of y.
 
-    After the last layer, streams other than the first are multiplied by matrices U_i and rescaled to
-    its size, and the head reads the mean. With a `per_layer_embedding`, its block reads x_0 times a
-    gain that starts at zero and is added to the other streams.
+    Behind the last layer, streams other than the first are multiplied by matrices U_i and rescaled
+    to its size, and the head reads the mean. The block of a `per_layer_embedding` reads x_0 times a
+    gain that starts at zero, and is added to the other streams.
 
-    V is small, so coefficients start at 0 and 1 within about sqrt(router_variance/d_model) times the
-    deviations of P and C, and count as constants here; their gradients are predicted.
+    V is small, so coefficients start at 0 and 1 up to about sqrt(router_variance/d_model) times the
+    deviations of P and C. They count as constants here; their gradients are predicted.
 
     Args:
         streams: N.

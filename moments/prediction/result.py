@@ -329,7 +329,8 @@ class Prediction(Shown):
         token; `mixing`, factor of mixing on the variance of streams about their mean;
         `logit_correlation` of two tokens' coefficients, averaged over pairs; and behind the sum the
         `variance` of the mean stream, `apart`, that of a stream about it, and `likeness`, the
-        correlation of two streams of one token.
+        correlation of two streams of one token. With `moments.AltUp` a row for every layer:
+        `variance` of the first stream, `other_variance` of any other, and their `likeness`.
 
         Raises:
             DomainError: the model has one stream, or several configurations were predicted.

@@ -1,4 +1,4 @@
-"""Connections of blocks and layers to several residual streams (`moments.HyperConnections`, `AltUp`)."""
+"""How blocks and layers read and write several residual streams."""
 
 from __future__ import annotations
 
