@@ -287,10 +287,9 @@ def _gemma3n(read: Entries, seq_len: int | None) -> Transformer:
     layers, scale = len(kinds), [[math.sqrt(0.5), 1.0]] * len(kinds)
     positions = _positions_per_layer(_by_type(read, 1e6, 1e4, "rope_local_base_freq"), kinds)
     positions["temperature"] = (width**-0.5 * np.asarray(positions["temperature"])).tolist()
-    hidden, sparse = read("intermediate_size"), read("activation_sparsity_pattern", None)
-    listed = read.several("intermediate_size", 0, layers) if isinstance(hidden, list) else None
+    widths = read.counts("intermediate_size", layers)
     usual = [0.95 if n < 10 and layers > 10 else 0.0 for n in range(layers)]
-    shares = usual if sparse is None else read.several("activation_sparsity_pattern", 0.0, layers)
+    shares = read.several("activation_sparsity_pattern", 0.0, layers) or usual
     return _decoder(
         read,
         seq_len,
@@ -302,11 +301,8 @@ def _gemma3n(read: Entries, seq_len: int | None) -> Transformer:
             LayerAttention(qk_norm="rmsnorm", value_norm=True, keys_of=source)
             for source in _keys_of(read, kinds)
         ],
-        d_ff=listed[0] if listed else read.count("intermediate_size"),
-        ffn=[
-            FeedForward(listed[n] if listed else hidden, share or None)
-            for n, share in enumerate(shares)
-        ],
+        d_ff=widths[0],
+        ffn=[FeedForward(one, share or None) for one, share in zip(widths, shares, strict=True)],
         skip_scale=scale,
         branch_scale=scale,
         laurel=Laurel(read.count("laurel_rank"), variance, variance),
