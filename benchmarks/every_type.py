@@ -82,9 +82,6 @@ _OWN: dict[str, dict[str, Any]] = {
         "laurel_rank": 32,
         "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": VOCAB,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
     "gemma4_text": {"global_head_dim": 64, "hidden_size_per_layer_input": 0},
     "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 512, "interleave": 1},
@@ -173,6 +170,11 @@ def config_of(kind: str, layers: int) -> dict[str, Any]:
     sized |= {name: value for name, value in CHANGES.items() if name in defaults}
     if kind == "lfm2_moe":  # whose default says nothing; every third layer attends, as released
         sized["layer_types"] = ["full_attention" if n % 3 == 2 else "conv" for n in range(layers)]
+    if kind == "gemma3n_text":  # sparse gates below, shared keys above
+        half = layers // 2
+        sized["activation_sparsity_pattern"] = [0.95] * half + [0.0] * (layers - half)
+        sized["layer_types"] = ["sliding_attention", "full_attention"] * half
+        sized["num_kv_shared_layers"] = half
     return sized | _OWN.get(kind, {})
 
 
