@@ -77,6 +77,12 @@ CHANGES: dict[str, Any] = {
 """Entries of any type that has them."""
 _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 32},
+    "gemma3n_text": {
+        "intermediate_size": 8192,
+        "laurel_rank": 32,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCAB,
+    },
     "gemma4_text": {"global_head_dim": 64, "hidden_size_per_layer_input": 0},
     "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 512, "interleave": 1},
     "recurrent_gemma": {"lru_width": WIDTH, "attention_window_size": 8, "num_key_value_heads": 1},
@@ -98,6 +104,15 @@ _LEFT += ("qwen3_vl_text", "qwen3_vl_moe_text")
 _ROLES: dict[str, str] = {
     r"embed_tokens\.|embeddings?\.|wte\.|embed_in\.": "token",
     r"wpe\.": "position",
+    r"altup_projections": "streams.in",
+    r"altup_unembed": "streams.out",
+    r"altup\.modality_router": "streams.router",
+    r"altup\.prediction": "streams.prediction",
+    r"altup\.correction": "streams.correction",
+    r"laurel\.linear_left": "laurel_down",
+    r"laurel\.linear_right": "laurel_up",
+    r"per_layer_input_gate": "per_layer_gate",
+    r"per_layer_projection": "per_layer_output",
     r"attn\.c_proj": "output",
     r"c_attn|Wqkv|query_key_value": "query key value",
     r"experts\.gate_up": "gate ffn_in",
@@ -135,6 +150,7 @@ _ROLES: dict[str, str] = {
 """Parts of parameters' names, and what they are called here; the first that fits, and of several
 meanings the first whose matrices a layer has."""
 _SKIPPED = "norm|ln_|embed_positions|bias|A_log|\\.D$|taps|conv|sinks|rotary|scale|alpha|beta|eps"
+_SKIPPED += "|tokens_per_layer|per_layer_model"  # behind a gain that starts at zero
 
 
 def kinds() -> list[str]:
@@ -154,6 +170,11 @@ def config_of(kind: str, layers: int) -> dict[str, Any]:
     sized |= {name: value for name, value in CHANGES.items() if name in defaults}
     if kind == "lfm2_moe":  # whose default says nothing; every third layer attends, as released
         sized["layer_types"] = ["full_attention" if n % 3 == 2 else "conv" for n in range(layers)]
+    if kind == "gemma3n_text":  # sparse gates below, shared keys above
+        half = layers // 2
+        sized["activation_sparsity_pattern"] = [0.95] * half + [0.0] * (layers - half)
+        sized["layer_types"] = ["sliding_attention", "full_attention"] * half
+        sized["num_kv_shared_layers"] = half
     return sized | _OWN.get(kind, {})
 
 
@@ -186,9 +207,16 @@ def measured(kind: str, layers: int, draws: int) -> dict[str, Any]:
             out.retain_grad()
             stream.append(out)
 
+        def entering(_: Any, args: Any, stream: list[Any] = stream) -> None:
+            args[0].retain_grad()
+            stream.append(args[0])
+
         giving = list(blocks)
         if kind == "minimax":  # whose stream is what norms leave: the next layer's, and the last
             giving = [*(layer.input_layernorm for layer in blocks[1:]), module.model.norm]
+        if kind == "gemma3n_text":  # behind whose last layer the streams are one
+            module.model.norm.register_forward_pre_hook(entering)
+            giving = blocks[:-1]
         for layer in giving:
             layer.register_forward_hook(kept)
         module.train()
@@ -197,13 +225,15 @@ def measured(kind: str, layers: int, draws: int) -> dict[str, Any]:
         found.setdefault("loss", []).append(float(loss.detach()))
         moved = {"variance": [], "correlation": [], "gradient": []}
         for out in stream:
-            x = out.detach().double()
+            x, gradient = out.detach().double(), out.grad.double()
+            if x.ndim == 4:  # of several streams the first, and what is added to all
+                x, gradient = x[0], gradient.sum(0)
             pairs = x @ x.transpose(-1, -2) / x.shape[-1]
             own, count = pairs.diagonal(dim1=-2, dim2=-1).mean(), pairs.shape[-1]
             off = (pairs.sum() / len(pairs) - own * count) / (count * (count - 1))
             moved["variance"].append(float(own))
             moved["correlation"].append(float(off / own))
-            moved["gradient"].append(float(out.grad.double().square().mean()))
+            moved["gradient"].append(float(gradient.square().mean()))
         for name, values in moved.items():
             found.setdefault(name, []).append(values)
         for name, parameter in module.named_parameters():
@@ -230,8 +260,9 @@ def place_of(name: str, layers: int) -> str | None:
     if roles is None:
         return f"? {name}"
     layer = re.search(r"\.(\d+)\.", name)
-    before = roles in ("token", "position")
-    number = int(layer[1]) + 1 if layer else 0 if before else layers + 1
+    ends = {"token": 0, "position": 0, "streams.in": 1, "streams.out": layers}
+    usual = int(layer[1]) + 1 if layer else layers + 1
+    number = usual if layer and "layers." in name else ends.get(roles, usual)
     return f"{number} {roles}"
 
 

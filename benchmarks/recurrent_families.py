@@ -66,6 +66,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 16, "time_step_rank": 4, "tie_word_embeddings": False},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "num_key_value_heads": 1}
     | {"attention_window_size": 8, "lru_width": 64, "w_init_variance_scale": 0.2},
+    "gemma3n_text": {"head_dim": 16, "num_key_value_heads": 2, "num_kv_shared_layers": 0}
+    | {"laurel_rank": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"sliding_window": 8, "hidden_size_per_layer_input": 16},
     "gemma4_text": {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2}
     | {"sliding_window": 8, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0}
     | {"layer_types": ["sliding_attention", "full_attention"]},

@@ -237,6 +237,16 @@ STREAMS["shared keys"] = {
     "norm_affine": True,
 }
 """Models with several residual streams, and those whose layers read what earlier ones left."""
+_HALF = [[math.sqrt(0.5), 1.0]] * 4
+_LAUREL = {"skip_scale": _HALF, "branch_scale": _HALF}
+_LAUREL |= {"laurel": moments.Laurel(48, 1 / 96, 1 / 48), "activation": "gelu"}
+_LAUREL |= {"normalization": "rmsnorm", "norm": "sandwich", "norm_affine": True, "causal": True}
+_LAUREL |= {"weights": moments.Weights.normal(1 / 96), "norm_epsilon": 1e-6}
+ALTERNATING: dict[str, dict[str, Any]] = {
+    "laurel": _LAUREL,
+    "altup": _LAUREL | {"streams": moments.AltUp(4, *(1 / 96,) * 5)},
+}
+"""Streams that are corrected together, and a learned residual sum."""
 ENTERING = {"correlation": 0.3, "grad_correlation": 0.2}
 STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 
@@ -244,6 +254,11 @@ STREAM = ("variance", "correlation", "grad_variance", "grad_correlation")
 def streamed(name: str) -> moments.Transformer:
     """One of `STREAMS`."""
     return small(**({"dropout": 0.0} | STREAMS[name]))
+
+
+def alternating(name: str) -> moments.Transformer:
+    """One of `ALTERNATING`."""
+    return small(**({"dropout": 0.0} | ALTERNATING[name]))
 
 
 def twin_draws(model: moments.Transformer, seeds: int, seed: int, batch: int = 1) -> dict[str, Any]:
@@ -268,13 +283,14 @@ def twin_draws(model: moments.Transformer, seeds: int, seed: int, batch: int = 1
 
 
 def stored() -> dict[str, Any]:
-    """By name, "block/...", "growth/...", "twin/..." and "streams/..."."""
+    """By name, "block/...", "growth/...", "twin/...", "streams/..." and "alternating/..."."""
     return json.loads(STORE.read_text(encoding="utf-8")) if STORE.exists() else {}
 
 
 def run(names: list[str]) -> None:
     """Draw and store those named, or all."""
     kinds = {"block": BLOCKS, "growth": STACKS, "twin": TWINS, "streams": STREAMS}
+    kinds["alternating"] = ALTERNATING
     every = [f"{kind}/{name}" for kind, names_of in kinds.items() for name in names_of]
     for full in names or every:
         kind, _, name = full.partition("/")
@@ -282,8 +298,9 @@ def run(names: list[str]) -> None:
             entry = {"draws": DRAWS, "seed": 3, "found": block_draws(name, DRAWS, 3)}
         elif kind == "growth":
             entry = {"draws": DRAWS, "seed": 3, "found": growth_draws(name, DRAWS, 3)}
-        elif kind == "streams":
-            found = twin_draws(streamed(name), 2 * SEEDS, 3, 4)
+        elif kind in ("streams", "alternating"):
+            of = streamed(name) if kind == "streams" else alternating(name)
+            found = twin_draws(of, 2 * SEEDS, 3, 4)
             entry = {"draws": 2 * SEEDS, "seed": 3, "found": found}
         else:
             entry = {"draws": SEEDS, "seed": 3, "found": twin_draws(small(**TWINS[name]), SEEDS, 3)}

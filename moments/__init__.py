@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # Public name -> module that defines it; loaded on first use, so that `import moments` stays light.
 _PUBLIC = {
     "Absent": "model.mixers",
+    "AltUp": "model.streams",
     "Biases": "model.weights",
     "Comparison": "show.comparison",
     "ComponentLaws": "formulas.law",
@@ -35,6 +36,7 @@ _PUBLIC = {
     "Measurement": "prediction.measurement",
     "MomentsError": "errors",
     "LatentAttention": "model.mixers",
+    "Laurel": "model.streams",
     "PerLayerEmbedding": "model.per_layer",
     "FeedForward": "model.mixers",
     "ParallelMixer": "model.mixers",
@@ -82,6 +84,7 @@ _PACKAGES = {"laws": "engine.laws", "torch": "torch"}
 __all__ = [
     "RGLRU",
     "Absent",
+    "AltUp",
     "Biases",
     "Comparison",
     "ComponentLaws",
@@ -96,6 +99,7 @@ __all__ = [
     "Head",
     "HyperConnections",
     "LatentAttention",
+    "Laurel",
     "Law",
     "LayerAttention",
     "LearningRate",

@@ -17,7 +17,7 @@ from moments.model.huggingface.sizes import _NEEDED
 
 transformers = pytest.importorskip("transformers")
 
-EACH = pytest.mark.parametrize("kind", HYBRIDS)
+EACH = pytest.mark.parametrize("kind", [*HYBRIDS, "gemma3n_text"])
 FOLDER = Path(__file__).parent / "recurrent_configs"
 
 
@@ -37,6 +37,7 @@ def test_a_missing_entry_means_what_the_class_means(kind: str) -> None:
 
 
 SECOND: dict[str, Any] = {
+    "activation_sparsity_pattern": [0.9, 0.0],
     "attn_layer_period": 1,
     "expert_layer_period": 1,
     "block_types": ["attention"],
@@ -119,6 +120,7 @@ RELEASED = {
     "mamba-130m": ("mamba", 24),
     "recurrentgemma-2b": ("rg_lru", 18),
     "kimi-linear-48b": ("gated_delta_net", 20),
+    "gemma-3n-e2b": ("attention", 30),
     "gemma-4-31b": ("attention", 60),
     "gemma-4-26b-a4b": ("attention", 30),
     "gemma-4-e2b": ("attention", 35),

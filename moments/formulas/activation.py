@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -468,6 +469,33 @@ def _xielu_slope(x: np.ndarray) -> np.ndarray:
 BY_VALUES: dict[str, tuple[Function, Function]] = {"xielu": (_xielu, _xielu_slope)}
 """Function and derivative of those that are registered when they are first asked for: xIELU of
 Huang and Schlag 2024 where its parameters start, alpha_p = alpha_n = .8 and beta = .5."""
+
+# --- the part of the input above a quantile -------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def above_quantile(base: ComponentLaws, share: float, variance: float) -> ComponentLaws:
+    """f(max(x - q, 0)), q the normal's quantile of `share` at the inputs' variance (Gemma 3n).
+
+    A program takes mean and deviation over features for q. Their gradients, of order 1/features,
+    are neglected.
+    """
+    quantile = NormalDist(0.0, variance**0.5).inv_cdf(share)
+    assert base.entrywise is not None
+    function, slope = base.entrywise
+
+    def above(x: np.ndarray) -> np.ndarray:
+        return np.maximum(x - quantile, 0.0)
+
+    name = f"{base.name}_above_{share:g}"
+    formula = _formula(
+        name,
+        lambda x: np.asarray(function(NUMPY, above(x))),
+        lambda x: np.asarray(slope(NUMPY, above(x)) * (x > quantile)),
+    )
+    title = f"{base.title}, of what is above the quantile {share:g}"
+    return by_quadrature(name, title, formula, kinks=True)
+
 
 # --- names ----------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from ..model.mixers import (
     ParallelMixer,
 )
 from ..model.placement import BUILT_IN
+from ..model.streams import AltUp, HyperConnections
 from ..model.transformer import Transformer
 from ..model.values import Values
 from .attention.self_attention import CrossAttention, NormalizedAttention, SelfAttention
@@ -141,7 +142,7 @@ class _Stack:
     def numbers(self) -> Iterator[tuple[Any, ...]]:
         """For every layer, a key of everything that distinguishes it from other layers."""
         model = self.model
-        layers = range(1, model.layers + 1)
+        layers, altup = range(1, model.layers + 1), isinstance(model.streams, AltUp)
         columns = (
             [model.layer_weights(n) for n in layers],
             [model.biases and tuple(model.biases.layer(n).items()) for n in layers],
@@ -157,7 +158,7 @@ class _Stack:
             model.mixers,
             model.ffns,
             # the amplitude of the input in a layer depends on all layers before it
-            range(model.layers) if model.adds_again else (0,) * model.layers,
+            range(model.layers) if model.adds_again or altup else (0,) * model.layers,
             [
                 n if self._shortcut_experts(n) or self._shortcut_experts(n - 1) else 0
                 for n in layers
@@ -178,6 +179,8 @@ class _Stack:
         kind = "parallel" if model.parallel else model.placements[number - 1]
         body = KINDS[kind](Parts(self, number, named))
         body = self._with_shortcut(body, number)
+        if isinstance(model.streams, AltUp):
+            return Layer(_loaded("altup").AltUpLayer.around(body, model, number), number)
         if model.per_layer_embedding is not None:
             post_norm = norm(model, self.theory, "per_layer.post_norm")
             body = Chain((body, _loaded("per_layer").per_layer(model, post_norm)))
@@ -222,7 +225,7 @@ class _Stack:
         amplitude = self.branch[number - 1][which]
         if self.model.layer_scale:
             branch = Chain((branch, LayerScale(f"{name}.layer_scale", amplitude)))
-        if (streams := self.model.streams) is not None:
+        if isinstance(streams := self.model.streams, HyperConnections):
             module, epsilon = _loaded("streams"), self.model.norm_epsilon
             coefficients = module.coefficients(streams, self.model.d_model)
             result: Residual = module.Connection(
@@ -238,7 +241,7 @@ class _Stack:
         where = self.model.layernorm_scaling
         label = f"{name}.norm"
         model = self.model
-        if model.streams is not None and model.norm_epsilon:
+        if isinstance(model.streams, HyperConnections) and model.norm_epsilon:
             # moments of the norm's input are in units of the mean stream
             size = _loaded("streams").coefficients(model.streams, model.d_model).size
             model = dataclasses.replace(model, norm_epsilon=model.norm_epsilon / size)
@@ -287,9 +290,20 @@ class Parts:
         """A residual connection around a branch, with the block's scales."""
         return self.stack._residual(block, branch, self.number)
 
+    def normed(self, block: str, branch: Chain) -> Component:
+        """A branch behind its norm."""
+        if block == "attention" and self.model.laurel is not None:
+            label = "attention.laurel_norm"
+            added = norm(self.model, self.stack.theory, label)
+            branch = Chain((_loaded("laurel").branch(self.model, branch, added),))
+        return Chain(self.norm(block)) >> branch
+
     def sum(self, block: str, branch: Component) -> tuple[Component, ...]:
         """`residual`, followed by the factor of LayerNorm Scaling after sums."""
-        return self.residual(block, branch), *self.stack._sum_scale(block, self.number)
+        residual: Component = self.residual(block, branch)
+        if block == "attention" and self.model.laurel is not None:
+            residual = _loaded("laurel").laurel_sum(self.model, residual)
+        return residual, *self.stack._sum_scale(block, self.number)
 
 
 Kind = Callable[[Parts], Component]
@@ -303,7 +317,7 @@ def _each(layer: Parts, parts: Callable[[str, Chain], Iterable[Component]]) -> C
 
 def pre(layer: Parts) -> Component:
     """Norms before every block."""
-    return _each(layer, lambda name, block: layer.sum(name, Chain(layer.norm(name)) >> block))
+    return _each(layer, lambda name, block: layer.sum(name, layer.normed(name, block)))
 
 
 def bare(layer: Parts) -> Component:
@@ -319,8 +333,8 @@ def post(layer: Parts) -> Component:
 def sandwich(layer: Parts) -> Component:
     """Norms before every block and on its output."""
 
-    def normed(name: str, block: Chain) -> Chain:
-        return Chain(layer.norm(name)) >> block >> layer.output_norm(name)
+    def normed(name: str, block: Chain) -> Component:
+        return layer.normed(name, block >> layer.output_norm(name))
 
     return _each(layer, lambda name, block: layer.sum(name, normed(name, block)))
 
@@ -571,9 +585,9 @@ class Blocks:
         last = dropout(theory, "ffn.dropout", model.ffn_dropout or 0.0)
         return Chain((*self.dense(d_ff), last))
 
-    def dense(self, d_ff: int) -> tuple[Component, ...]:
-        """A feed-forward block of width `d_ff`."""
-        model, parts = self.model, self._hidden(d_ff)
+    def dense(self, d_ff: int, sparsity: float | None = None) -> tuple[Component, ...]:
+        """A feed-forward block of width `d_ff`; `sparsity` of its gates as in `FeedForward`."""
+        model, parts = self.model, self._hidden(d_ff, sparsity=sparsity)
         if model.activation_dropout:
             site = "ffn.activation_dropout"
             parts += (dropout(self.theory, site, model.activation_dropout),)
@@ -586,13 +600,14 @@ class Blocks:
         label: str = "ffn.",
         shift: float = 0.0,
         clamp: float | None = None,
+        sparsity: float | None = None,
     ) -> tuple[Component, ...]:
         """Components from the stream to the hidden features.
 
         Args:
             prefix: of the matrices' names.
             label: prefix of the sites' names; empty: no names.
-            shift, clamp: of a gated unit (`GatedLinear`).
+            shift, clamp, sparsity: of a gated unit (`GatedLinear`).
         """
         model, theory = self.model, self.theory
         d_model, site = model.d_model, f"{label}activation" if label else ""
@@ -602,7 +617,10 @@ class Blocks:
             gate_bias, bias = biases.get("gate", 0.0), biases.get("ffn_in", 0.0)
             fields = weights.gate, weights.ffn_in, gate_bias, bias
             has_bias = "ffn_in" in biases
-            return (GatedLinear(site, laws, *widths, *fields, has_bias, prefix, shift, clamp),)
+            unit = GatedLinear(
+                site, laws, *widths, *fields, has_bias, prefix, shift, clamp, sparsity
+            )
+            return (unit,)
         # the papers' GeLU is the erf form
         published = (theory, model.activation) == ("published", "gelu_tanh")
         laws = activation_laws("gelu" if published else model.activation)
@@ -706,7 +724,7 @@ BLOCKS: dict[type[Block], BlockParts] = {
     LayerAttention: layer_attention,
     ParallelMixer: _recurrent("parallel_parts"),
     Absent: lambda parts, block: (),
-    FeedForward: lambda parts, block: parts.dense(block.d_ff),
+    FeedForward: lambda parts, block: parts.dense(block.d_ff, block.sparsity),
 }
 """By the class of a block (`moments.model.block`). Register another one by its class."""
 
@@ -769,6 +787,7 @@ def _beyond_the_papers(model: Transformer) -> dict[str, Any]:
         "skips": model.skips is not None,
         "values": model.values is not None,
         "per_layer_embedding": model.per_layer_embedding is not None,
+        "laurel": model.laurel is not None,
         "keys and values of an earlier layer": bool(model.read_again),
     }
 

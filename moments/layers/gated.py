@@ -36,6 +36,7 @@ from ..engine.state import (
     ratio_or_zero,
 )
 from ..engine.trace import Record
+from ..formulas.activation import above_quantile
 from ..formulas.algebra import Keeping, number_system
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
@@ -66,6 +67,8 @@ class GatedLinear(Leaf):
         shift: added to the second factor: activation(x @ gate) * (x @ ffn_in + shift).
         clamp: upper bound of the gate and bound of the second map's size; None: no bounds. Moments
             neglect it; if more than `BOUND` of the entries are clamped, a note warns.
+        sparsity: share of a token's gates that are cut off before the activation, of an input of
+            variance 1 (`FeedForward.sparsity`).
     """
 
     label: str
@@ -80,6 +83,7 @@ class GatedLinear(Leaf):
     prefix: str = ""
     shift: float = 0.0
     clamp: float | None = None
+    sparsity: float | None = None
 
     hidden: ClassVar[Hidden] = Hidden(1, 1.0)
 
@@ -91,9 +95,17 @@ class GatedLinear(Leaf):
         fields = [name for name in ("gate", "ffn_in") if self.prefix + name in names]
         return replace(self, **{name: getattr(self, name) * factor for name in fields})
 
+    @property
+    def unit(self) -> ComponentLaws:
+        """Laws of the function of the gates."""
+        if not self.sparsity:
+            return self.activation
+        variance = float(self.fan_in * self.gate + self.gate_bias)
+        return above_quantile(self.activation, self.sparsity, variance)
+
     def entry_moments(self, algebra: Any, names: tuple[str, ...] = ()) -> OfEntry:
-        product = gated(self.activation).under("refined")["variance"]
-        mean = self.activation.under("refined")["mean"]
+        product = gated(self.unit).under("refined")["variance"]
+        mean = self.unit.under("refined")["mean"]
         gate, factor = (linear.entry_moments(algebra, names) for linear in self._maps())
 
         def result(entering: tuple[Array, Array], times: float) -> tuple[Array, Array]:
@@ -109,13 +121,13 @@ class GatedLinear(Leaf):
         return result
 
     def domain_share(self, mean: Array, variance: Array, algebra: Any) -> Array:
-        upper = gated(self.activation).under("refined")["variance"].domain["x_variance"].upper
+        upper = gated(self.unit).under("refined")["variance"].domain["x_variance"].upper
         _, of_gate = self._maps()[0].entry_moments(algebra)((mean, variance), 1.0)
         return of_gate / upper
 
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         (inner, factor), *backs = self._factors(signal)
-        laws = gated(self.activation).under("refined")
+        laws = gated(self.unit).under("refined")
         kept = None if signal.kernel.classes is None else Keeping()
         one, two = bind(inner, {})
         one = one | {"factor_variance": factor.kernel.diagonal}
@@ -124,7 +136,7 @@ class GatedLinear(Leaf):
         if moved is not None:
             with observed(None):  # `explain` shows the laws at the mean overlap
                 sides = self._at_pairs(moved.above), self._at_pairs(moved.below)
-        values = _Values(self.activation, kept, one, two, sides)
+        values = _Values(self.unit, kept, one, two, sides)
         algebra = values.algebra
         variance, ends = evaluate(laws["variance"], algebra, one), values.at_ends("covariance")
         kernel = Kernel.of_parts(variance, 0.5 * (ends[0] + ends[1]), signal.resolved)
@@ -136,7 +148,7 @@ class GatedLinear(Leaf):
         notes += self._bound(inner, factor)
         mean: Array = 0.0
         if self.shift:
-            law = self.activation.under("refined")["mean"]
+            law = self.unit.under("refined")["mean"]
             mean = self.shift * evaluate(law, algebra, one | {"x_mean": 0.0})
             first, second = kernel.over_tokens(mean + 0.0 * kernel.diagonal)
             common = Kernel.of_parts(mean * mean + 0.0 * variance, first * second, kernel.resolved)
@@ -163,7 +175,7 @@ class GatedLinear(Leaf):
         at_gate, at_factor = (values.gradient(x, gradient.kernel) for x in (AT_GATE, AT_FACTOR))
         if output.fluctuation is not None and knows_directions(gradient):
             # E F^2 q/(E F^2 E q), F = f u, of q = f'^2 u^2 at the gate and f^2 at the factor
-            law = self.activation.under("refined")["alignment"]
+            law = self.unit.under("refined")["alignment"]
             slopes = faintly(law, values.algebra, values.one)
             at_gate = with_alignment(at_gate, output, gradient, 3 * slopes)
             at_factor = with_alignment(at_factor, output, gradient, output.kurtosis / 3)
@@ -198,7 +210,7 @@ class GatedLinear(Leaf):
         sizes = [float(kernel.mean_diagonal(walk.real)) for kernel in maps]
         common = [float(kernel.mean_off_diagonal(walk.real)) for kernel in maps]
         gate, factor = zip(sizes, map(ratio_or_zero, common, sizes), strict=True)
-        units = concentration(self.activation, *gate, (*factor, self.shift))
+        units = concentration(self.unit, *gate, (*factor, self.shift))
         return at.mapped(after.width).activated(rate, (after.width, after.width), units)
 
     def _factors(self, signal: Signal) -> tuple[tuple[Signal, Signal], Pullback, Pullback]:

@@ -71,18 +71,18 @@ class ReadRows(Component):
 
 def per_layer(model: Transformer, post_norm: Component) -> Residual:
     """The block with its norm, in a residual connection."""
+    laws = activation_laws(model.activation)
+    gated = _linear(model, "per_layer.gate", "per_layer_gate")
+    gate = Chain((gated, Activation(laws, "refined", "per_layer.activation")))
+    product: Any = Product(rows(model), gate, label="per_layer.product", laws=laws)
+    branch = Chain((product, _linear(model, "per_layer.out", "per_layer_output"), post_norm))
+    return Residual(branch, label="per_layer.sum")
+
+
+def rows(model: Transformer) -> ReadRows:
+    """p, from the input of layer 1 and the layer's table."""
     declared = model.per_layer_embedding
     assert declared is not None
-
-    def linear(site: str, name: str) -> Linear:
-        fan_in, fan_out = declared.shapes(model.d_model)[name]
-        variance = declared.variances[name]
-        parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
-        return Linear(LINEAR, "refined", site, parameters, fan_out, name)
-
-    laws = activation_laws(model.activation)
-    gated = linear("per_layer.gate", "per_layer_gate")
-    gate = Chain((gated, Activation(laws, "refined", "per_layer.activation")))
     norm = FiniteNormalization(
         RMSNORM,
         "per_layer.context",
@@ -90,8 +90,14 @@ def per_layer(model: Transformer, post_norm: Component) -> Residual:
         centres=False,
         affine=model.norm_affine,
     )
-    context = Chain((linear("per_layer.projection", "per_layer_projection"), norm))
-    rows: Any = ReadRows(context, declared)
-    product = Product(rows, gate, label="per_layer.product", laws=laws)
-    branch = Chain((product, linear("per_layer.out", "per_layer_output"), post_norm))
-    return Residual(branch, label="per_layer.sum")
+    context = Chain((_linear(model, "per_layer.projection", "per_layer_projection"), norm))
+    return ReadRows(context, declared)
+
+
+def _linear(model: Transformer, site: str, name: str) -> Linear:
+    declared = model.per_layer_embedding
+    assert declared is not None
+    fan_in, fan_out = declared.shapes(model.d_model)[name]
+    variance = declared.variances[name]
+    parameters = {"fan_in": fan_in, "fan_out": fan_out, "weight_variance": variance}
+    return Linear(LINEAR, "refined", site, parameters, fan_out, name)

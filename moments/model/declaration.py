@@ -33,7 +33,7 @@ from .patches import PatchEmbedding, SoundEmbedding
 from .per_layer import PerLayerEmbedding
 from .placement import placement_names
 from .positions import RelativeBias, Rotary
-from .streams import HyperConnections
+from .streams import AltUp, HyperConnections, Laurel
 from .values import Values
 from .weights import Biases, Weights, check_length, check_lengths
 
@@ -63,9 +63,10 @@ PARTS: dict[str, tuple[type[Stored], ...]] = {
     "relative_bias": (RelativeBias,),
     "embedding": (Embedding, PatchEmbedding, SoundEmbedding),
     "head": (Head,),
-    "streams": (HyperConnections,),
+    "streams": (HyperConnections, AltUp),
     "values": (Values,),
     "per_layer_embedding": (PerLayerEmbedding,),
+    "laurel": (Laurel,),
 }
 """Fields that are declarations of their own, besides the encoder."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
@@ -277,6 +278,8 @@ def _check_together(model: Transformer) -> None:
         model.streams.check(model)
     if model.per_layer_embedding is not None:
         model.per_layer_embedding.check(model)
+    if model.laurel is not None:
+        model.laurel.check(model)
     for number, values in enumerate(model.value_sources, 1):
         if values is not None:
             values.check(model, number)
@@ -296,7 +299,7 @@ def _check_shared(model: Transformer) -> None:
         "causal gated rotary alibi relative_bias qk_norm logit_softcap attention_sink window "
         "attention_gate mixer ffn encoder skip_scale branch_scale layer_scale layernorm_scaling "
         "norm_gain norm_groups parallel identity_attention streams input_mix skips values "
-        "per_layer_embedding"
+        "per_layer_embedding laurel"
     )
     for name in plain.split():
         value = getattr(model, name)

@@ -25,11 +25,13 @@ from .fields import (
     Natural,
     Nonnegative,
     Positive,
+    Probability,
     Real,
     Variance,
     one_of,
     set_field,
 )
+from .streams import HyperConnections
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -114,12 +116,31 @@ class FeedForward(Block):
 
     Args:
         d_ff: hidden units.
+        sparsity: share of a token's gates that are zero before the activation; the other gates are
+            reduced by mean + z sd over the token's gates, z the normal's quantile (Gemma 3n).
     """
 
     kind: ClassVar[str] = "feed_forward"
     places: ClassVar[tuple[str, ...]] = ("ffn",)
 
     d_ff: Count
+    sparsity: Probability | None = None
+
+    def check(self, model: Transformer) -> None:
+        if not self.sparsity:
+            return
+        gains = bool((model.norm_gains[:, 1] != 1.0).any())
+        required = {
+            "gated": (not model.gated, "True"),
+            "norm": (model.norm not in ("pre", "sandwich"), "'pre' or 'sandwich'"),
+            "normalization": (model.normalization == "dyt", "'layernorm' or 'rmsnorm'"),
+            "norm_gain": (gains, "1.0"),
+            "layernorm_scaling": (bool(model.layernorm_scaling), "False"),
+        }
+        for name, (wrong, allowed) in required.items():
+            if wrong:
+                allowed = f"{allowed} where gates are sparse"
+                raise domain_error(name, getattr(model, name), allowed)
 
     def shapes(self, model: Transformer) -> Shapes:
         return model.dense_shapes(self.d_ff)
@@ -467,7 +488,7 @@ class LayerAttention(Block):
             raise domain_error("keys_of", self.keys_of, allowed)
         excluded = {
             "encoder": model.encoder is not None,
-            "streams": model.streams is not None,
+            "streams": isinstance(model.streams, HyperConnections),
             "values": any(values is not None for values in model.value_sources),
         }
         for name in (name for name, present in excluded.items() if present):

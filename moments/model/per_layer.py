@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..errors import domain_error
 from .embedding import Embedding
 from .fields import Count, Positive, Stored, Variance
+from .streams import HyperConnections
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -48,8 +49,12 @@ class PerLayerEmbedding(Stored):
             raise domain_error("embedding", model.embedding, allowed)
         if model.normalization != "rmsnorm":
             raise domain_error("normalization", model.normalization, "'rmsnorm' with this part")
-        for name in ("encoder", "streams"):
-            if getattr(model, name) is not None:
+        excluded = {
+            "encoder": model.encoder is not None,
+            "streams": isinstance(model.streams, HyperConnections),
+        }
+        for name, present in excluded.items():
+            if present:
                 allowed = "None with a per_layer_embedding"
                 raise domain_error(name, getattr(model, name), allowed)
 

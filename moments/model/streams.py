@@ -1,4 +1,4 @@
-"""Several residual streams that every block reads from and writes to."""
+"""Several residual streams (hyper-connections, AltUp), and a learned addition to one (Laurel)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DomainError, domain_error
 from ..formulas.checks import NONNEGATIVE, POSITIVE, REAL, check_choice, check_count, check_number
-from .fields import Stored, settle
+from .fields import Count, PositiveVariance, Stored, Variance, settle
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -102,3 +102,133 @@ class HyperConnections(Stored):
         """Number of logits of a token at each block."""
         mixing = self.streams**2 if self.mixing == "sinkhorn" else 0
         return 2 * self.streams + mixing
+
+
+@dataclass(frozen=True)
+class AltUp(Stored):
+    """Alternating updates (Baykal et al. 2023), as Gemma 3n has them: streams x_0 ... x_(N-1), of
+    which the layers read the first alone.
+
+    x_0 enters as the embedding e, the others as W_i e, rescaled to the size of e. With y the output
+    of a layer for its prediction of x_0, and n RMSNorm without a gain,
+
+        m = tanh(V n(x_0) / d_model),  x_i <- x_i + sum_j (P m)_ij x_j,
+        x_i <- x_i + (1 + (C m')_i) (y - x_0),  m' = m of y.
+
+    Behind the last layer, streams other than the first are multiplied by matrices U_i and rescaled
+    to its size, and the head reads the mean. The block of a `per_layer_embedding` reads x_0 times a
+    gain that starts at zero, and is added to the other streams.
+
+    V is small, so coefficients start at 0 and 1 up to about sqrt(router_variance/d_model) times the
+    deviations of P and C. They count as constants here; their gradients are predicted.
+
+    Args:
+        streams: N.
+        router_variance, prediction_variance, correction_variance: variances of the entries of V
+            (d_model, N), P (N, N^2) and C (N, N).
+        in_variance, out_variance: those of all W_i and U_i, which have no effect but on their own
+            gradients.
+
+    Raises:
+        DomainError: a value outside what is allowed, named with the remedy.
+    """
+
+    _part: ClassVar[str] = "streams"
+
+    streams: int
+    router_variance: Variance
+    prediction_variance: Variance
+    correction_variance: Variance
+    in_variance: PositiveVariance
+    out_variance: PositiveVariance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settle(self, ["streams"], check_count, least=2, most=MOST_STREAMS)
+
+    def check(self, model: Transformer) -> None:
+        """Raise a DomainError if a model cannot have these streams."""
+        excluded = {
+            "norm": (model.norm not in ("pre", "sandwich"), "'pre' or 'sandwich'"),
+            "normalization": (model.normalization != "rmsnorm", "'rmsnorm'"),
+            "norm_epsilon": (
+                model.per_layer_embedding is not None and not model.norm_epsilon,
+                "above 0 with a per_layer_embedding, whose block has the input 0",
+            ),
+            "encoder": (model.encoder is not None, "None"),
+            "norm_groups": (model.norm_groups > 1, "1"),
+            "layernorm_scaling": (bool(model.layernorm_scaling), "False"),
+        }
+        for name, (wrong, allowed) in excluded.items():
+            if wrong:
+                value = getattr(model, name)
+                raise domain_error(name, value, f"{allowed}, where streams is a moments.AltUp")
+
+    def shapes(self, model: Transformer, layer: int) -> dict[str, tuple[int, int]]:
+        """Shape (fan_in, fan_out) of the matrices of a layer; W_i and U_i side by side."""
+        count, d_model = self.streams, model.d_model
+        shapes = {
+            "streams.router": (d_model, count),
+            "streams.prediction": (count, count**2),
+            "streams.correction": (count, count),
+        }
+        wide = d_model, (count - 1) * d_model
+        shapes |= {"streams.in": wide} if layer == 1 else {}
+        return shapes | ({"streams.out": wide} if layer == model.layers else {})
+
+    @property
+    def variances(self) -> dict[str, float]:
+        """Variances of the same matrices."""
+        names = "router", "prediction", "correction", "in", "out"
+        return {f"streams.{name}": getattr(self, f"{name}_variance") for name in names}
+
+
+@dataclass(frozen=True)
+class Laurel(Stored):
+    """A learned addition to attention's residual sum (LAuReL-LR, Menghani et al. 2024; Gemma 3n).
+
+    Where attention's block reads n = N(x), the sum gains n + N'(W_u W_d n), with N' an RMSNorm of
+    its own; `skip_scale` and `branch_scale` multiply x and everything else.
+
+    Args:
+        rank: features of W_d n.
+        down_variance, up_variance: variances of the entries of W_d and W_u.
+
+    Raises:
+        DomainError: a value outside what is allowed, named with the remedy.
+    """
+
+    _part: ClassVar[str] = "laurel"
+
+    rank: Count
+    down_variance: PositiveVariance
+    up_variance: PositiveVariance
+
+    def check(self, model: Transformer) -> None:
+        """Raise a DomainError if a model's layers cannot have it."""
+        hyper = isinstance(model.streams, HyperConnections)
+        scales = model.by_block("skip_scale")[:, 0] != model.by_block("branch_scale")[:, 0]
+        excluded = {
+            "norm": (model.norm not in ("pre", "sandwich"), "'pre' or 'sandwich'"),
+            "normalization": (model.normalization != "rmsnorm", "'rmsnorm'"),
+            "streams": (hyper, "None or a moments.AltUp"),
+            "encoder": (model.encoder is not None, "None"),
+            "parallel": (model.parallel, "False"),
+            "norm_groups": (model.norm_groups > 1, "1"),
+            "layernorm_scaling": (bool(model.layernorm_scaling), "False"),
+            "layer_scale": (model.layer_scale, "False"),
+            "norm_gain": (bool((model.norm_gains[:, 0] != 1.0).any()), "1.0"),
+            "branch_scale": (bool(scales.any()), "that of attention's skip_scale"),
+        }
+        for name, (wrong, allowed) in excluded.items():
+            if wrong:
+                raise domain_error(name, getattr(model, name), f"{allowed} with laurel")
+
+    def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
+        """Shape (fan_in, fan_out) of every matrix of a layer."""
+        return {"laurel_down": (d_model, self.rank), "laurel_up": (self.rank, d_model)}
+
+    @property
+    def variances(self) -> dict[str, float]:
+        """Variances of the same matrices."""
+        return {"laurel_down": self.down_variance, "laurel_up": self.up_variance}

@@ -56,6 +56,7 @@ def in_short(model: Transformer) -> str:
     parts += ["values of several sources"] if model.values else []
     parts += ["embeddings of every layer"] if model.per_layer_embedding else []
     parts += [f"{model.streams.streams} residual streams"] if model.streams else []
+    parts += ["a learned residual sum"] if model.laurel else []
     parts += [" and ".join(dict.fromkeys(mixers)), placement]
     parts += [norm] if model.norm != "none" else []
     parts += [heads, " and ".join(dict.fromkeys(blocks))]

@@ -20,7 +20,7 @@ from .fields import check_fields
 from .mixers import MIXER
 from .per_layer import PerLayerEmbedding
 from .positions import RelativeBias, Rotary
-from .streams import HyperConnections
+from .streams import AltUp, HyperConnections, Laurel
 from .summary import html, text
 from .values import Values
 from .weights import Biases, LayerWeights, Weights
@@ -104,8 +104,10 @@ class Transformer:
             or None per layer, None for the attention of the fields above.
         ffn: a block that replaces the feed-forward block; likewise.
         encoder: the encoder whose output cross-attention reads; None: a single stack.
-        streams: several residual streams (hyper-connections), whose mean is predicted at every
-            point of the stream; None: one. Requires norm="pre" or "sandwich".
+        streams: several residual streams; None: one. Requires norm="pre" or "sandwich". Points of
+            the stream are, with `moments.HyperConnections`, the mean of the streams; with
+            `moments.AltUp` the first, but the mean behind the last layer, and gradients those of
+            what a layer adds to all of them.
         input_mix: (r, s), or such a pair per layer: the layer's input is r x + s x_0, x_0 the input
             of layer 1 (nanochat); None: x. Requires norm="pre" or "sandwich" and skip_scale 1.
         skips: per layer None, or (n, w): w times the output of layer n (0: the input of layer 1) is
@@ -114,6 +116,7 @@ class Transformer:
         values: sums of the layer's own values, the first layer's and rows of a table
             (`moments.Values`); one for all layers, or one or None per layer.
         per_layer_embedding: a block in every layer that reads the tokens again (Gemma 4 E2B).
+        laurel: a learned addition to attention's residual sum (`moments.Laurel`); None: none.
         shared_layers: whether all layers share their weights (ALBERT); requires Post-LN, no mask
             and no optional parts.
         name: a name for plots and reports, which equality of models ignores.
@@ -169,13 +172,14 @@ class Transformer:
     ffn: Block | Sequence[Block | None] | None = field(default=None, kw_only=True)
     encoder: Transformer | None = field(default=None, kw_only=True)
     shared_layers: bool = field(default=False, kw_only=True)
-    streams: HyperConnections | None = field(default=None, kw_only=True)
+    streams: HyperConnections | AltUp | None = field(default=None, kw_only=True)
     input_mix: Sequence[float] | Sequence[Sequence[float]] | None = field(
         default=None, kw_only=True
     )
     skips: Sequence[tuple[int, float] | None] | None = field(default=None, kw_only=True)
     values: Values | Sequence[Values | None] | None = field(default=None, kw_only=True)
     per_layer_embedding: PerLayerEmbedding | None = field(default=None, kw_only=True)
+    laurel: Laurel | None = field(default=None, kw_only=True)
     name: str | None = field(default=None, repr=False, compare=False, kw_only=True)
     _defaulted: frozenset[str] = field(
         default=frozenset(), init=False, repr=False, compare=False, kw_only=True
@@ -318,6 +322,10 @@ class Transformer:
             mixer = mixer | {"value_gate": (values.gate, self.kv_heads or self.heads)}
         if self.per_layer_embedding is not None:
             ffn = ffn | self.per_layer_embedding.shapes(self.d_model)
+        if self.laurel is not None:
+            mixer = mixer | self.laurel.shapes(self.d_model)
+        if isinstance(self.streams, AltUp):
+            ffn = ffn | self.streams.shapes(self, layer)
         return mixer | ffn | self._cross_shapes()
 
     def shapes_by_place(self, layer: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -371,6 +379,10 @@ class Transformer:
             variances["value_gate"] = values.gate_variance
         if self.per_layer_embedding is not None:
             variances |= self.per_layer_embedding.variances
+        if self.laurel is not None:
+            variances |= self.laurel.variances
+        if isinstance(self.streams, AltUp):
+            variances |= self.streams.variances
         for block in blocks:
             variances |= {} if block is None else block.variances(self)
         shared = {name for name in self.shapes_of(layer) if name not in variances}

@@ -112,6 +112,8 @@ def unit_growth(unit: ChainUnit) -> dict[str, float]:
     if moved is None:  # behind a user's component that does not track fluctuations
         return {}
     mean = tokens.replace(kernel=kernel, mean=0.0 * kernel.diagonal)
+    # what directions and norms of the gradient do is in both, but not in moments at moved overlaps
+    gradient = gradient.with_kernel(gradient.kernel)
     (norms, _), (norms_above, above), (norms_below, below) = (
         _norms(unit, one, gradient) for one in (mean, moved.above, moved.below)
     )

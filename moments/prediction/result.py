@@ -21,6 +21,7 @@ from ..formulas.law import Theory
 from ..layers.architecture import declare
 from ..layers.experts.mixture import rows as expert_rows
 from ..model.embedding import Embedding
+from ..model.streams import AltUp
 from ..model.transformer import Transformer
 from .draws import QUANTITIES
 from .gate import Gate, computing
@@ -328,7 +329,8 @@ class Prediction(Shown):
         token; `mixing`, factor of mixing on the variance of streams about their mean;
         `logit_correlation` of two tokens' coefficients, averaged over pairs; and behind the sum the
         `variance` of the mean stream, `apart`, that of a stream about it, and `likeness`, the
-        correlation of two streams of one token.
+        correlation of two streams of one token. With `moments.AltUp` a row for every layer:
+        `variance` of the first stream, `other_variance` of any other, and their `likeness`.
 
         Raises:
             DomainError: the model has one stream, or several configurations were predicted.
@@ -387,6 +389,8 @@ class Prediction(Shown):
             return "share their weights"
         if self.model.adds_again:
             return "add earlier ones again (input_mix, skips)"
+        if isinstance(self.model.streams, AltUp):
+            return "correct several streams at once (streams=moments.AltUp)"
         if self.model.values is not None:
             return "read values of other sources (values)"
         if self.model.per_layer_embedding is not None:

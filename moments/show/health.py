@@ -24,6 +24,7 @@ from ..model.experts import Experts
 from ..model.mixers import Absent
 from ..model.patches import PatchEmbedding
 from ..model.presets import preset
+from ..model.streams import HyperConnections
 from ..model.transformer import Transformer
 from ..noise.band import NORMAL_95
 from ..prediction.predict import predict
@@ -504,7 +505,7 @@ def _experts(seen: Evidence) -> RuleOutput:
 
 def _streams(seen: Evidence) -> RuleOutput:
     """Check by prediction whether several residual streams differ."""
-    if seen.prediction.model.streams is None:
+    if not isinstance(seen.prediction.model.streams, HyperConnections):
         return
     frame = seen.prediction.streams()
     last = float(frame["likeness"].iloc[-1])

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,14 @@ from ..model.block import Block
 from ..model.law_block import LawBlock
 from ..model.mixers import FeedForward, LatentAttention, LayerAttention
 from ..model.per_layer import PerLayerEmbedding
-from ..model.streams import HyperConnections
+from ..model.streams import AltUp, HyperConnections
 from ..model.transformer import Transformer
 from .attention import Shared, cross_attention, latent_attention, self_attention
 from .functions import activation, affine_norm, dropout, normalise
 from .parameters import BLOCK_DRAWS, qk_gains
 from .recurrent import TWINS as RECURRENT
 from .recurrent import present
-from .streams import connection
+from .streams import connection, corrected, entering, leaving, predicted
 
 Watch = Callable[[Tensor, str], Tensor]
 """Takes a tensor and the site it is at; returns the same tensor."""
@@ -112,8 +113,10 @@ class LayerTwin:
             keep, added = self.model.additions[self.number - 1]
             addends = [factor * self.sources[point] for point, factor in added.items()]
             x = self.watch(sum(addends, keep * x), "input.mix")
-        if self.model.streams is not None:
+        if isinstance(self.model.streams, HyperConnections):
             return self.several(self.model.streams, x)
+        if isinstance(self.model.streams, AltUp):
+            return self.alternating(self.model.streams, x)
         twin = TWINS.get(self.model.placements[self.number - 1])
         if twin is not None:
             x = twin(self, x)
@@ -160,10 +163,13 @@ class LayerTwin:
         for block in present(self.model, self.number, blocks):
             if placement == "hybrid" and block == "ffn":
                 x = self.norm(x, "ffn.norm")
-            z = self.norm(x, f"{block}.norm") if placement in ("pre", "sandwich") else x
+            z = n = self.norm(x, f"{block}.norm") if placement in ("pre", "sandwich") else x
             z = self.block(z, block)
             if placement in ("sandwich", "output"):
                 z = self.norm(z, f"{block}.post_norm")
+            if block == "attention" and self.model.laurel is not None:
+                low_rank = self.linear(self.linear(n, "laurel_down"), "laurel_up")
+                z = z + n + self.norm(low_rank, "attention.laurel_norm")
             z = self.scaled(z, "after-block", f"{block}.scale")
             skip, branch = self.scales(block)
             gains = self.weights.get(f"{block}.layer_scale")
@@ -191,6 +197,22 @@ class LayerTwin:
             x = self._watched_mean(x, f"{block}.sum")
         x = self._watched_mean(x, "stream")
         return x.mean(-2) if self.number == self.model.layers else x
+
+    def alternating(self, streams: AltUp, x: Tensor) -> Tensor:
+        """A layer of the first stream between its prediction and the correction of all."""
+        if self.number == 1:
+            x = entering(streams, self.weights["streams.in"], x)
+        x = predicted(self, x)
+        first, last = x[..., 0, :], self.number == self.model.layers
+        y = self.parallel(first) if self.model.parallel else self.sequential(first)
+        x = corrected(self, x, y if last else self.watch(y, "stream"))
+        if self.model.per_layer_embedding is not None:
+            first = self.weights["per_layer.gain"] * x[..., 0, :]
+            added = self.per_layer(self.model.per_layer_embedding, first).unsqueeze(-2)
+            x = torch.cat([x[..., :1, :], x[..., 1:, :] + added], -2)
+        if not last:
+            return x
+        return self.watch(leaving(streams, self.weights["streams.out"], x), "stream")
 
     def _watched_mean(self, x: Tensor, site: str) -> Tensor:
         mean = self.watch(x.mean(-2), site).unsqueeze(-2)
@@ -274,12 +296,16 @@ class LayerTwin:
         heads = self.watch(heads, "cross.heads")
         return self.watch(self.linear(heads, "cross_output"), "cross.projection")
 
-    def ffn(self, z: Tensor) -> Tensor:
+    def ffn(self, z: Tensor, sparsity: float | None = None) -> Tensor:
         model = self.model
         hidden = self.watch(self.linear(z, "ffn_in"), "ffn.in")
         act = activation(model.activation)
         if model.gated:
-            hidden = act(self.watch(self.linear(z, "gate"), "ffn.gate")) * hidden
+            gate = self.watch(self.linear(z, "gate"), "ffn.gate")
+            if sparsity:
+                deviation, mean = torch.std_mean(gate, -1, correction=0, keepdim=True)
+                gate = torch.relu(gate - mean - NormalDist().inv_cdf(sparsity) * deviation)
+            hidden = act(gate) * hidden
         else:
             hidden = act(hidden)
         hidden = self.watch(hidden, "ffn.activation")
@@ -387,7 +413,7 @@ def _layer_gains(
     return qk_gains(block.applied(model), block.shapes(model), generator, dtype)
 
 
-BLOCK_TWINS[FeedForward] = lambda block, layer, z: layer.ffn(z)
+BLOCK_TWINS[FeedForward] = lambda block, layer, z: layer.ffn(z, block.sparsity)
 BLOCK_TWINS[LayerAttention], BLOCK_DRAWS[LayerAttention] = _layer_attention, _layer_gains
 BLOCK_TWINS[LatentAttention], BLOCK_DRAWS[LatentAttention] = _latent, _latent_gains
 

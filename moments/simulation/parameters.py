@@ -12,6 +12,7 @@ from torch import Tensor
 from ..model.block import Block
 from ..model.mixers import ParallelMixer
 from ..model.placement import registered_norm_sites
+from ..model.streams import AltUp, HyperConnections
 from ..model.transformer import Transformer
 from .recurrent import DRAWS as RECURRENT
 from .recurrent import present
@@ -69,7 +70,7 @@ def draw_weights(
             full = torch.full((model.d_model,), start, device=generator.device, dtype=dtype)
             drawn[f"{place}.layer_scale"] = full.requires_grad_()
     streams = model.streams
-    if streams is not None and streams.variance:
+    if isinstance(streams, HyperConnections) and streams.variance:
         shape = (streams.streams * model.d_model, streams.logits)
         for place in present(model, number, ("attention", "ffn")):
             name = f"{place}.streams"
@@ -85,9 +86,13 @@ def draw_weights(
         drawn["per_layer_table"] = draw(shape, embedding.table_variance, generator, dtype)
         drawn |= affine(model, "per_layer.context", 1.0, generator.device, dtype, embedding.width)
         drawn |= affine(model, "per_layer.post_norm", 1.0, generator.device, dtype)
+        if isinstance(streams, AltUp):
+            drawn["per_layer.gain"] = draw((model.d_model,), 0.0, generator, dtype)
     sink = model.attention_sinks[number - 1]
     if sink is not None:
         drawn["attention_sink"] = draw((model.heads,), sink, generator, dtype)
+    if model.laurel is not None:
+        drawn |= affine(model, "attention.laurel_norm", 1.0, generator.device, dtype)
     for site in norm_sites(model, number):
         gain = model.norm_gains[number - 1][1 if site.startswith("ffn") else 0]
         drawn |= affine(model, site, float(gain), generator.device, dtype)

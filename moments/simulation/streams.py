@@ -1,4 +1,4 @@
-"""Connections of a block to several residual streams (`moments.HyperConnections`)."""
+"""How blocks and layers read and write several residual streams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.streams import HyperConnections
+from ..model.streams import AltUp, HyperConnections
+from .functions import normalise
 
 
 def connection(
@@ -37,3 +38,39 @@ def connection(
             mix = mix / (mix.sum(-1, keepdim=True) + streams.epsilon)
         mix = mix / (mix.sum(-2, keepdim=True) + streams.epsilon)
     return read, write, mix
+
+
+def entering(streams: AltUp, weights: Tensor, x: Tensor) -> Tensor:
+    """The streams (..., N, d_model) that enter layer 1, from its input (..., d_model)."""
+    others = (x @ weights).unflatten(-1, (streams.streams - 1, -1))
+    return torch.cat([x.unsqueeze(-2), _of_size(others, x.unsqueeze(-2))], -2)
+
+
+def leaving(streams: AltUp, weights: Tensor, x: Tensor) -> Tensor:
+    """The mean of the streams behind the last layer, with matrices between."""
+    each = weights.unflatten(-1, (streams.streams - 1, -1))
+    others = torch.einsum("...nd,dne->...ne", x[..., 1:, :], each)
+    return torch.cat([x[..., :1, :], _of_size(others, x[..., :1, :])], -2).mean(-2)
+
+
+def _of_size(x: Tensor, like: Tensor) -> Tensor:
+    square = x.square().mean(-1, keepdim=True).clamp(min=1e-5)
+    return x * (like.square().mean(-1, keepdim=True) / square).sqrt()
+
+
+def _modalities(layer: Any, x: Tensor) -> Tensor:
+    n = normalise(x, "rmsnorm", layer.model.norm_epsilon)
+    return torch.tanh(n @ layer.weights["streams.router"] / x.shape[-1])
+
+
+def predicted(layer: Any, x: Tensor) -> Tensor:
+    """Every stream plus a combination of all."""
+    count = x.shape[-2]
+    coefficients = _modalities(layer, x[..., 0, :]) @ layer.weights["streams.prediction"]
+    return x + coefficients.unflatten(-1, (count, count)) @ x
+
+
+def corrected(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Every stream plus the first one's change to y."""
+    coefficients = 1.0 + _modalities(layer, y) @ layer.weights["streams.correction"]
+    return x + coefficients.unsqueeze(-1) * (y - x[..., 0, :]).unsqueeze(-2)

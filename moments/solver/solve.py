@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name, without_warnings
 from ..formulas.checks import POSITIVE, Interval, check_in
+from ..model.streams import AltUp
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
 from ..prediction.result import Prediction
@@ -98,11 +99,18 @@ def _hint(objective: str, target: float, stream: Sequence[float]) -> str:
 
 
 def _check_blocks(model: Transformer, objective: str) -> None:
-    """Raise DomainError if a layer reads earlier layers, as blocks are solved one by one."""
+    """Raise DomainError if a layer reads earlier layers or is no sequence of sums, as blocks are
+    solved one by one."""
     earlier = [n for n in ("values", "skips", "input_mix") if getattr(model, n) is not None]
     if earlier:
         raise DomainError(
             f"{objective} is not solved for with {', '.join(earlier)}, which read earlier layers: "
+            "solve for final_variance"
+        )
+    if model.laurel is not None or isinstance(model.streams, AltUp):
+        name = "streams=AltUp" if model.laurel is None else "laurel"
+        raise DomainError(
+            f"{objective} is not solved for with {name}, whose sums are not of a block alone: "
             "solve for final_variance"
         )
 

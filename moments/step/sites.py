@@ -448,6 +448,7 @@ def _check(prediction: Prediction) -> None:
         "per_layer_embedding": model.per_layer_embedding is not None,
         "keys and values of an earlier layer": bool(model.read_again),
         "several residual streams": model.streams is not None,
+        "laurel": model.laurel is not None,
         "experts that are delayed or give back what they read": any(
             getattr(block, "apart", False) for block in model.ffns
         ),

@@ -51,7 +51,6 @@ _BEYOND = {
     "attention to compressed keys that are values too": "deepseek_v4",
     "attention to tokens that an index chooses": "hy_v4",
     "residual streams with coefficients per feature": "qwen4_exp qwen4_exp_text",
-    "residual streams that predict one another": "gemma3n gemma3n_text",
     "bottlenecks around every block": "mobilebert",
     "a recurrent layer": "rwkv",
     "hashed attention": "reformer",

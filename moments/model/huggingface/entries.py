@@ -190,6 +190,18 @@ class Entries:
         check_count(name, value)
         return int(value)
 
+    def counts(self, name: str, layers: int) -> list[int]:
+        """An entry that is a positive integer for all layers, or a list of one for each."""
+        given = self._given.get(name)
+        if not isinstance(given, list):
+            return [self.count(name)] * layers
+        self.read.add(name)
+        if len(given) != layers:
+            raise domain_error(name, given, f"an integer, or a list of {layers}")
+        for index, value in enumerate(given):
+            check_count(f"{name}[{index}]", value)
+        return given
+
     def inside(self, name: str, usual: Any = None) -> Entries:
         """The entries of a nested object, empty if it is missing; `usual` are their defaults."""
         given = _of_type(name, self(name, {}), {})
@@ -430,7 +442,8 @@ class Entries:
         for name, value in self._given.items():
             if name in IRRELEVANT or value is None:
                 continue
-            _of_type(name, value, self._defaults.get(name))
+            if not (isinstance(value, list) and name in self.read):  # where `counts` checked
+                _of_type(name, value, self._defaults.get(name))
             if name in ROTARY and isinstance(value, Mapping):
                 self._finish_rotary(name, value)
             elif name in self._objects:

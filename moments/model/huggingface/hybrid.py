@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from ...errors import domain_error
 from ..experts import Experts
 from ..mixers import Absent, FeedForward, GatedDeltaNet, LayerAttention, ParallelMixer
 from ..per_layer import PerLayerEmbedding
 from ..positions import Rotary
+from ..streams import AltUp, Laurel
 from ..transformer import Transformer
 from ..weights import Weights
 from .entries import FULL, SLIDING, Entries
 from .family import Reader
 from .latent import latent_attention
-from .llama import _decoder, _granite, sliding
+from .llama import _decoder, _granite, head_width, sliding
 from .moe import listed_sparse, routed, sigmoid_experts, softmax_experts
 from .recurrent import (
     _LINEAR,
@@ -25,7 +28,7 @@ from .recurrent import (
     rescaled_output,
     step_range,
 )
-from .relatives import _kinds
+from .relatives import _by_type, _kinds, _positions_per_layer
 
 _NAMES = {"mamba": _LINEAR, "attention": FULL}
 """Layer types before transformers 5 -> their present names."""
@@ -228,17 +231,13 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
     heads: dict[str, Any] = {kind: {"head_dim": read.count("head_dim")} for kind in kinds}
     if not named:
         heads[FULL] = {"head_dim": wide, "num_key_value_heads": keys if alike else None}
-    own_keys = len(kinds) - int(read.number("num_kv_shared_layers"))
-    sources = {kind: number for number, kind in enumerate(kinds[: max(own_keys, 0)], 1)}
-    if own_keys < len(kinds) and set(sources) != set(kinds):
-        allowed = "so few that layers of every kind before have keys of their own"
-        raise domain_error("num_kv_shared_layers", len(kinds) - own_keys, allowed)
+    sources = _keys_of(read, kinds)
+    own_keys = sources.count(None)
     mixers, temperatures = [], []
-    for number, kind in enumerate(kinds):
-        layer, source = own.inside(str(number), heads[kind]), sources.get(kind)
+    for number, (kind, source) in enumerate(zip(kinds, sources, strict=True)):
+        layer = own.inside(str(number), heads[kind])
         given = layer.count("head_dim"), layer("num_key_value_heads", None)
         temperatures.append(given[0] ** -0.5)
-        source = source if number >= own_keys else None
         mixers.append(LayerAttention(*given, "rmsnorm", value_norm=True, keys_of=source))
     by_kind, rotaries = read.inside("rope_parameters"), {}
     for kind, part, base in ((FULL, 0.25, 1e6), (SLIDING, 1.0, 1e4)):
@@ -266,6 +265,50 @@ def _gemma4(read: Entries, seq_len: int | None) -> Transformer:
         mixer=mixers,
         ffn=ffns,
         per_layer_embedding=_per_layer(read),
+    )
+
+
+def _keys_of(read: Entries, kinds: list[str]) -> list[int | None]:
+    """For every layer the one whose keys and values it reads; None: its own."""
+    own = len(kinds) - int(read.number("num_kv_shared_layers"))
+    sources = {kind: number for number, kind in enumerate(kinds[: max(own, 0)], 1)}
+    if own < len(kinds) and set(sources) != set(kinds):
+        allowed = "so few that layers of every kind before have keys of their own"
+        raise domain_error("num_kv_shared_layers", len(kinds) - own, allowed)
+    return [None if number < own else sources[kind] for number, kind in enumerate(kinds)]
+
+
+def _gemma3n(read: Entries, seq_len: int | None) -> Transformer:
+    """Gemma 3 with normalised values, logits without 1/sqrt(d_head), shared keys, Laurel, sparse
+    gates, and AltUp with per-layer embeddings in its other streams."""
+    read.refuse("altup_active_idx", 0, "layers that read another stream than the first")
+    read.refuse("altup_correct_scale", True, "per-layer embeddings that read the stream unscaled")
+    kinds, variance, width = _kinds(read, 5), read.variance(), head_width(read)
+    layers, scale = len(kinds), [[math.sqrt(0.5), 1.0]] * len(kinds)
+    positions = _positions_per_layer(_by_type(read, 1e6, 1e4, "rope_local_base_freq"), kinds)
+    positions["temperature"] = (width**-0.5 * np.asarray(positions["temperature"])).tolist()
+    widths = read.counts("intermediate_size", layers)
+    usual = [0.95 if n < 10 and layers > 10 else 0.0 for n in range(layers)]
+    shares = read.several("activation_sparsity_pattern", 0.0, layers) or usual
+    return _decoder(
+        read,
+        seq_len,
+        norm="sandwich",
+        window=sliding(read, seq_len, kinds),
+        embedding={"scale": math.sqrt(read.count("hidden_size"))},
+        head={"logit_softcap": read.cap("final_logit_softcapping", None)},
+        mixer=[
+            LayerAttention(qk_norm="rmsnorm", value_norm=True, keys_of=source)
+            for source in _keys_of(read, kinds)
+        ],
+        d_ff=widths[0],
+        ffn=[FeedForward(one, share or None) for one, share in zip(widths, shares, strict=True)],
+        skip_scale=scale,
+        branch_scale=scale,
+        laurel=Laurel(read.count("laurel_rank"), variance, variance),
+        streams=AltUp(read.count("altup_num_inputs"), *(variance,) * 5),
+        per_layer_embedding=_per_layer(read),
+        **positions,
     )
 
 
@@ -318,6 +361,7 @@ READERS: dict[str, Reader] = {
     "granitemoehybrid": _granitemoehybrid,
     "nemotron_h": _nemotron_h,
     "falcon_h1": _falcon_h1,
+    "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,
     "jamba": _jamba,
     "kimi_linear": _kimi_linear,

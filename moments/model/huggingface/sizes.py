@@ -19,10 +19,11 @@ _HEAD_WIDTH = ("head_dim", "d_kv", "query_pre_attn_scalar")
 # What a class's own defaults lack to be a model that is read
 _NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
 }
 # Entries with one item per layer, which follow the depth when they are left out
-_PER_LAYER = ("layer_types", "attention_layers")
+_PER_LAYER = ("layer_types", "attention_layers", "activation_sparsity_pattern")
 
 
 def at_depth(entries: Mapping[str, Any], layers: int) -> dict[str, Any]:
