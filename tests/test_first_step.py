@@ -386,9 +386,9 @@ def test_rounding_moves_a_step_as_little_as_it_is(
 
     Draws of another order would be others by 1 % here.
     """
-    import moments.step.draws as drawn
+    import moments.step.network as network
 
-    whole, noise = drawn._entrywise, np.random.default_rng(6)
+    whole, noise = network.entrywise, np.random.default_rng(6)
     model = moments.from_huggingface(config, seq_len=16)
     near = model
     for k, name in enumerate(("query", "key", "value", "output", "ffn_in", "ffn_out"), 1):
@@ -396,9 +396,9 @@ def test_rounding_moves_a_step_as_little_as_it_is(
         changed = dataclasses.replace(near.weights, **{name: (given * (1 + 1e-14 * k)).tolist()})
         near = near.replace(weights=changed)
 
-    def rounded(laws: Any, x: Any) -> Any:
-        value, slope = whole(laws, x)
-        return (value * (1 + 1e-7 * noise.standard_normal(value.shape))).astype("f4"), slope
+    def rounded(laws: Any) -> Any:
+        exact = whole(laws)
+        return lambda x: exact(x) * (1 + 1e-7 * noise.standard_normal(x.shape))
 
     def step(of: moments.Transformer) -> np.ndarray:
         with warnings.catch_warnings():
@@ -409,7 +409,7 @@ def test_rounding_moves_a_step_as_little_as_it_is(
 
     before = step(model)
     assert step(near) == pytest.approx(before, rel=1e-6)
-    monkeypatch.setattr(drawn, "_entrywise", rounded)
+    monkeypatch.setattr(network, "entrywise", rounded)
     assert step(model) == pytest.approx(before, rel=1e-4)
 
 
@@ -490,7 +490,7 @@ def test_draws_go_back_through_the_matrix_they_came_by(prediction: moments.Predi
     """W^T delta meets what W read as delta meets W x, exactly, and has the kernel that it has of
     real matrices."""
     rng, (tokens, n, m) = np.random.default_rng(0), (12, 32, 24)
-    draws = Draws(Reading.of(prediction), 400, {}, {}, np.random.default_rng(1), iter(()))
+    draws = Draws(Reading.of(prediction), 400, np.random.default_rng(1))
     root = np.linalg.cholesky(correlated(tokens, 3))
     x, delta = ((root @ rng.standard_normal((400, tokens, k))).astype(np.float32) for k in (n, m))
     y, back = draws.behind(x, m, 0.5)
@@ -742,7 +742,13 @@ def test_an_encoder_that_reads_fewer_tokens_than_its_decoder(optimizer: str) -> 
     assert isinstance(measured, moments.StepMeasurement)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
-        step = moments.predict(model, **given).after(optimizer, 1e-4)
+        prediction = moments.predict(model, **given)
+        step = prediction.after(optimizer, 1e-4)
+    # each stream's attention has the overlaps of its own tokens
+    draws = Draws.shared(prediction._stepping.reading)
+    assert draws is not None
+    shapes = [draws.sides[1, name].read.shape[1] for name in ("encoder.query", "query")]
+    assert shapes == [20, 32]
     error = abs(step.loss_change - measured.loss_change)
     assert error < 0.05 * abs(measured.loss_change) + 2 * measured.loss_change_stderr
     sites = moments.compare(step, measured).to_frame().set_index(["layer", "site"])

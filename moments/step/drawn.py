@@ -653,6 +653,16 @@ def entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
     return primitive(lambda x: as_precise(function(NUMPY, x), x), lambda r, x: times(slope(x)))
 
 
+def gated_unit(
+    act: Callable[[Any], Any], gate: Any, factor: Any, shift: float, clamp: float | None
+) -> Any:
+    """A gated unit of `GatedLinear`."""
+    if clamp is not None:
+        gate = np.minimum(gate, clamp)
+        factor = np.maximum(np.minimum(factor, clamp), -clamp)
+    return act(gate) * (factor + shift if shift else factor)
+
+
 def bend(derivative: Callable[..., Array], x: Array) -> Array:
     """The second derivative by central differences of the first, and 0 at a kink."""
     step = 1e-3
@@ -734,15 +744,10 @@ class Units:
         hidden = [np.reshape(x, shape) for x in maps]
         if self.inward:
             hidden = [gates * x for x in hidden]
-        act = entrywise(self.laws)
+        act: Callable[..., Any] = entrywise(self.laws)
         if self.gated:
-            gate, factor = hidden
-            if self.clamp is not None:
-                gate = np.minimum(gate, self.clamp)
-                factor = np.maximum(np.minimum(factor, self.clamp), -self.clamp)
-            result = act(gate) * (factor + self.shift)
-        else:
-            result = act(hidden[0])
+            act = functools.partial(gated_unit, act, shift=self.shift, clamp=self.clamp)
+        result = act(*hidden)
         result = result if self.inward else gates * result
         return np.reshape(result, (*logits.shape[:2], self.features))
 

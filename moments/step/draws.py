@@ -11,34 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.derivative import pullback
-from ..engine.response import sum_of
-from ..formulas.algebra import NUMPY
-from ..layers.attention.self_attention import CrossAttention, SelfAttention
-from ..layers.elementary import Activation, Dropout, Linear, Scale
-from ..layers.gated import GatedLinear
-from ..layers.head.components import Pool
-from ..layers.normalization import FiniteNormalization
-from ..layers.product import Product
-from ..layers.recurrent.leaf import Mixer
+from ..errors import DomainError
+from ..layers.attention.self_attention import CrossAttention
 from .change import Array, over, resolved
 from .ends import Words
 from .leaves import block_of
+from .network import Before, DrawnNetwork, Function, Key, Step, StepAndOutput, chained
 from .rules import Sides, spread
-from .sites import ENCODER
-
-if TYPE_CHECKING:
-    from .sites import Reading, Site
-
-Key = tuple[int, str]
-"""A matrix: its layer and its name."""
+from .sites import ENCODER, Reading, Site
 
 Features = np.ndarray[Any, np.dtype[np.float32]]
 """(N, T, features) of N draws."""
@@ -46,28 +32,26 @@ Features = np.ndarray[Any, np.dtype[np.float32]]
 Back = Callable[[Features], Features]
 
 
-@dataclass(eq=False)
-class Draws:
+class Draws(DrawnNetwork):
     """Draws of both passes.
 
     Attributes:
-        reading: the prediction.
         count: N.
         sides: overlaps at every matrix.
         aligned: by matrix and rule ("sgd", "sign"), the geometric mean over draws of |U x|^2 over
             |x|^2 U^2 m.
     """
 
-    reading: Reading
-    count: int
-    sides: dict[Key, Sides]
-    aligned: dict[tuple[int, str, str], float]
-    _rng: Any
-    _points: Iterator[Site]
-    _prefix: str = ""
-    _memory: tuple[Features, Site] | None = None
-    _to_memory: Any = 0.0
-    _kept: _Read | None = None
+    subject = "the pass over draws"
+
+    def __init__(self, reading: Reading, count: int, rng: np.random.Generator) -> None:
+        super().__init__(reading, rng)
+        self.count = count
+        self.sides: dict[Key, Sides] = {}
+        self.aligned: dict[tuple[int, str, str], float] = {}
+        self._memory: tuple[Features, Site] | None = None
+        self._memory_cotangent: Any = np.float32(0.0)
+        self._last_input: _Read | None = None
 
     @classmethod
     def shared(cls, reading: Reading) -> Draws | None:
@@ -80,12 +64,13 @@ class Draws:
         tokens = max(len(stream.before) for stream in reading.streams)
         more = 4 if int(np.sum(reading.targets >= 0)) <= _SENDERS else 1
         count = max(2, min(more * _MOST, more * _PAIRS // tokens**2))
-        found = cls(reading, count, {}, {}, np.random.default_rng(21), iter(reading.points))
+        draws = cls(reading, count, np.random.default_rng(21))
         try:
-            found._draw(Words.of(reading))
-        except _Undrawn:
+            with np.errstate(over="ignore"):
+                draws._draw(Words.of(reading))
+        except DomainError:
             return None
-        return found
+        return draws
 
     def _record(self, key: Key, x: Features, delta: Features) -> None:
         """Record the overlaps at a matrix, and the alignment of its step."""
@@ -102,24 +87,22 @@ class Draws:
     # --- the two passes ------------------------------------------------------------------------
 
     def _draw(self, words: Words) -> None:
-        reading, backs = self.reading, []
+        reading, passes = self.reading, []
         table = self._rows(words)
         for stream in reading.streams:
             main = stream is reading.main
-            self._prefix = "" if main else ENCODER
+            self.prefix = "" if main else ENCODER
             x = self._entered(stream, table, words, main)
             summed = dataclasses.replace(reading.points[0], index=-1, kernel=stream.before)
-            x, back, at = self._through(stream.embedding, x, summed)
-            at = next(self._points)
-            x, more, at = self._through(stream.layers, x, at)
-            x, last, at = self._through(stream.ending, x, at)
+            embedding, at, x = self.component(stream.embedding, summed, x)
+            layers, at, x = self.component(stream.layers, next(self._points), x)
+            ending, at, x = self.component(stream.ending, at, x)
             self._memory = x, at
-            backs.append((back, more, last))
+            passes.append(chained([embedding, layers, ending]))
         delta = self._sent(x, table, words)
-        for k, (back, more, last) in enumerate(reversed(backs)):
-            # the encoder's gradient is from the layers that read it
-            for step in (last, more, back):
-                delta = step(delta if k == 0 or step is not last else self._to_memory)
+        for _, back in reversed(passes):
+            back(delta)
+            delta = self._memory_cotangent  # the encoder's, from the layers that read it
 
     def _rows(self, words: Words) -> Features:
         """(N, V', d) rows of the matrix to the logits, with a subset of those of words that do not
@@ -158,43 +141,7 @@ class Draws:
         sent *= weights.astype(np.float32)[:, None]
         return np.asarray(np.float32(readout.scale) * (sent @ table))
 
-    def _through(self, part: Component, x: Features, at: Site) -> tuple[Features, Back, Site]:
-        """Output of a component, its backward pass, and its site."""
-        if isinstance(part, Chain):
-            backs: list[Back] = []
-            for one in part.children:
-                x, back, at = self._through(one, x, at)
-                backs.append(back)
-            return x, lambda delta: functools.reduce(lambda d, to: to(d), backs[::-1], delta), at
-        if isinstance(part, Layer):
-            x, back, _ = self._through(part.body, x, at)
-            return x, back, next(self._points)
-        if isinstance(part, Residual):
-            kept, added = np.float32(part.skip_scale), np.float32(part.branch_scale)
-            y, back, _ = self._through(part.branch, x, at)
-            leaving = next(self._points)
-
-            def both(delta: Features) -> Features:
-                return np.asarray(kept * delta + back(added * delta))
-
-            return kept * x + added * y, both, leaving
-        if isinstance(part, Parallel):
-            found = [self._through(branch, x, at) for branch in part.branches]
-            return (
-                sum_of([y for y, *_ in found]),
-                lambda delta: sum_of([back(delta) for _, back, _ in found]),
-                found[-1][2],
-            )
-        skips = isinstance(part, Product)  # skip the sites inside a product
-        leaving = next(p for p in self._points if not skips or p.name.endswith(part.label))
-        y, back = self.leaf(part, x, at, leaving)
-        return y, back, leaving
-
     # --- draws ---------------------------------------------------------------------------------
-
-    def _normal(self, shape: tuple[int, ...]) -> Features:
-        """Independent standard normal entries."""
-        return np.asarray(self._rng.standard_normal(shape, np.float32))
 
     def _of_kernel(self, kernel: Array, width: float) -> Features:
         shape = self.count, len(kernel), round(float(width))
@@ -209,9 +156,9 @@ class Draws:
 
     def _read(self, x: Features) -> _Read:
         """`_Read`, shared by successive matrices with the same input."""
-        if self._kept is None or self._kept.features is not x:
-            self._kept = _Read(x)
-        return self._kept
+        if self._last_input is None or self._last_input.features is not x:
+            self._last_input = _Read(x)
+        return self._last_input
 
     def behind(self, x: Features, width: float, variance: float) -> tuple[Features, Back]:
         """y = W x of a random matrix, and the backward pass through the same W. Given y, W is y x^+
@@ -232,121 +179,54 @@ class Draws:
 
     # --- components ----------------------------------------------------------------------------
 
-    @functools.singledispatchmethod
-    def leaf(self, leaf: Any, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
-        """Output features of a leaf and its backward pass, by its class; extended as `Walk.leaf`
-        is."""
-        raise _Undrawn
+    def drawn_matrix(
+        self, x: Features, shape: tuple[float, float], variance: float, rows: int = 0
+    ) -> tuple[tuple[Features, Back], Features]:
+        y, back = self.behind(x, rows or shape[1], variance)
+        return (x, back), y
 
-    @leaf.register(Linear)
-    def linear(self, leaf: Linear, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
-        given = leaf.parameters
-        variance, key = float(given["weight_variance"]), (leaving.layer, self._prefix + leaf.weight)
-        y, sent = self.behind(x, given["fan_out"], variance)
-        y = y + self._bias(float(given.get("bias_variance", 0.0)), y)
+    def matrix(self, key: Key, drawn: tuple[Features, Back], *_: Any) -> Step:
+        x, back = drawn
 
-        def back(delta: Features) -> Features:
+        def recorded(delta: Features) -> Features:
             self._record(key, x, delta)
-            return sent(delta)
+            return back(delta)
 
-        return y, back
+        return _no_change, recorded
 
-    def _bias(self, variance: float, like: Features) -> Any:
-        if not variance:
-            return np.float32(0.0)
-        return np.float32(variance**0.5) * self._normal((self.count, 1, like.shape[2]))
+    def function(
+        self, run: Callable[..., Any], values: Sequence[Array], gradient: Array
+    ) -> tuple[Function, Features]:
+        output, pull = pullback(run, *values)
 
-    @leaf.register(Activation)
-    def activation(self, leaf: Activation, x: Features, *_: Any) -> tuple[Features, Back]:
-        value, slope = _entrywise(leaf.laws, x)
-        return value, lambda delta: slope * delta
+        def back(delta: Features) -> list[Array]:
+            return [np.asarray(cotangent, np.float32) for cotangent in pull(delta)]
 
-    @leaf.register(GatedLinear)
-    def gated(
-        self, leaf: GatedLinear, x: Features, at: Site, leaving: Site
-    ) -> tuple[Features, Back]:
-        variances = float(leaf.gate), float(leaf.ffn_in)
-        (gate, by_gate), (factor, by_factor) = (
-            self.behind(x, leaf.fan_out, one) for one in variances
-        )
-        gate = gate + self._bias(float(leaf.gate_bias), gate)
-        factor = factor + self._bias(float(leaf.bias), factor)
-        value, slope = _entrywise(leaf.activation, gate)
-        prefix = self._prefix
+        return (_no_change, back), np.asarray(output, np.float32)
 
-        def back(delta: Features) -> Features:
-            sent = delta * slope * factor, delta * value
-            for name, one in zip(leaf.matrices, sent, strict=True):
-                self._record((leaving.layer, prefix + name), x, one)
-            return by_gate(sent[0]) + by_factor(sent[1])
+    @functools.singledispatchmethod
+    def leaf(self, leaf: Any, at: Site, leaving: Site, x: Features) -> StepAndOutput:
+        return super().leaf(leaf, at, leaving, x)
 
-        return value * factor, back
-
-    @leaf.register(FiniteNormalization)
-    def norm(self, leaf: FiniteNormalization, x: Features, *_: Any) -> tuple[Features, Back]:
-        if leaf.groups != 1:
-            raise _Undrawn
-        centred = (lambda h: h - h.mean(2, keepdims=True)) if leaf.centres else (lambda h: h)
-        x = centred(x)
-        inverse = 1 / np.sqrt((x * x).mean(2, keepdims=True) + np.float32(leaf.epsilon))
-        y, gain = inverse * x, np.float32(leaf.gain)
-
-        def back(delta: Features) -> Features:
-            along = y * (y * delta).mean(2, keepdims=True)
-            return np.asarray(gain * inverse * (centred(delta) - along))
-
-        return gain * y, back
-
-    @leaf.register(Dropout)
-    def dropout(self, leaf: Dropout, x: Features, *_: Any) -> tuple[Features, Back]:
-        kept = 1.0 - float(leaf.parameters["drop_prob"])
-        mask = (self._rng.random(x.shape, np.float32) < kept) / np.float32(kept)
-        return mask * x, lambda delta: mask * delta
-
-    @leaf.register(Scale)
-    def scale(self, leaf: Scale, x: Features, *_: Any) -> tuple[Features, Back]:
-        factor = np.float32(float(leaf.parameters["weight_variance"]) ** 0.5)
-        return factor * x, lambda delta: factor * delta
-
-    @leaf.register(Pool)
-    def pool(self, leaf: Pool, x: Features, *_: Any) -> tuple[Features, Back]:
-        weights = np.asarray(leaf.weights(x.shape[1]), np.float32)
-        return weights @ x, lambda delta: weights.T @ delta
-
-    @leaf.register(SelfAttention)
     @leaf.register(CrossAttention)
-    @leaf.register(Product)
-    @leaf.register(Mixer)
-    def drawn(self, leaf: Any, x: Features, at: Site, leaving: Site) -> tuple[Features, Back]:
-        crossed = isinstance(leaf, CrossAttention)
-        memory, there = self._memory if crossed and self._memory else (x, at)
-        block = block_of(leaf, self.reading, at, leaving, there)
-        features = block.head.features
-        parts = round(block.features / features)
-        read, ways, given = {}, {}, []
-        for name, matrix in block.matrices.items():
-            read[name] = memory if name in ("key", "value") else x
-            y, ways[name] = self.behind(read[name], matrix.fan_out, matrix.variance)
-            given.append(block.parted(name, y + self._bias(matrix.bias or 0.0, y), parts))
-        own, fixed = block.parameters(self._rng, self.count * parts)
-        output, pull = pullback(block.function(own, fixed), *given, *own.values())
+    def cross_attention(
+        self, leaf: CrossAttention, at: Site, leaving: Site, x: Features
+    ) -> StepAndOutput:
+        assert self._memory is not None
+        memory, site = self._memory
 
-        def back(delta: Features) -> Features:
-            apart = np.swapaxes(delta.reshape(*delta.shape[:2], parts, features), 1, 2)
-            sent = pull(apart.reshape(output.shape).astype(float))
-            result = {}
-            for (name, way), one in zip(ways.items(), sent, strict=False):
-                matrix = block.matrices[name]
-                one = block.gathered(np.asarray(one, np.float32), parts, matrix.fan_out)
-                self._record((leaving.layer, self._prefix + matrix.name), read[name], one)
-                result[name] = way(one)
-            if not crossed:
-                return np.asarray(sum_of(list(result.values())))
-            self._to_memory = self._to_memory + result["key"] + result["value"]
-            return result["query"]
+        def to_memory(delta: Features) -> Features:
+            self._memory_cotangent = self._memory_cotangent + delta
+            return np.zeros((), np.float32)
 
-        y = np.swapaxes(output.reshape(self.count, parts, -1, features), 1, 2)
-        return y.reshape(*y.shape[:2], -1).astype(np.float32), back
+        block = block_of(leaf, self.reading, at, leaving, site)
+        read: Before = ("key", "value"), (_no_change, to_memory), memory
+        return self.drawn_block(block, leaving.layer, x, [read])
+
+
+def _no_change(*_: Array) -> Array:
+    """Changes of the input are not followed."""
+    return np.zeros((), np.float32)
 
 
 _MOST, _PAIRS = 64, 2**16
@@ -395,19 +275,6 @@ class _Read:
 
 _STEP_ROWS = 128
 """Rows of a step from which its alignment is computed."""
-
-
-class _Undrawn(Exception):
-    """A component without a function of features."""
-
-
-def _entrywise(laws: Any, x: Features) -> tuple[Features, Features]:
-    """A function's values and slopes."""
-    if laws.entrywise is None:
-        raise _Undrawn
-    with np.errstate(over="ignore"):
-        value, slope = (np.asarray(one(NUMPY, x), np.float32) for one in laws.entrywise)
-    return value, slope
 
 
 def _overlaps(x: Features) -> Array:
