@@ -166,11 +166,14 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     behind = elementwise.moment(laws, own, own, hidden)
     units = Neurons.of(laws, (hidden,), inner)
     assert units is not None
-    for drawn, of in ((units.sent(0, gradient), gradient), (units.given(behind), behind)):
+    for drawn, of in (
+        (units.input_gradients(0, gradient), gradient),
+        (units.outputs(behind), behind),
+    ):
         assert 0.3 < drawn.share < 0.8
         assert drawn.twins.T @ drawn.twins / len(drawn.twins) == pytest.approx(of, abs=0.06)
     spectrum = Spectrum.of(kernel, gradient)
-    signs = sign_of_rows(spectrum, units.sent(0, gradient))
+    signs = sign_of_rows(spectrum, units.input_gradients(0, gradient))
     found = effect(spectrum, "sign", spectrum.root.lower, kernel, n, 1.0, signs=signs)
     rng = np.random.default_rng(5)
     y = rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(hidden).T
@@ -184,7 +187,7 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     square = ((np.sign(g) @ x) ** 2).mean(0)
     assert np.diag(found.total) == pytest.approx(square, rel=0.12)
     spectrum = Spectrum.of(behind, inner)
-    signs = sign_of_columns(spectrum, units.given(behind), units.received)
+    signs = sign_of_columns(spectrum, units.outputs(behind), units.cotangents)
     found = effect(spectrum, "sign", spectrum.root.lower, behind, n, 1.0, signs=signs)
     rows = rng.standard_normal((500, tokens)) @ np.linalg.cholesky(inner).T
     y = rng.standard_normal((80, n, tokens)) @ np.linalg.cholesky(hidden).T
@@ -797,12 +800,12 @@ def test_adam_s_second_update_by_the_correlation_of_two_gradients() -> None:
             return found[0] / (2 * np.pi)
 
         weights = np.array([1.0, 0.7])
-        along, square = updates.along(covariance, weights)
+        along, square = updates.projection(covariance, weights)
         radius = (np.pi / 2) ** 0.5
         wanted = radius * mean(lambda u, x, y: u * (x + 0.7 * y))
         assert square == pytest.approx(mean(lambda u, x, y: u * u), rel=0.005)
         assert along == pytest.approx(wanted / (weights @ covariance @ weights) ** 0.5, rel=0.005)
-    assert updates.along(np.ones((2, 2)), np.ones(2))[1] == pytest.approx(4.0, rel=1e-6)
+    assert updates.projection(np.ones((2, 2)), np.ones(2))[1] == pytest.approx(4.0, rel=1e-6)
 
 
 @pytest.mark.slow

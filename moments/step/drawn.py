@@ -16,8 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,16 @@ from ..layers.attention.layers import self_masks
 from ..layers.attention.projections import over_all_heads
 from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.experts.routing import Router
-from ..layers.recurrent.drawn import FIXED, OF_SECTION, Section, gram, on_lists, root_of, rows_of
+from ..layers.recurrent.drawn import (
+    FIXED,
+    Copies,
+    Section,
+    copies,
+    gram,
+    on_lists,
+    root_of,
+    rows_of,
+)
 from ..layers.recurrent.heads import convolved, sigmoid
 from ..layers.recurrent.mixers import taps
 from ..model.mixers import LatentAttention, ShortConvolution
@@ -53,27 +61,6 @@ TINY, NOTHING = 1e-5, 1e-12
 experts chosen before the step (the number of tokens that change experts is linear in the change,
 other second-order effects quadratic, so that single draws would dominate). And share of the mean
 squared gradient below which a row's is set to 0."""
-
-
-class Copies(NamedTuple):
-    """Copies of a drawn parameter that multiplies no input: how often the block has it (`times`),
-    and how many independent draws of the function use each copy (`shared`)."""
-
-    times: float
-    shared: float
-
-
-def copies(head: Any, name: str) -> Copies:
-    """Copies of a head's own parameter."""
-    if hasattr(head, "copies"):
-        result: Copies = head.copies(name)
-        return result
-    first = name.partition(".")[0]
-    first = OF_SECTION.get(first, first)
-    if first in head.inner:
-        return Copies(head.inner[first].served ** 0.5, head.inner[first].served ** 0.5)
-    section = head.sections[first]
-    return Copies(section.rows / section.drawn, section.shared)
 
 
 class _Probe(NamedTuple):
@@ -111,13 +98,11 @@ class Draws(NamedTuple):
     sizes: Array
 
 
+@dataclass(frozen=True, eq=False)
 class Block:
     """A block at the kernels of both passes.
 
     Attributes:
-        matrices: by section.
-
-    Args:
         head: the function.
         matrices: by section, whose preactivations they give.
         reads: (T, T) kernels of the matrices' inputs.
@@ -127,48 +112,29 @@ class Block:
         sequences: number of sequences in the T tokens.
         gains: fan_in times variance of matrices inside the function.
         factors: multiply preactivations before the function.
-        gradients: (T, T) predicted at the matrices' outputs, by section; others are drawn.
+        predicted: (T, T) gradients at the matrices' outputs, by section; others are drawn.
         named: maps the function's own parameters to their names in the model.
     """
 
-    def __init__(
-        self,
-        head: Any,
-        matrices: Mapping[str, LawMatrix],
-        reads: Mapping[str, Array],
-        received: Array,
-        features: float,
-        known: Mapping[str, float],
-        sequences: int = 1,
-        gains: Mapping[str, float] = MappingProxyType({}),
-        factors: Mapping[str, float] = MappingProxyType({}),
-        gradients: Mapping[str, Array] = MappingProxyType({}),
-        named: Callable[[str], str] = str,
-    ) -> None:
-        self.head, self.features = head, features
-        self.matrices = {name: matrices[name] for name in head.sections}
-        self.reads, self.received = reads, received
-        self.sequences, self.gains, self.named = sequences, gains, named
-        self._factors, self._known, self._gradients = factors, known, gradients
+    head: Any
+    matrices: Mapping[str, LawMatrix]
+    reads: Mapping[str, Array]
+    received: Array
+    features: float
+    known: Mapping[str, float]
+    sequences: int = 1
+    gains: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, Array] = field(default_factory=dict)
+    named: Callable[[str], str] = str
 
     def narrowed(self, features: int) -> Block:
         """The block with draws of so few features that whole ones make up `features`, if it can."""
         if features % self.head.features == 0 or not hasattr(self.head, "most"):
             return self
         most = math.gcd(features, self.head.features) if features > self.head.features else features
-        return Block(
-            dataclasses.replace(self.head, most=most),
-            self.matrices,
-            self.reads,
-            self.received,
-            self.features,
-            self._known,
-            self.sequences,
-            self.gains,
-            self._factors,
-            self.gradients,
-            self.named,
-        )
+        head = dataclasses.replace(self.head, most=most)
+        return dataclasses.replace(self, head=head, predicted=self.gradients)
 
     @functools.cached_property
     def draws(self) -> Draws:
@@ -223,9 +189,9 @@ class Block:
         """(T, T) E delta delta at every section."""
         result = {}
         for name, matrix in self.matrices.items():
-            kernel = self._gradients[name] if name in self._gradients else self._gram(name)
+            kernel = self.predicted[name] if name in self.predicted else self._gram(name)
             square = matrix.fan_in * matrix.fan_out * float(np.vdot(kernel, self.reads[name]))
-            result[name] = (self._known.get(name, square) / square if square > 0 else 1.0) * kernel
+            result[name] = (self.known.get(name, square) / square if square > 0 else 1.0) * kernel
         return result
 
     @functools.cached_property
@@ -254,9 +220,9 @@ class Block:
         """The function of the list of preactivations by section and its own parameters."""
         names, own = list(self.head.sections), list(own)
         run = on_lists(head or self.head, names, own, fixed, self.sequences)
-        if not self._factors:
+        if not self.factors:
             return run
-        factors = [self._factors.get(name, 1.0) for name in (*names, *own)]
+        factors = [self.factors.get(name, 1.0) for name in (*names, *own)]
         return lambda *values: run(*(f * x for f, x in zip(factors, values, strict=True)))
 
     def parted(self, name: str, y: Any, parts: int) -> Any:

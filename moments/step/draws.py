@@ -99,7 +99,7 @@ class Draws(DrawnNetwork):
             ending, at, x = self.component(stream.ending, at, x)
             self._memory = x, at
             passes.append(chained([embedding, layers, ending]))
-        delta = self._sent(x, table, words)
+        delta = self._head_gradient(x, table, words)
         for _, back in reversed(passes):
             back(delta)
             delta = self._memory_cotangent  # the encoder's, from the layers that read it
@@ -124,7 +124,7 @@ class Draws(DrawnNetwork):
         own: Features = np.float32(token.amplitude) * table[:, read]
         return np.asarray(own + self._of_kernel(rest, d))
 
-    def _sent(self, x: Features, table: Features, words: Words) -> Features:
+    def _head_gradient(self, x: Features, table: Features, words: Words) -> Features:
         """The gradient of the loss at the input of the matrix to the logits."""
         readout, drawn = self.reading.readout, table.shape[1]
         log_rows = np.zeros(drawn, np.float32)

@@ -49,11 +49,9 @@ def drawn_block(
         if square is not None and name != SHARED_KEY and reading.batches is None:
             known[name] = square
     gradient = leaving.gradient if received is None else received
-    return reading.once(
-        Block,
-        leaving.index,
-        make=lambda: Block(head, matrices, reads, gradient, features, known, sequences, **options),
-    )
+    matrices = {name: matrices[name] for name in head.sections}
+    given = matrices, reads, gradient, features, known, sequences
+    return reading.once(Block, leaving.index, make=lambda: Block(head, *given, **options))
 
 
 @functools.singledispatch
@@ -152,9 +150,9 @@ def attention_block(
                 m.fan_in * m.variance * own + (m.bias or 0.0) + heads.norm_epsilon
             )
     head, sequences = AttentionHead(heads, None, each, sizes), int(heads.sequences)
-    gradients, size = entering.sent(heads, source), float(width)
+    gradients, size = entering.attention_gradients(heads, source), float(width)
     return drawn_block(
-        reading, leaving, head, matrices, kernels, size, sequences, gradients=gradients
+        reading, leaving, head, matrices, kernels, size, sequences, predicted=gradients
     )
 
 
@@ -221,8 +219,8 @@ def latent_block(
                 own = float(np.vdot(made.gradients[SHARED_KEY], read[SHARED_KEY]))
                 square -= d * block.rope_dim * own
             gradient = gradient * (square / (d * rank * float(np.vdot(gradient, entering.kernel))))
-        at = entering.behind(name, kernel, gradient, float(rank))
-        behind = entering.behind(label, read[readers[0]], np.asarray(there), float(rank))
+        at = entering.inner(name, kernel, gradient, float(rank))
+        behind = entering.inner(label, read[readers[0]], np.asarray(there), float(rank))
         variance = max(float(down.parameters["weight_variance"]), 1e-60)
         latents.append(Latent(name, variance, norm, at, behind, readers))
     return made, latents
@@ -267,5 +265,5 @@ def mixture_block(
     added = float(given.get("bias_variance", 0.0)) if out.has_bias else None
     shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
     kernel = (leaving.kernel - (added or 0.0) * shared) / (many * variance)
-    at = leaving.behind("hidden", kernel, received, float(many))
+    at = leaving.inner("hidden", kernel, received, float(many))
     return block, at, LawMatrix(out.weight, many, int(given["fan_out"]), variance, added), gates

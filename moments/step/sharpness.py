@@ -44,8 +44,9 @@ from ..layers.attention.latent import LatentHeads
 from ..layers.elementary import LayerScale
 from ..layers.experts.mixture import Mixture
 from ..layers.normalization import FiniteNormalization
+from ..layers.recurrent.drawn import copies
 from ..model.mixers import GatedDeltaNet, LinearAttention
-from .drawn import Block, copies
+from .drawn import Block
 from .ends import Words
 from .leaves import latent_block, mixture_block
 from .network import Array, DrawnNetwork, Function, Key, Step, StepAndOutput, chained
@@ -411,7 +412,9 @@ class Hessian(DrawnNetwork):
         along *= np.float32(self.reading.logit_variance / along.sum() / readout.width)
         size = (x * x).mean(1)
         along /= np.where(size > 0, size, 1.0)
-        return np.asarray(readout.scale * words.sent @ rows + along[:, None] * x, np.float32)
+        return np.asarray(
+            readout.scale * words.logit_gradient @ rows + along[:, None] * x, np.float32
+        )
 
     def _head(self, words: Words) -> list[Step]:
         """The head: upper steps of its matrix, unless it is tied, and G of a uniform softmax."""
@@ -426,7 +429,7 @@ class Hessian(DrawnNetwork):
         if reading.tied:
             return [logits]
         key = reading.model.layers + 1, "head"
-        gram = readout.scale**2 * (words.sent * words.rows) @ words.sent.T
+        gram = readout.scale**2 * (words.logit_gradient * words.rows) @ words.logit_gradient.T
         return [self._upper(key, gram, self._inverse_p(key, rows * n), n), logits]
 
     def _tied(self, words: Words, table: Table) -> tuple[Step, Step]:
@@ -436,7 +439,7 @@ class Hessian(DrawnNetwork):
         space, root = ("lower", key), np.float32(self._inverse_p(key, table.count * width) ** 0.5)
         self.shapes[space] = len(words.rows), self._features(width)
         reads = np.asarray(root * table.amplitude * words.reads, np.float32)
-        logit_gradient = words.sent * np.sqrt(words.rows)
+        logit_gradient = words.logit_gradient * np.sqrt(words.rows)
         logit_gradient = np.asarray(root * self.reading.readout.scale * logit_gradient, np.float32)
 
         def lookup_back(delta: Array) -> Array:
