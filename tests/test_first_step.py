@@ -389,9 +389,9 @@ def test_rounding_moves_a_step_as_little_as_it_is(
 
     Draws of another order would be others by 1 % here.
     """
-    import moments.step.network as network
+    import moments.step.draws as draws
 
-    whole, noise = network.entrywise, np.random.default_rng(6)
+    whole, noise = draws.entrywise, np.random.default_rng(6)
     model = moments.from_huggingface(config, seq_len=16)
     near = model
     for k, name in enumerate(("query", "key", "value", "output", "ffn_in", "ffn_out"), 1):
@@ -412,7 +412,7 @@ def test_rounding_moves_a_step_as_little_as_it_is(
 
     before = step(model)
     assert step(near) == pytest.approx(before, rel=1e-6)
-    monkeypatch.setattr(network, "entrywise", rounded)
+    monkeypatch.setattr(draws, "entrywise", rounded)
     assert step(model) == pytest.approx(before, rel=1e-4)
 
 
@@ -480,7 +480,7 @@ def test_draws_scatter_as_real_modules_do(batch: Any) -> None:
             read[layer].append(flat @ flat.T / 64)
     scatter = {}
     for layer, seen in read.items():
-        drawn = draws.sides[layer, "query"].read
+        drawn = draws.sides[layer, "query"].inputs
         mean = np.mean(seen, 0)
         assert np.abs(drawn.mean(0) - mean).mean() < 0.03
         there = drawn.var(0, ddof=1).mean(), np.var(seen, 0, ddof=1).mean()
@@ -750,7 +750,7 @@ def test_an_encoder_that_reads_fewer_tokens_than_its_decoder(optimizer: str) -> 
     # each stream's attention has the overlaps of its own tokens
     draws = Draws.shared(prediction._stepping.reading)
     assert draws is not None
-    shapes = [draws.sides[1, name].read.shape[1] for name in ("encoder.query", "query")]
+    shapes = [draws.sides[1, name].inputs.shape[1] for name in ("encoder.query", "query")]
     assert shapes == [20, 32]
     error = abs(step.loss_change - measured.loss_change)
     assert error < 0.05 * abs(measured.loss_change) + 2 * measured.loss_change_stderr

@@ -368,7 +368,7 @@ def ending(
     kernel = np.asarray(readout.kernel.off_diagonal)
     name = "token" if reading.tied else "head"
     step = rate * optimizer.factor(name)
-    decay = optimizer.left(name, rate)
+    decay = optimizer.decay(name, rate)
     blocks, logit_gradient = _row_blocks(reading, words, tied), words.logit_gradient
     steps = _RowSteps.of(optimizer, blocks, words.rows, len(kernel), words.rows)
     pulled, total_rows = steps.pulled.T, float(words.rows.sum())

@@ -47,9 +47,9 @@ from ..layers.normalization import FiniteNormalization
 from ..layers.recurrent.drawn import copies
 from ..model.mixers import GatedDeltaNet, LinearAttention
 from .drawn import Block
+from .draws import Array, DrawnNetwork, Function, Key, Step, StepAndOutput, chained
 from .ends import Words
 from .leaves import latent_block, mixture_block
-from .network import Array, DrawnNetwork, Function, Key, Step, StepAndOutput, chained
 from .rules import Optimizer, named_optimizer
 from .sites import Reading, Site, Table
 

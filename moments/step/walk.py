@@ -254,7 +254,7 @@ class Walk:
 
     def kept(self, name: str) -> float:
         """Factor of a parameter by weight decay."""
-        return self.optimizer.left(name, self.rate)
+        return self.optimizer.decay(name, self.rate)
 
     def matrix(
         self,
