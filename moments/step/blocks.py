@@ -176,7 +176,7 @@ def layer_scale(
         kernel,
         gradient / square,
         walk.optimizer.rule_of(name),
-        change.met(kernel),
+        change.updated_overlap(kernel),
         change.new(kernel),
         leaving.width,
         walk.optimizer.pulled,

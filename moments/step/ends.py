@@ -372,7 +372,7 @@ def ending(
     blocks, logit_gradient = _row_blocks(reading, words, tied), words.logit_gradient
     steps = _RowSteps.of(optimizer, blocks, words.rows, len(kernel), words.rows)
     pulled, total_rows = steps.pulled.T, float(words.rows.sum())
-    own = -step * scale**2 * d * (change.met(kernel) @ (pulled * logit_gradient))
+    own = -step * scale**2 * d * (change.updated_overlap(kernel) @ (pulled * logit_gradient))
     table = reading.main.token_table
     if reading.tied and table is not None:
         # rows that tokens look up also step along the gradients of these tokens

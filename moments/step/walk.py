@@ -169,7 +169,7 @@ class Walk:
         leaving = next(points)
         scales = float(node.skip_scale) ** 2, float(node.branch_scale) ** 2
         received = leaving.gradient
-        change = change.parted(entering.gradient, scales[0] * received)
+        change = change.decorrelated(entering.gradient, scales[0] * received)
         skip, added = change.times(scales[0]), branch.times(scales[1])
         total = skip.plus(added, received)
         cross = (
@@ -333,7 +333,7 @@ class Walk:
         """E x' z and E x' x' of the updated input x' (`effect`)."""
         if entering.index not in self.moved:
             root = self.reading.cache[Root, entering.index]
-            onto = root.whitened(change.met(entering.kernel))
+            onto = root.whitened(change.updated_overlap(entering.kernel))
             self.moved[entering.index] = onto, change.new(entering.kernel)
         return self.moved[entering.index]
 
@@ -470,7 +470,7 @@ class Walk:
             normal,
             gradient,
             self.optimizer.rule_of(name),
-            before.met(normal),
+            before.updated_overlap(normal),
             before.new(normal),
             leaving.width,
             self.optimizer.pulled,
@@ -491,7 +491,7 @@ class Walk:
         units = self.reading.cache.get((Neurons, entering.index))
         if units is not None:
             self.reading.once(Neurons, leaving.index, make=lambda: units.dropped(keep))
-        change = change.parted(entering.gradient, leaving.gradient)
+        change = change.decorrelated(entering.gradient, leaving.gradient)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / keep - 1))
 
     @leaf.register(Scale)
