@@ -115,8 +115,8 @@ def latent_attention(
         gradient, layer, variance = latent.at.gradient, leaving.layer, latent.variance
         result = walk.matrix(latent.name, change, entering, gradient, layer, shape, variance)
         walk.response = shape[0] * variance * own.response
-        result = walk.norm(latent.norm, result, latent.at, latent.behind)
-        inner = Read(result, latent.behind, walk.response, own.overlaps)
+        result = walk.norm(latent.norm, result, latent.at, latent.after)
+        inner = Read(result, latent.after, walk.response, own.overlaps)
         reads |= dict.fromkeys(latent.readers, inner)
     result = through(walk, block, reads, leaving)
     if SHARED_KEY in block.matrices:

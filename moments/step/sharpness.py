@@ -538,7 +538,7 @@ class Hessian(DrawnNetwork):
             weights, y = self.drawn_matrix(x, shape, latent.variance)
             gradient, whole = latent.at.gradient, (key, d * rows)
             down = self.matrix(key, weights, at.kernel, gradient, shape, False, whole)
-            after = dataclasses.replace(latent.behind, layer=layer)
+            after = dataclasses.replace(latent.after, layer=layer)
             norm, y = self.norm(latent.norm, latent.at, after, y)
             before.append((latent.readers, chained([down, norm]), y))
         return self.drawn_block(block, layer, x, before)
