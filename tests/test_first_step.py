@@ -273,7 +273,7 @@ def test_signs_of_two_gradients_add_up_as_far_as_they_are_one() -> None:
     for kernel in (gradient, left * gradient):
         one = vector_effect(kernel, "sign", 1.0)
         both = both.shifted(float(one.coherent[0, 0]), float(one.total[0, 0]), kernel)
-        both = both.parted(gradient, left * gradient)
+        both = both.decorrelated(gradient, left * gradient)
     assert both.total == pytest.approx(2 + 4 / np.pi * np.arcsin(left**0.5), rel=2e-3)
 
 

@@ -321,8 +321,8 @@ class Block:
 
         def coherently(rows: Mapping[str, Array]) -> dict[str, Array]:
             result = {name: incoming[name] @ rows[name] for name in parts}
-            moved = [name for name in parts if stepping[name].any()]
-            return result | {name: result[name] + stepped(name, rows[name]) for name in moved}
+            moving = [name for name in parts if stepping[name].any()]
+            return result | {name: result[name] + stepped(name, rows[name]) for name in moving}
 
         probe, nonzero = draws.sized_probe, draws.sizes > 0
         tangents = coherently(probe.pulled)
@@ -347,27 +347,27 @@ class Block:
         shifts, along_gradient = dict(steps), coherently(self.drawn_gradients)
         normal = _independent(tuple(shift.shape for shift in along_gradient.values()))
         for (name, shift), noise in zip(along_gradient.items(), normal, strict=True):
-            scale = shift.shape[0] * shift.shape[2]
-            rest = spread(changes[name].total - gram(shift) / scale)
+            rows = shift.shape[0] * shift.shape[2]
+            rest = spread(changes[name].total - gram(shift) / rows)
             shifts[name] = rest @ noise - shift
         every = draws.preactivations | draws.own
         ratios = [np.abs(u).max() / (np.abs(every[k]).max() or 1.0) for k, u in shifts.items()]
         share = float(max(ratios))
-        grown = max(TINY / share, 1.0) if share > 0 else 1.0
-        run, sides = draws.run if grown == 1.0 else draws.run_fixed, []
-        for sign in (grown, -grown):
-            shifted = [x + sign * shifts.get(name, 0.0) for name, x in every.items()]
+        scale = max(TINY / share, 1.0) if share > 0 else 1.0
+        run, sides = draws.run if scale == 1.0 else draws.run_fixed, []
+        for signed_scale in (scale, -scale):
+            shifted = [x + signed_scale * shifts.get(name, 0.0) for name, x in every.items()]
             sides.append(run(*shifted) - draws.output)
-        moved = (sides[0] - sides[1]) / (2 * grown)
-        kept = self._saturation(moved, coherent, gradient)
-        coherent = kept[:, None] * coherent
-        total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
-        drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), draws.output)
+        change = (sides[0] - sides[1]) / (2 * scale)
+        saturation = self._saturation(change, coherent, gradient)
+        coherent = saturation[:, None] * coherent
+        total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * scale**2)
+        drift = self._mean((sides[0] + sides[1]) / (2 * scale**2), draws.output)
         overlap = self._averaged({name: one.overlap for name, one in changes.items()})
         scattered = self.response({name: one.scattered for name, one in changes.items()})
-        change = Change(coherent, overlap + drift, total, kept[:, None] * scattered)
+        result = Change(coherent, overlap + drift, total, saturation[:, None] * scattered)
         if not isinstance(self.head, Units):
-            return change, {}
+            return result, {}
         router, *maps = self.head.names
         chosen = self.head.router.choice(draws.preactivations[router])[..., None]
         at_chosen = {}
@@ -375,12 +375,12 @@ class Block:
             square = stepped(name, self.drawn_gradients[name]).reshape(*chosen.shape[:-1], -1) ** 2
             if square.any():
                 at_chosen[name] = float((chosen * square).mean() / (chosen.mean() * square.mean()))
-        return change, at_chosen
+        return result, at_chosen
 
-    def _saturation(self, moved: Array, coherent: Array, gradient: Array) -> Array:
+    def _saturation(self, change: Array, coherent: Array, gradient: Array) -> Array:
         """(T,) ratio of each token's finite coherent change to the linear one, at most 1, and 1
         within three standard errors: near 0, slopes of a norm are steeper than any change."""
-        each = -(moved * self.draws.delta).mean(-1)
+        each = -(change * self.draws.delta).mean(-1)
         linear = np.sum(coherent * gradient, -1)
         positive = linear > 0
         divisor = np.where(positive, linear, 1.0)
