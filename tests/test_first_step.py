@@ -166,11 +166,14 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     behind = elementwise.moment(laws, own, own, hidden)
     units = Neurons.of(laws, (hidden,), inner)
     assert units is not None
-    for drawn, of in ((units.sent(0, gradient), gradient), (units.given(behind), behind)):
+    for drawn, of in (
+        (units.input_gradients(0, gradient), gradient),
+        (units.outputs(behind), behind),
+    ):
         assert 0.3 < drawn.share < 0.8
         assert drawn.twins.T @ drawn.twins / len(drawn.twins) == pytest.approx(of, abs=0.06)
     spectrum = Spectrum.of(kernel, gradient)
-    signs = sign_of_rows(spectrum, units.sent(0, gradient))
+    signs = sign_of_rows(spectrum, units.input_gradients(0, gradient))
     found = effect(spectrum, "sign", spectrum.root.lower, kernel, n, 1.0, signs=signs)
     rng = np.random.default_rng(5)
     y = rng.standard_normal((draws, tokens)) @ np.linalg.cholesky(hidden).T
@@ -184,7 +187,7 @@ def test_rows_and_columns_that_are_not_gaussian() -> None:
     square = ((np.sign(g) @ x) ** 2).mean(0)
     assert np.diag(found.total) == pytest.approx(square, rel=0.12)
     spectrum = Spectrum.of(behind, inner)
-    signs = sign_of_columns(spectrum, units.given(behind), units.received)
+    signs = sign_of_columns(spectrum, units.outputs(behind), units.cotangents)
     found = effect(spectrum, "sign", spectrum.root.lower, behind, n, 1.0, signs=signs)
     rows = rng.standard_normal((500, tokens)) @ np.linalg.cholesky(inner).T
     y = rng.standard_normal((80, n, tokens)) @ np.linalg.cholesky(hidden).T
@@ -270,7 +273,7 @@ def test_signs_of_two_gradients_add_up_as_far_as_they_are_one() -> None:
     for kernel in (gradient, left * gradient):
         one = vector_effect(kernel, "sign", 1.0)
         both = both.shifted(float(one.coherent[0, 0]), float(one.total[0, 0]), kernel)
-        both = both.parted(gradient, left * gradient)
+        both = both.decorrelated(gradient, left * gradient)
     assert both.total == pytest.approx(2 + 4 / np.pi * np.arcsin(left**0.5), rel=2e-3)
 
 
@@ -386,9 +389,9 @@ def test_rounding_moves_a_step_as_little_as_it_is(
 
     Draws of another order would be others by 1 % here.
     """
-    import moments.step.draws as drawn
+    import moments.step.draws as draws
 
-    whole, noise = drawn._entrywise, np.random.default_rng(6)
+    whole, noise = draws.entrywise, np.random.default_rng(6)
     model = moments.from_huggingface(config, seq_len=16)
     near = model
     for k, name in enumerate(("query", "key", "value", "output", "ffn_in", "ffn_out"), 1):
@@ -396,9 +399,9 @@ def test_rounding_moves_a_step_as_little_as_it_is(
         changed = dataclasses.replace(near.weights, **{name: (given * (1 + 1e-14 * k)).tolist()})
         near = near.replace(weights=changed)
 
-    def rounded(laws: Any, x: Any) -> Any:
-        value, slope = whole(laws, x)
-        return (value * (1 + 1e-7 * noise.standard_normal(value.shape))).astype("f4"), slope
+    def rounded(laws: Any) -> Any:
+        exact = whole(laws)
+        return lambda x: exact(x) * (1 + 1e-7 * noise.standard_normal(x.shape))
 
     def step(of: moments.Transformer) -> np.ndarray:
         with warnings.catch_warnings():
@@ -409,7 +412,7 @@ def test_rounding_moves_a_step_as_little_as_it_is(
 
     before = step(model)
     assert step(near) == pytest.approx(before, rel=1e-6)
-    monkeypatch.setattr(drawn, "_entrywise", rounded)
+    monkeypatch.setattr(draws, "entrywise", rounded)
     assert step(model) == pytest.approx(before, rel=1e-4)
 
 
@@ -477,7 +480,7 @@ def test_draws_scatter_as_real_modules_do(batch: Any) -> None:
             read[layer].append(flat @ flat.T / 64)
     scatter = {}
     for layer, seen in read.items():
-        drawn = draws.sides[layer, "query"].read
+        drawn = draws.sides[layer, "query"].inputs
         mean = np.mean(seen, 0)
         assert np.abs(drawn.mean(0) - mean).mean() < 0.03
         there = drawn.var(0, ddof=1).mean(), np.var(seen, 0, ddof=1).mean()
@@ -490,7 +493,7 @@ def test_draws_go_back_through_the_matrix_they_came_by(prediction: moments.Predi
     """W^T delta meets what W read as delta meets W x, exactly, and has the kernel that it has of
     real matrices."""
     rng, (tokens, n, m) = np.random.default_rng(0), (12, 32, 24)
-    draws = Draws(Reading.of(prediction), 400, {}, {}, np.random.default_rng(1), iter(()))
+    draws = Draws(Reading.of(prediction), 400, np.random.default_rng(1))
     root = np.linalg.cholesky(correlated(tokens, 3))
     x, delta = ((root @ rng.standard_normal((400, tokens, k))).astype(np.float32) for k in (n, m))
     y, back = draws.behind(x, m, 0.5)
@@ -742,7 +745,13 @@ def test_an_encoder_that_reads_fewer_tokens_than_its_decoder(optimizer: str) -> 
     assert isinstance(measured, moments.StepMeasurement)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", moments.ValidityWarning)
-        step = moments.predict(model, **given).after(optimizer, 1e-4)
+        prediction = moments.predict(model, **given)
+        step = prediction.after(optimizer, 1e-4)
+    # each stream's attention has the overlaps of its own tokens
+    draws = Draws.shared(prediction._stepping.reading)
+    assert draws is not None
+    shapes = [draws.sides[1, name].inputs.shape[1] for name in ("encoder.query", "query")]
+    assert shapes == [20, 32]
     error = abs(step.loss_change - measured.loss_change)
     assert error < 0.05 * abs(measured.loss_change) + 2 * measured.loss_change_stderr
     sites = moments.compare(step, measured).to_frame().set_index(["layer", "site"])
@@ -791,12 +800,12 @@ def test_adam_s_second_update_by_the_correlation_of_two_gradients() -> None:
             return found[0] / (2 * np.pi)
 
         weights = np.array([1.0, 0.7])
-        along, square = updates.along(covariance, weights)
+        along, square = updates.projection(covariance, weights)
         radius = (np.pi / 2) ** 0.5
         wanted = radius * mean(lambda u, x, y: u * (x + 0.7 * y))
         assert square == pytest.approx(mean(lambda u, x, y: u * u), rel=0.005)
         assert along == pytest.approx(wanted / (weights @ covariance @ weights) ** 0.5, rel=0.005)
-    assert updates.along(np.ones((2, 2)), np.ones(2))[1] == pytest.approx(4.0, rel=1e-6)
+    assert updates.projection(np.ones((2, 2)), np.ones(2))[1] == pytest.approx(4.0, rel=1e-6)
 
 
 @pytest.mark.slow

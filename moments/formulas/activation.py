@@ -60,9 +60,9 @@ def activation(
     if slope is None:
         slope = price(moment)
     if kurtosis is None:
-        kurtosis = remembered(lambda m, v: fourth_over_squared(m, function, v, kinks))
+        kurtosis = cached_expectation(lambda m, v: fourth_over_squared(m, function, v, kinks))
     if alignment is None:
-        alignment = remembered(lambda m, v: slope_alignment(m, function, v, kinks))
+        alignment = cached_expectation(lambda m, v: slope_alignment(m, function, v, kinks))
 
     def covariance(m: Any, v: Any, other: Any, r: Any) -> Any:
         return moment(m, v, other, r) - mean(m, v) * mean(m, other)
@@ -101,9 +101,9 @@ _OWN: dict[str, Any] = {"v": "x_variance", "other": "x_variance", "r": lambda m:
 """Symbols of a pair of tokens, and of a token with itself."""
 
 
-def remembered(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache an expectation: floats in a least-recently-used cache, arrays in a `Keeping` number
-    system, and many variances as a series in their logarithm."""
+def cached_expectation(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache an expectation: floats in a least-recently-used cache, arrays in a `CachingNumpy`, and
+    many variances as a series in their logarithm."""
 
     @functools.lru_cache(maxsize=1024)
     def at_floats(*values: float) -> Any:
@@ -173,14 +173,14 @@ RELU = activation(
 
 # --- GeLU, erf form: x Phi(x) -------------------------------------------------------------------
 # x Phi(x) = E (x - z)^+ - phi(x), z an independent standard normal: ReLU's moment at variances
-# 1 + v and 1 + v', less a Gaussian integral that holds all with phi. Neither's slope cancels.
+# 1 + v and 1 + v', less a Gaussian integral of all terms with phi. Neither's slope cancels.
 
 
 def _gelu_moment(m: Any, v: Any, other: Any, r: Any) -> Any:
     c, size = r * m.sqrt(v * other), m.sqrt((1 + v) * (1 + other))
-    apart = (1 - r) * (1 + r)
-    gap = 1 + v + other + v * other * apart  # size^2 - c^2
-    rest = 1 + apart * (v + other) + r**2 * (other / (1 + v) + v / (1 + other))
+    unshared = (1 - r) * (1 + r)
+    gap = 1 + v + other + v * other * unshared  # size^2 - c^2
+    rest = 1 + unshared * (v + other) + r**2 * (other / (1 + v) + v / (1 + other))
     return size * arc_cosine(m, 1, c / size) - rest / (2 * m.pi * m.sqrt(gap))
 
 
@@ -263,9 +263,11 @@ def by_quadrature(
         name,
         title,
         limits={"x_variance": resolved, "x_other_variance": resolved},
-        mean=remembered(lambda m, v: 0 * v if odd else m.expect(averaged, v, kinks)),
-        moment=remembered(lambda m, v, other, r: m.expect_pair(function, v, other, r, kinks)),
-        slope=remembered(
+        mean=cached_expectation(lambda m, v: 0 * v if odd else m.expect(averaged, v, kinks)),
+        moment=cached_expectation(
+            lambda m, v, other, r: m.expect_pair(function, v, other, r, kinks)
+        ),
+        slope=cached_expectation(
             lambda m, v, other, r: m.expect_pair(differentiated(function), v, other, r, kinks)
         ),
         function=function,
@@ -467,8 +469,8 @@ def _xielu_slope(x: np.ndarray) -> np.ndarray:
 
 
 BY_VALUES: dict[str, tuple[Function, Function]] = {"xielu": (_xielu, _xielu_slope)}
-"""Function and derivative of those that are registered when they are first asked for: xIELU of
-Huang and Schlag 2024 where its parameters start, alpha_p = alpha_n = .8 and beta = .5."""
+"""Function and derivative of activations that are registered at first use: xIELU of Huang and
+Schlag 2024 with its initial parameters, alpha_p = alpha_n = .8 and beta = .5."""
 
 # --- the part of the input above a quantile -------------------------------------------------------
 
@@ -572,7 +574,7 @@ def _leaky(slope: str) -> ComponentLaws:
 
 
 def registered_function(name: str) -> tuple[Function, Function] | None:
-    """A registered activation's function and derivative; None: not one of the user's."""
+    """Function and derivative of an activation given by values; None for the built-in ones."""
     return _REGISTERED[name][1:] if name in _REGISTERED else BY_VALUES.get(name)
 
 

@@ -332,15 +332,15 @@ NUMPY = SimpleNamespace(
 )
 
 
-class Keeping(SimpleNamespace):
-    """NUMPY with a cache of expectations by identity of arrays (`activation.remembered`), as the
-    backward pass of a layer needs those of its forward pass again."""
+class CachingNumpy(SimpleNamespace):
+    """NUMPY with a cache of expectations by identity of arrays (`activation.cached_expectation`),
+    as the backward pass of a layer needs those of its forward pass again."""
 
     def __init__(self) -> None:
         super().__init__(**vars(NUMPY), held={})
 
     def __reduce__(self) -> Any:
-        return Keeping, ()
+        return CachingNumpy, ()
 
 
 # Elementary functions of every number system.

@@ -63,7 +63,7 @@ def value_path_covariance(m: Any, seq_len: Any, grad_variance: Any, grad_covaria
 
 
 def _common(m: Any, x_variance: Any, x_correlation: Any) -> Any:
-    """What all tokens share."""
+    """The covariance of two tokens."""
     return x_correlation * x_variance
 
 
@@ -112,22 +112,22 @@ ATTENTION_WITHOUT_VALUE = ComponentLaws(
 )
 
 
-def _with_value(average: Any) -> Substituted:
-    """Behind the value projection."""
-    return Substituted(lambda m, value, d_model, of: d_model * value * of, of=average)
+def _after_value(average: Any) -> Substituted:
+    """After the value projection."""
+    return Substituted(lambda m, value, d_model, inner: d_model * value * inner, inner=average)
 
 
-attention_variance = _with_value(_AVERAGE_VARIANCE)
-attention_covariance = _with_value(_AVERAGE_COVARIANCE)
+attention_variance = _after_value(_AVERAGE_VARIANCE)
+attention_covariance = _after_value(_AVERAGE_COVARIANCE)
 
 
-def _returned(through_values: Any) -> Substituted:
-    """Before the value projection."""
-    return Substituted(lambda m, value, fan_out, of: fan_out * value * of, of=through_values)
+def _before_value(at_values: Any) -> Substituted:
+    """Gradient before the value projection."""
+    return Substituted(lambda m, value, fan_out, inner: fan_out * value * inner, inner=at_values)
 
 
-# Heads share the input and have independent weights: each carries the moments of one head, and
-# the gradients they send back add up, so fan_out is the width of all values together.
+# Heads share the input and have independent weights: each has the moments of one head, and their
+# gradients add up at the input, so that fan_out is the width of all values together.
 ATTENTION = ComponentLaws(
     "attention",
     "Multi-head scaled dot-product attention with value projection, heads concatenated",
@@ -139,9 +139,11 @@ ATTENTION = ComponentLaws(
     published={
         "variance": asymptotic(attention_variance, kedia("A.8"), FORWARD_NOTE),
         "covariance": asymptotic(attention_covariance, kedia("A.8"), FORWARD_NOTE),
-        "grad_variance": asymptotic(_returned(value_path_variance), kedia("A.8"), BACKWARD_NOTE),
+        "grad_variance": asymptotic(
+            _before_value(value_path_variance), kedia("A.8"), BACKWARD_NOTE
+        ),
         "grad_covariance": asymptotic(
-            _returned(value_path_covariance), kedia("A.8"), BACKWARD_NOTE
+            _before_value(value_path_covariance), kedia("A.8"), BACKWARD_NOTE
         ),
     },
 )

@@ -1,7 +1,7 @@
-"""Attention and feed-forward blocks as whole units, as the papers tabulate them.
+"""Attention and feed-forward blocks as whole units, as tabulated in the papers.
 
-The "published" rows of the summary tables are what the components give when composed; the
-"simplified" rows (Table 2) are approximations of their own and are what that theory propagates.
+The "published" rows of the summary tables are compositions of the components' laws; the
+"simplified" rows (Table 2) are separate approximations, which that theory propagates.
 """
 
 from __future__ import annotations
@@ -24,36 +24,38 @@ from .references import kedia
 
 _UNIFORM = "uniform attention over many correlated tokens; no source term where r or r_g is 0"
 
-_KEPT_CORRELATION = (
+_DROPOUT_NOTE = (
     "; as printed: the block's dropout scales the correlated part of the gradient too, where the "
     "components composed (A.3 and A.8) leave a covariance unchanged"
 )
 
 
-def _dropped(formula: Any) -> Substituted:
-    """Behind the block's dropout."""
-    return Substituted(lambda m, of, drop_prob: of / (1 - drop_prob), of=formula)
+def _after_dropout(formula: Any) -> Substituted:
+    """After the block's dropout."""
+    return Substituted(lambda m, inner, drop_prob: inner / (1 - drop_prob), inner=formula)
 
 
-def _one_dropout(through: Any) -> Substituted:
-    """Of attention, whose dropout has a probability of its own."""
+def _attention_dropout(through: Any) -> Substituted:
+    """With the dropout probability of attention."""
     return Substituted(through, drop_prob="attention_drop_prob")
 
 
-def _projected(heads: Any) -> Substituted:
-    """Behind the output projection."""
+def _after_projection(heads: Any) -> Substituted:
+    """After the output projection."""
     return Substituted(lambda m, output, heads, d_model: d_model * output * heads, heads=heads)
 
 
-def _sent(through: Any) -> Substituted:
-    """Through both projections, backward."""
+def _before_projections(through: Any) -> Substituted:
+    """Gradient through the output and value projections."""
     return Substituted(
-        lambda m, output, value, d_model, sent: d_model**2 * output * value * sent, sent=through
+        lambda m, output, value, d_model, inner: d_model**2 * output * value * inner, inner=through
     )
 
 
-_UNIFORM_HEADS = _sent(lambda m, x_variance, x_correlation: x_variance * x_correlation)
-_UNIFORM_GRADIENT = _sent(lambda m, grad_covariance: grad_covariance)
+_UNIFORM_HEADS = _before_projections(
+    lambda m, x_variance, x_correlation: x_variance * x_correlation
+)
+_UNIFORM_GRADIENT = _before_projections(lambda m, grad_covariance: grad_covariance)
 _SHARED = {"x_correlation": SHARE}
 
 
@@ -70,42 +72,42 @@ ATTENTION_BLOCK = ComponentLaws(
     },
     published={
         "variance": asymptotic(
-            _dropped(_projected(_one_dropout(attention_variance))),
+            _after_dropout(_after_projection(_attention_dropout(attention_variance))),
             kedia("B.1 and Table 16"),
             FORWARD_NOTE,
         ),
         "covariance": asymptotic(
-            _projected(attention_covariance), kedia("B.1 and Table 18"), FORWARD_NOTE
+            _after_projection(attention_covariance), kedia("B.1 and Table 18"), FORWARD_NOTE
         ),
         "grad_variance": asymptotic(
-            _dropped(_sent(_one_dropout(value_path_variance))),
+            _after_dropout(_before_projections(_attention_dropout(value_path_variance))),
             kedia("B.1 and Table 17"),
-            BACKWARD_NOTE + _KEPT_CORRELATION,
+            BACKWARD_NOTE + _DROPOUT_NOTE,
         ),
         "grad_covariance": asymptotic(
-            _sent(value_path_covariance),
+            _before_projections(value_path_covariance),
             kedia("B.1 and Table 20"),
-            BACKWARD_NOTE + _KEPT_CORRELATION,
+            BACKWARD_NOTE + _DROPOUT_NOTE,
         ),
     },
     simplified={
-        "variance": _uniform(_dropped(_UNIFORM_HEADS), "Table 2", _SHARED),
+        "variance": _uniform(_after_dropout(_UNIFORM_HEADS), "Table 2", _SHARED),
         "covariance": _uniform(_UNIFORM_HEADS, "Table 2: output correlation 1 - p", _SHARED),
-        "grad_variance": _uniform(_dropped(_UNIFORM_GRADIENT), "Table 2"),
+        "grad_variance": _uniform(_after_dropout(_UNIFORM_GRADIENT), "Table 2"),
         "grad_covariance": _uniform(_UNIFORM_GRADIENT, "Table 2: gradient correlation 1 - p"),
     },
 )
 
 
 def _ffn(formula: Any) -> Substituted:
-    """Of both matrices' gain."""
+    """With the gain of both matrices."""
     return Substituted(
         formula, gain=lambda m, d_model, d_ff, ffn_in, ffn_out: d_model * d_ff * ffn_in * ffn_out
     )
 
 
 def _pair(formula: Any) -> Substituted:
-    """Of two tokens behind the first matrix."""
+    """For a pair of tokens after the first matrix."""
     return _ffn(Substituted(formula, v="x_variance", other="x_other_variance", r="x_correlation"))
 
 
@@ -116,7 +118,7 @@ FFN_BLOCK = ComponentLaws(
         "mean": Law(lambda m: 0, kedia("B.2 and Table 15")),
         "hidden_covariance": Law(lambda m: 0, kedia("Table 19")),
         "variance": Law(
-            _dropped(_ffn(lambda m, gain, x_variance: gain / 2 * x_variance)),
+            _after_dropout(_ffn(lambda m, gain, x_variance: gain / 2 * x_variance)),
             kedia("B.2 and Table 16, at d_ff = 4 d"),
         ),
         "covariance": Law(
@@ -125,7 +127,7 @@ FFN_BLOCK = ComponentLaws(
             note="the table prints 4 d for 4 d^2",
         ),
         "grad_variance": Law(
-            _dropped(_ffn(lambda m, gain, grad_variance: gain / 2 * grad_variance)),
+            _after_dropout(_ffn(lambda m, gain, grad_variance: gain / 2 * grad_variance)),
             kedia("B.2 and Table 17, at d_ff = 4 d"),
         ),
         "grad_covariance": Law(

@@ -1,4 +1,4 @@
-"""Where numbers may lie: intervals, and checks of arguments, each with the error a user needs."""
+"""Intervals, and checks of arguments with errors that name argument, value and what is allowed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ COUNT = Interval(1.0, INFINITY)
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: float = 2.0**53) -> int:
-    """An integer of at least `least`, as a Python one; at most what a float holds exactly."""
+    """A Python integer from `least` to `most`, the largest that a float represents exactly."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or value < least:
         raise domain_error(name, value, f"an integer of at least {least}")
@@ -64,7 +64,7 @@ def check_count(name: str, value: Any, *, least: int = 1, most: float = 2.0**53)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """One of a list; True and 1 differ."""
+    """Refuse a value that is not in a list; True and 1 differ."""
     if not any(
         value is option or (type(value) is type(option) and value == option) for option in allowed
     ):
@@ -72,13 +72,13 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """True or False, as Python's."""
+    """A Python bool."""
     if not isinstance(value, bool | np.bool_):
         raise domain_error(name, value, "True or False")
     return bool(value)
 
 
-def check_in(name: str, value: Any, interval: Interval, remedy: str = "") -> Array:
+def check_interval(name: str, value: Any, interval: Interval, remedy: str = "") -> Array:
     """A number, or an array of numbers, inside an interval; neither text nor truth values."""
     try:
         given = np.asarray(value)
@@ -94,17 +94,14 @@ def check_in(name: str, value: Any, interval: Interval, remedy: str = "") -> Arr
 
 def check_number(name: str, value: Any, interval: Interval, remedy: str = "") -> float:
     """One number inside an interval, as a Python float."""
-    numeric = check_in(name, value, interval, remedy)
+    numeric = check_interval(name, value, interval, remedy)
     if numeric.ndim:
         raise domain_error(name, value, f"one number inside {interval}", remedy)
     return float(numeric)
 
 
 def check_array(name: str, value: Any, allowed: str, dtype: Any = float) -> NDArray[Any]:
-    """An array of numbers, its rows of one length; `allowed` says what it should be.
-
-    With dtype None its type stays.
-    """
+    """An array of numbers; `allowed` describes it in errors. With dtype None its type stays."""
     try:
         given = np.asarray(value)
         if given.dtype.kind in "SUO":
@@ -118,8 +115,8 @@ def check_array(name: str, value: Any, allowed: str, dtype: Any = float) -> NDAr
 def check_layers(
     name: str, value: Any, interval: Interval, remedy: str = ""
 ) -> float | tuple[float, ...]:
-    """One number inside an interval, or one per layer, as what cannot change."""
-    numeric = check_in(name, value, interval, remedy)
+    """One number inside an interval, or a tuple of one per layer."""
+    numeric = check_interval(name, value, interval, remedy)
     if numeric.ndim > 1:
         raise domain_error(name, value, "one number, or a flat list of one per layer")
     return tuple(numeric.tolist()) if numeric.ndim else float(numeric)

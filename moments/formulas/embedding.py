@@ -1,4 +1,4 @@
-"""Embedding tables: a look-up has the table's variance; tokens that share a row are one vector.
+"""Embedding tables: a look-up has the table's variance; tokens that share a row have one vector.
 
 The token correlation of a text is the share of ordered pairs that repeat a token; a sum of tables
 adds variances and covariances.

@@ -1,7 +1,7 @@
 """Gated units: an activation of one linear map times another linear map of the same input.
 
-y = f(a) u: the gate a and the factor u have weights of their own, so given the input they are
-independent, and centred. Second moments multiply, and each factor's gradient carries the other.
+y = f(a) u: the gate a and the factor u have independent weights, so given the input they are
+independent and centred. Second moments multiply, and the gradient of each contains the other.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ def gated(base: ComponentLaws) -> ComponentLaws:
     are `factor_variance` and `factor_covariance`. `grad_variance` is that of the gradient at a,
     `grad_factor` of the one at u.
     """
-    of = base.under("published")
-    mean = of["mean"].formula
-    square = Substituted(lambda m, of, mean: of + mean**2, of=of["variance"].formula, mean=mean)
+    laws = base.under("published")
+    mean = laws["mean"].formula
+    square = Substituted(
+        lambda m, inner, mean: inner + mean**2, inner=laws["variance"].formula, mean=mean
+    )
     moment = Substituted(
-        lambda m, of, one, two: of + one * two,
-        of=of["covariance"].formula,
+        lambda m, inner, one, two: inner + one * two,
+        inner=laws["covariance"].formula,
         one=mean,
         two=Substituted(mean, x_variance="x_other_variance"),
     )
     formulas = {
         "variance": times(square, "factor_variance"),
         "covariance": times(moment, "factor_covariance"),
-        "grad_variance": times(of["grad_variance"].formula, "factor_variance"),
-        "grad_covariance": times(of["grad_covariance"].formula, "factor_covariance"),
+        "grad_variance": times(laws["grad_variance"].formula, "factor_variance"),
+        "grad_covariance": times(laws["grad_covariance"].formula, "factor_covariance"),
         "grad_factor": times(square, "grad_variance"),
         "grad_factor_covariance": times(moment, "grad_covariance"),
-        "kurtosis": Substituted(lambda m, of: 3 * of, of=of["kurtosis"].formula),
+        "kurtosis": Substituted(lambda m, inner: 3 * inner, inner=laws["kurtosis"].formula),
     }
-    limits = of["covariance"].limits
+    limits = laws["covariance"].limits
     return ComponentLaws(
         *_KNOWN.get(base.name, (f"gated_{base.name}", f"Gated unit: f(a) u, f = {base.title}")),
         {

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that a random matrix makes: z ~ N(0, v), independent over a vocabulary V.
+"""Cross-entropy of the logits of a random matrix: z ~ N(0, v), independent over a vocabulary V.
 
 The loss of one token with target t is log sum_v e^{z_v} - z_t. To leading order in 1/V the sum is
 V e^{v/2}, with relative variance (e^v - 1)/V, so that p_v = e^{z_v - v/2}/V.
@@ -22,7 +22,7 @@ def _loss_covariance(m: Any, vocab_size: Any, shared: Any, pattern_correlation: 
     return shared * (pattern_correlation - 2 / vocab_size) + m.expm1(shared) / vocab_size
 
 
-_OWN: dict[str, Any] = {
+_SAME_TOKEN: dict[str, Any] = {
     "x_other_variance": "x_variance",
     "x_correlation": lambda m: 1,
     "pattern_correlation": lambda m: 1,
@@ -30,12 +30,12 @@ _OWN: dict[str, Any] = {
 _COVARIANCE = Substituted(_loss_covariance, shared=_shared)
 
 
-def _at_logit(m: Any, vocab_size: Any, slope: Any, grad_covariance: Any) -> Any:
+def _logit_gradient(m: Any, vocab_size: Any, slope: Any, grad_covariance: Any) -> Any:
     return grad_covariance * slope / vocab_size
 
 
 _LOGIT_GRADIENT = Substituted(
-    _at_logit, slope=price(_COVARIANCE, "x_variance", "x_other_variance", "x_correlation")
+    _logit_gradient, slope=price(_COVARIANCE, "x_variance", "x_other_variance", "x_correlation")
 )
 _BACK = derived("derivative of the losses' covariance in the logits', for each of V")
 
@@ -51,7 +51,7 @@ CROSS_ENTROPY = ComponentLaws(
             _NOTE,
         ),
         "variance": asymptotic(
-            Substituted(_COVARIANCE, **_OWN),
+            Substituted(_COVARIANCE, **_SAME_TOKEN),
             derived("the covariance of a token with itself"),
             _NOTE,
         ),
@@ -62,7 +62,9 @@ CROSS_ENTROPY = ComponentLaws(
             _NOTE,
         ),
         "grad_variance": asymptotic(
-            Substituted(_LOGIT_GRADIENT, **_OWN, grad_covariance="grad_variance"), _BACK, _NOTE
+            Substituted(_LOGIT_GRADIENT, **_SAME_TOKEN, grad_covariance="grad_variance"),
+            _BACK,
+            _NOTE,
         ),
         "grad_covariance": asymptotic(_LOGIT_GRADIENT, _BACK, _NOTE),
     },

@@ -313,9 +313,9 @@ class ComponentLaws:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         # Formulas are code and looked up by name: unpickling or copying returns the same object.
-        from .registry import found_again, recipe
+        from .registry import laws_by_recipe, recipe
 
-        return found_again, recipe(self)
+        return laws_by_recipe, recipe(self)
 
     def __repr__(self) -> str:
         return f"ComponentLaws({self.name!r}: {', '.join(self.under('refined'))})"

@@ -34,10 +34,10 @@ LINEAR = ComponentLaws(
         ),
         "covariance": Law(
             Substituted(
-                lambda m, fan_in, weight_variance, of, x_mean, x_other_mean: (
-                    fan_in * weight_variance * (of + x_mean * x_other_mean)
+                lambda m, fan_in, weight_variance, inner, x_mean, x_other_mean: (
+                    fan_in * weight_variance * (inner + x_mean * x_other_mean)
                 ),
-                of=_covariance,
+                inner=_covariance,
             ),
             kedia("A.2 and Table 18, FFN"),
         ),
@@ -66,7 +66,9 @@ _BIAS = derived("a bias is independent of the weights and common to all tokens")
 
 def _biased(quantity: str) -> Law:
     unbiased = LINEAR.law(quantity).formula
-    return Law(Substituted(lambda m, of, bias_variance: of + bias_variance, of=unbiased), _BIAS)
+    return Law(
+        Substituted(lambda m, inner, bias_variance: inner + bias_variance, inner=unbiased), _BIAS
+    )
 
 
 BIASED_LINEAR = ComponentLaws(

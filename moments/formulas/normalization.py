@@ -1,4 +1,4 @@
-"""Normalisation of a stream with token moments (v, c), and what stands in for it."""
+"""Layer and root-mean-square normalisation of tokens with moments (v, c), and dynamic tanh."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _pair_rescaled(
     return x_correlation * m.sqrt(shares) * jensen - lost
 
 
-# The derivative of the covariance in the tokens', `lost` being that of others.
+# The derivative of the covariance in that of the tokens; `lost` does not depend on it.
 _SLOPE = price(
     Substituted(_pair_rescaled, **_PAIR, lost=lambda m: 0),
     "x_variance",
     "x_other_variance",
     "x_correlation",
 )
-_OWN_SLOPE = Substituted(
+_TOKEN_SLOPE = Substituted(
     _SLOPE,
     x_other_variance="x_variance",
     x_correlation=lambda m: 1,
@@ -43,7 +43,7 @@ _OWN_SLOPE = Substituted(
 )
 
 
-def _pulled(m: Any, slope: Any, removed_pair_share: Any, grad_covariance: Any) -> Any:
+def _gradient(m: Any, slope: Any, removed_pair_share: Any, grad_covariance: Any) -> Any:
     return grad_covariance * (1 - removed_pair_share) * slope
 
 
@@ -69,8 +69,8 @@ def _rescaling() -> dict[str, Law]:
         ),
         "grad_variance": asymptotic(
             Substituted(
-                _pulled,
-                slope=_OWN_SLOPE,
+                _gradient,
+                slope=_TOKEN_SLOPE,
                 removed_pair_share="removed_share",
                 grad_covariance="grad_variance",
             ),
@@ -78,14 +78,14 @@ def _rescaling() -> dict[str, Law]:
             "large d_model; fourth order in the norm's fluctuation left out",
         ),
         "grad_covariance": asymptotic(
-            Substituted(_pulled, slope=_SLOPE),
+            Substituted(_gradient, slope=_SLOPE),
             _BACK,
             "large d_model; fourth order in the norms' fluctuation left out",
         ),
     }
 
 
-# Under the refined theory x is what centring leaves: (1 - 1/d) of whatever is not centred already.
+# Under the refined theory x is the centred input: (1 - 1/d) of an input that is not yet centred.
 LAYERNORM = ComponentLaws(
     "layernorm",
     "Layer normalisation, unit gain and no bias",
@@ -148,24 +148,24 @@ def _dyt_laws() -> dict[str, Law]:
     tanh = TANH.under("published")
     source = derived("tanh of a Gaussian of variance alpha^2 v; its laws by quadrature")
     largest = tanh["variance"].limits["x_variance"]
-    # alpha is 0.5 where training starts, and stays of that order
+    # alpha is 0.5 at initialisation, and stays of that order
     limits = {
         "x_variance": largest,
         "x_other_variance": largest,
         "alpha": Interval(0.0, 1.0, open_lower=True),
     }
 
-    def of_product(m: Any, alpha: Any, v: Any) -> Any:
+    def times_alpha(m: Any, alpha: Any, v: Any) -> Any:
         return alpha**2 * v
 
     def law(quantity: str) -> Law:
         formula = Substituted(
             tanh[quantity].formula,
-            x_variance=Substituted(of_product, v="x_variance"),
-            x_other_variance=Substituted(of_product, v="x_other_variance"),
+            x_variance=Substituted(times_alpha, v="x_variance"),
+            x_other_variance=Substituted(times_alpha, v="x_other_variance"),
         )
         if quantity.startswith("grad_"):
-            formula = Substituted(of_product, v=formula)
+            formula = Substituted(times_alpha, v=formula)
         return Law(formula, source, limits=limits)
 
     scaled = ("variance", "covariance", "hidden_covariance", "grad_variance", "grad_covariance")

@@ -107,9 +107,13 @@ def gaussian_grid(points: int = 8000, reach: float = 9.0) -> tuple[np.ndarray, n
 
 
 class Loss(NamedTuple):
-    """Of a cast operand: `square`, E x^2; `kept`, E xQ/E x^2; `power`, E Q^2/E x^2 (both 1 where x
-    is 0); shares of entries that become `zero` and that lie beyond the largest number
-    (`clipped`)."""
+    """The error of a cast operand.
+
+    Attributes:
+        square: E x^2.
+        kept, power: E xQ/E x^2 and E Q^2/E x^2; 1 if x is 0.
+        zero, clipped: shares of entries that become 0 and that exceed the largest number.
+    """
 
     square: float
     kept: float
@@ -124,20 +128,20 @@ class Loss(NamedTuple):
 
 
 def decibels(noise: float) -> float | None:
-    """A ratio of noise to signal as a signal-to-noise ratio in dB; None where nothing is lost but
-    to the rounding of these sums."""
+    """The signal-to-noise ratio in dB of a ratio of noise to signal; None if that is no more than
+    the rounding of these sums."""
     return -10 * math.log10(noise) if noise > 16 * sys.float_info.epsilon else None
 
 
 def product_noise(one: Loss, other: Loss) -> float:
-    """Of a product of two operands that are independent of each other, noise over signal."""
+    """Noise over signal of a product of two independent operands."""
     if not one.square * other.square:
         return 0.0
     return max(one.power * other.power - 2 * one.kept * other.kept + 1, 0.0)
 
 
 def mean(losses: list[Loss]) -> Loss:
-    """Of groups that are as often these."""
+    """The mean over equally frequent groups."""
     return Loss(*(float(np.mean(part)) for part in zip(*losses, strict=True)))
 
 
@@ -148,7 +152,7 @@ def _nodes(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 NODES = 256
-"""Of the integral over the largest entry, which the rounding of scales makes a sawtooth."""
+"""Nodes of the integral over the largest entry, a sawtooth by the rounding of scales."""
 
 
 def loss(
@@ -159,17 +163,17 @@ def loss(
     tensor_largest: float = 0.0,
     unit: float = 1.0,
 ) -> Loss:
-    """What a group of entries loses.
+    """The error of a group of entries.
 
     Args:
-        entries: their law.
-        elements: the numbers that entries are cast to.
+        entries: distribution of an entry.
+        elements: format that entries are cast to.
         scale: "any", the largest entry over the largest number; "power of two", that of the largest
             entry over that of the largest number (OCP Microscaling Formats 1.0, section 6.3); or
             "E4M3", as "any", itself cast to E4M3 over one scale of the whole tensor.
         size: entries of a group.
         tensor_largest: the largest magnitude of the whole tensor, for "E4M3".
-        unit: what a power of two is multiplied by: of entries of another size by 1/unit.
+        unit: scales are those of entries over `unit`, times `unit`.
     """
     if not entries.square:
         return Loss(0.0, 1.0, 1.0, 0.0, 0.0)
@@ -199,9 +203,13 @@ def loss(
 
 
 def cast(values: np.ndarray, elements: Elements, scale: str, size: int) -> tuple[np.ndarray, float]:
-    """Values (..., n) after a cast in groups of `size` along the last axis, the last group as large
-    as is left, and the share that lies beyond the largest number; scales as of `loss`, that of the
-    whole tensor from these values."""
+    """Cast values (..., n) in groups of `size` along the last axis; the last one may be smaller.
+
+    `scale` as in `loss`, with the largest magnitude of these values for that of the whole tensor.
+
+    Returns:
+        The cast values, and the share of them that exceeds the largest number.
+    """
     count = values.shape[-1]
     padded = np.pad(values.reshape(-1, count), ((0, 0), (0, -count % size)))
     groups = padded.reshape(-1, size)
@@ -217,12 +225,12 @@ def cast(values: np.ndarray, elements: Elements, scale: str, size: int) -> tuple
 def scales(
     largest: np.ndarray, elements: Elements, scale: str, tensor_largest: float
 ) -> np.ndarray:
-    """What groups are divided by, from their largest entries; arguments as of `loss`."""
+    """Divisors of groups, from their largest entries; arguments as in `loss`."""
     if scale == "any":
         return largest / elements.largest
     if scale == "power of two":
         top = math.floor(math.log2(elements.largest))
         return np.asarray(2.0 ** (np.floor(np.log2(largest)) - top))
     unit = tensor_largest / (elements.largest * E4M3.largest)
-    found = unit * E4M3.nearest(largest / elements.largest / unit)
-    return np.asarray(np.maximum(found, unit * E4M3.values[1]))
+    result = unit * E4M3.nearest(largest / elements.largest / unit)
+    return np.asarray(np.maximum(result, unit * E4M3.values[1]))

@@ -110,19 +110,19 @@ def components() -> tuple[str, ...]:
 
 
 def recipe(laws: ComponentLaws) -> tuple[Any, ...]:
-    """The arguments of `found_again`: a name, and the functions of a registered activation.
+    """The arguments of `laws_by_recipe`: a name, and the functions of a registered activation.
 
     Raises:
         DomainError: the laws cannot be looked up by name.
     """
     function = registered_function(laws.name)
     arguments = (laws.name, *(function or ()))
-    if found_again(*arguments) is not laws:
+    if laws_by_recipe(*arguments) is not laws:
         raise DomainError(f"the laws {laws.name!r} cannot be looked up by name")
     return arguments
 
 
-def found_again(name: str, *functions: Any) -> ComponentLaws:
+def laws_by_recipe(name: str, *functions: Any) -> ComponentLaws:
     """The laws of a name; registers a user's activation if this process does not know it yet."""
     if functions and registered_function(name) is None:
         return register_activation(name, *functions)

@@ -20,9 +20,10 @@ def _simplified_variance(m: Any, seq_len: Any, x_variance: Any, x_correlation: A
     return m.expm1((1 - x_correlation) * x_variance) / seq_len**2
 
 
-def _pulled(variance: Any) -> Substituted:
+def _gradient(variance: Any) -> Substituted:
     return Substituted(
-        lambda m, seq_len, of, grad_variance: (of + 1 / seq_len**2) * grad_variance, of=variance
+        lambda m, seq_len, inner, grad_variance: (inner + 1 / seq_len**2) * grad_variance,
+        inner=variance,
     )
 
 
@@ -37,7 +38,7 @@ SOFTMAX = ComponentLaws(
             "log-normal denominator; 6 % high at logit variance 1, L = 300",
         ),
         "grad_variance": asymptotic(
-            _pulled(_published_variance),
+            _gradient(_published_variance),
             kedia("A.7 and Table 17"),
             "large L, gradients uncorrelated; correlated ones need a factor 1 - r_g",
         ),
@@ -45,7 +46,9 @@ SOFTMAX = ComponentLaws(
     simplified={
         "variance": asymptotic(_simplified_variance, kedia("A.7, Table 1"), "large L"),
         "grad_variance": asymptotic(
-            _pulled(_simplified_variance), kedia("A.7, Table 1"), "large L, gradients uncorrelated"
+            _gradient(_simplified_variance),
+            kedia("A.7, Table 1"),
+            "large L, gradients uncorrelated",
         ),
     },
 )

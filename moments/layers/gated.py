@@ -37,7 +37,7 @@ from ..engine.state import (
 )
 from ..engine.trace import Record
 from ..formulas.activation import above_quantile
-from ..formulas.algebra import Keeping, number_system
+from ..formulas.algebra import CachingNumpy, number_system
 from ..formulas.gated import gated
 from ..formulas.law import ComponentLaws
 from ..formulas.linear import LINEAR
@@ -128,7 +128,7 @@ class GatedLinear(Leaf):
     def forward(self, signal: Signal) -> tuple[Signal, Pullback]:
         (inner, factor), *backs = self._factors(signal)
         laws = gated(self.unit).under("refined")
-        kept = None if signal.kernel.classes is None else Keeping()
+        kept = None if signal.kernel.classes is None else CachingNumpy()
         one, two = bind(inner, {})
         one = one | {"factor_variance": factor.kernel.diagonal}
         two = two | {"factor_covariance": factor.kernel.off_diagonal}
@@ -331,7 +331,7 @@ class _Values(NamedTuple):
     mean is taken (`engine.fluctuation.shifted_overlaps`)."""
 
     activation: ComponentLaws
-    kept: Keeping | None
+    kept: CachingNumpy | None
     one: Values
     two: Values
     sides: tuple[Values, Values] | None

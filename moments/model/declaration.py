@@ -19,7 +19,7 @@ from ..formulas.checks import (
     check_choice,
     check_count,
     check_flag,
-    check_in,
+    check_interval,
     check_layers,
     check_number,
 )
@@ -165,7 +165,7 @@ def _per_layer(model: Transformer, name: str, interval: Interval) -> Any:
 
 
 def _per_block(model: Transformer, name: str, interval: Interval) -> Any:
-    values = check_in(name, getattr(model, name), interval, "scales multiply amplitudes")
+    values = check_interval(name, getattr(model, name), interval, "scales multiply amplitudes")
     if values.shape != (model.layers, 2):
         return _per_layer(model, name, interval)
     return tuple((attention, ffn) for attention, ffn in values.tolist())

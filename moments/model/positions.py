@@ -14,7 +14,7 @@ from ..errors import domain_error
 from ..formulas.checks import (
     POSITIVE,
     check_count,
-    check_in,
+    check_interval,
 )
 from .fields import Nonnegative, Positive, Share, Stored, set_field
 
@@ -54,7 +54,7 @@ class Rotary(Stored):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.speeds is not None:
-            given = check_in("speeds", self.speeds, POSITIVE)
+            given = check_interval("speeds", self.speeds, POSITIVE)
             if given.ndim != 1:
                 raise domain_error("speeds", self.speeds, "one positive number per pair")
             set_field(self, "speeds", tuple(given.tolist()))

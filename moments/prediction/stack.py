@@ -20,7 +20,7 @@ from ..engine.state import Array, Fluctuation, Gradient, Kernel, Signal
 from ..engine.texts import TextClasses
 from ..engine.trace import Point, Record, Run, Trace, with_top_gradient
 from ..errors import DomainError, domain_error
-from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_array, check_in
+from ..formulas.checks import NONNEGATIVE, POSITIVE, Interval, check_array, check_interval
 from ..formulas.law import Theory
 from ..layers.architecture import declare, declare_embedding, declare_output
 from ..layers.embedding import (
@@ -523,12 +523,12 @@ def check_moments(
 ) -> tuple[Array, Array]:
     """Validate a variance and a token correlation, shape (...,); floats where both are scalars."""
     interval = NONNEGATIVE if prefix else POSITIVE
-    check_in(f"{prefix}variance", variance, interval, "pass a variance, not a deviation")
+    check_interval(f"{prefix}variance", variance, interval, "pass a variance, not a deviation")
     if seq_len == 1 and np.any(np.asarray(correlation) != 0):
         remedy = "one token has no pairs: leave it out"
         raise domain_error(f"{prefix}correlation", correlation, "0 where seq_len is 1", remedy)
     least = -1.0 / max(seq_len - 1, 1)
-    check_in(
+    check_interval(
         f"{prefix}correlation",
         correlation,
         Interval(least, 1.0),

@@ -21,7 +21,7 @@ from ..engine.state import Array, Gradient, Kernel
 from ..engine.trace import Trace
 from ..errors import DomainError, domain_error, unknown_name
 from ..files import as_frame, plain
-from ..formulas.checks import NONNEGATIVE, check_in
+from ..formulas.checks import NONNEGATIVE, check_interval
 from .gate import computing
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def tangent_kernel(prediction: Any, rates: Mapping[str, float] | None = None) ->
             "predict with tokens=False, on classes of positions, or of fewer tokens",
         )
     for name, rate in (rates or {}).items():
-        check_in(f"rates[{name!r}]", rate, NONNEGATIVE)
+        check_interval(f"rates[{name!r}]", rate, NONNEGATIVE)
     norms = _Norms(prediction, dict(rates or {}))
     with computing(prediction.theory, [prediction.trace], prediction._rows):
         return _by_pairs(norms, kernel, count)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DomainError, domain_error
 from ..formulas.block import FFN_BLOCK
-from ..formulas.checks import POSITIVE, Interval, check_choice, check_flag, check_in
+from ..formulas.checks import POSITIVE, Interval, check_choice, check_flag, check_interval
 from ..formulas.references import kedia
 from ..layers.embedding import text_kernel
 from ..model.transformer import Transformer
@@ -51,8 +51,8 @@ def _dslm(
         simplified: whether value and output matrices have the feed-forward block's variance.
         inputs: for "solved", arguments of `predict` for the input, such as token_ids.
     """
-    check_in("k", k, POSITIVE)
-    check_in("alpha", alpha, POSITIVE)
+    check_interval("k", k, POSITIVE)
+    check_interval("alpha", alpha, POSITIVE)
     check_choice("variant", variant, VARIANTS)
     check_flag("simplified", simplified)
     arguments, variant = dict(inputs or {}), variant or usual_variant(model)
@@ -174,7 +174,7 @@ def keep_probability(model: Transformer) -> float:
 def _input_correlation(model: Transformer, given: float | None) -> float:
     if given is not None:
         interval = Interval(0.0, 1.0, open_lower=True)
-        check_in("input_correlation", given, interval, "tokens must correlate at all")
+        check_interval("input_correlation", given, interval, "tokens must correlate at all")
         return float(given)
     if not hasattr(model.embedding, "token_variance"):
         raise DomainError(

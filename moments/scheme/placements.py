@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..formulas.checks import POSITIVE, Interval, check_choice, check_count, check_in
+from ..formulas.checks import POSITIVE, Interval, check_choice, check_count, check_interval
 from ..formulas.law import Source
 from ..formulas.references import SUN
 from ..model.transformer import Transformer
@@ -24,7 +24,7 @@ def _to(placement: str) -> Callable[[Transformer], Transformer]:
 def _mix(model: Transformer, fraction: float = 0.25) -> Transformer:
     """A `fraction` of the layers, rounded down, Post-LN and the rest above them Pre-LN; the authors
     use .25."""
-    check_in("fraction", fraction, Interval(0.0, 1.0))
+    check_interval("fraction", fraction, Interval(0.0, 1.0))
     return model.replace(norm="mix", post_layers=math.floor(fraction * model.layers))
 
 
@@ -52,7 +52,7 @@ def _dyt(model: Transformer, alpha: float = 0.5) -> Transformer:
         alpha: .5 is the authors' value outside language models; in language models theirs decreases
             with width, and is larger before attention than elsewhere.
     """
-    check_in("alpha", alpha, POSITIVE)
+    check_interval("alpha", alpha, POSITIVE)
     return model.replace(normalization="dyt", dyt_alpha=alpha)
 
 

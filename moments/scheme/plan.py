@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ValidityWarning, domain_error, unknown_name
-from ..formulas.checks import POSITIVE, check_in
+from ..formulas.checks import POSITIVE, check_interval
 from ..model.transformer import Transformer
 from ..solver.entering import check_inputs, entered
 from ..solver.layerwise import reached
@@ -77,7 +77,7 @@ def solve(
     """
     if not isinstance(model, Transformer):
         raise domain_error("model", type(model).__name__, "a moments.Transformer")
-    check_in("tolerance", tolerance, POSITIVE)
+    check_interval("tolerance", tolerance, POSITIVE)
     check_inputs(inputs)
     known = [scheme.name for scheme in schemes()]
     is_scheme = isinstance(objective, str) and objective in known

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import DomainError, without_warnings
 from ..formulas.attention import UNIFORM_ATTENTION_GRADIENTS
-from ..formulas.checks import NONNEGATIVE, POSITIVE, check_choice, check_in
+from ..formulas.checks import NONNEGATIVE, POSITIVE, check_choice, check_interval
 from ..formulas.law import Source
 from ..formulas.references import NOCI
 from ..model.mixers import Absent
@@ -32,13 +32,13 @@ def _skipinit(
     check_choice("variant", variant, ("authors", "sun"))
     count = blocks(model) if variant == "authors" else model.layers
     gain = 1 / math.sqrt(count) if alpha is None else alpha
-    check_in("alpha", gain, NONNEGATIVE)
+    check_interval("alpha", gain, NONNEGATIVE)
     return model.replace(branch_scale=gain, skip_scale=1.0)
 
 
 def _rezero(model: Transformer, alpha: float = 0.0) -> Transformer:
     """No normalisation, and a learnable gain on every block, initially zero."""
-    check_in("alpha", alpha, NONNEGATIVE)
+    check_interval("alpha", alpha, NONNEGATIVE)
     return placed(model, "none", layernorm_scaling=False, branch_scale=alpha, skip_scale=1.0)
 
 
@@ -47,13 +47,13 @@ def _layerscale(model: Transformer, epsilon: float | None = None) -> Transformer
     the authors' .1 up to 18 layers, 1e-5 up to 24, 1e-6 beyond."""
     by_depth = 0.1 if model.layers <= 18 else 1e-5 if model.layers <= 24 else 1e-6
     gain = by_depth if epsilon is None else epsilon
-    check_in("epsilon", gain, POSITIVE)
+    check_interval("epsilon", gain, POSITIVE)
     return placed(model, "pre", branch_scale=gain, skip_scale=1.0)
 
 
 def _depth_mup(model: Transformer, a: float = 1.0) -> Transformer:
     """Pre-LN, blocks' outputs times a / sqrt(N), N layers; the authors tune the base gain a."""
-    check_in("a", a, POSITIVE)
+    check_interval("a", a, POSITIVE)
     return placed(model, "pre", branch_scale=a / math.sqrt(model.layers), skip_scale=1.0)
 
 

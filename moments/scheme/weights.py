@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..formulas.checks import POSITIVE, check_choice, check_count, check_flag, check_in
+from ..formulas.checks import POSITIVE, check_choice, check_count, check_flag, check_interval
 from ..formulas.law import Source
 from ..model.transformer import Transformer
 from ..model.weights import MATRICES, Weights
@@ -22,7 +22,7 @@ def _xavier(model: Transformer, per_head: bool = True) -> Transformer:
 
 def _normal(model: Transformer, variance: float = 0.02**2) -> Transformer:
     """One variance for every matrix, whatever the width or depth."""
-    check_in("variance", variance, POSITIVE)
+    check_interval("variance", variance, POSITIVE)
     return model.replace(weights=Weights.normal(variance))
 
 
@@ -76,7 +76,7 @@ def _ds_init(
 ) -> Transformer:
     """Xavier, with standard deviations of layer l times alpha / sqrt(l), alpha = 1 in the paper;
     "sun": alpha / sqrt(2 l), which Sun et al. call depth-scaled."""
-    check_in("alpha", alpha, POSITIVE)
+    check_interval("alpha", alpha, POSITIVE)
     check_choice("variant", variant, ("authors", "sun"))
     plain = xavier(model, per_head)
     layer = np.arange(1, model.layers + 1)
@@ -102,7 +102,7 @@ def _scaled_init(
     check_choice("variant", variant, VARIANTS)
     published = 0.02**2 if variant in ("gpt2", "megatron") else 1 / model.d_model
     base = published if variance is None else variance
-    check_in("variance", base, POSITIVE)
+    check_interval("variance", base, POSITIVE)
     if variant in ("gpt2", "megatron"):
         return model.replace(weights=Weights.normal(base, output_divisor=blocks(model)))
     fan_in = {"output": model.heads * (model.d_head or 0), "ffn_out": model.d_ff or 0}
@@ -172,7 +172,7 @@ def _mup(
         scale_logits: whether the attention logits are scaled.
         zero_query: whether query weights start at zero, which the authors recommend in Appendix D.
     """
-    check_in("variance", variance, POSITIVE)
+    check_interval("variance", variance, POSITIVE)
     check_count("base_width", base_width)
     check_flag("scale_logits", scale_logits)
     check_flag("zero_query", zero_query)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import DomainError
 from ..files import Shown, as_frame
-from ..formulas.checks import NONNEGATIVE, check_in
+from ..formulas.checks import NONNEGATIVE, check_interval
 from ..noise.band import NORMAL_95
 from ..prediction.draws import QUANTITIES
 from ..prediction.measurement import Measurement
@@ -263,7 +263,7 @@ def compare(
             "compare needs a Prediction and a Measurement, got "
             f"{type(prediction).__name__} and {type(measurement).__name__}"
         )
-    check_in("tolerance", tolerance, NONNEGATIVE)
+    check_interval("tolerance", tolerance, NONNEGATIVE)
     if prediction.variance.ndim != 1:
         raise DomainError("compare needs a prediction of a single configuration")
     if prediction.variance.shape != measurement.variance.shape:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DomainError, domain_error, unknown_name, without_warnings
-from ..formulas.checks import POSITIVE, Interval, check_in
+from ..formulas.checks import POSITIVE, Interval, check_interval
 from ..model.streams import AltUp
 from ..model.transformer import Transformer
 from ..prediction.predict import predict
@@ -158,7 +158,7 @@ def _ramp(targets: np.ndarray, input_variance: float, model: Transformer) -> Tar
 
 def _per_layer_targets(model: Transformer, target: Any, allowed: Interval) -> np.ndarray:
     """Targets of shape (N,), from one number or N."""
-    check_in("target", target, allowed)
+    check_interval("target", target, allowed)
     if np.shape(target) not in ((), (model.layers,)):
         raise domain_error("target", target, f"one number, or one per layer ({model.layers})")
     return np.broadcast_to(np.asarray(target, dtype=float), model.layers)
@@ -227,7 +227,7 @@ def _pairs(objective: Any) -> list[tuple[Goal, float]]:
     for name, target in pairs:
         if name not in GOALS:
             raise domain_error("objective", name, f"one of {', '.join(GOALS)} in pairs")
-        check_in(f"target of {name}", target, GOALS[name].allowed)
+        check_interval(f"target of {name}", target, GOALS[name].allowed)
     if not pairs:
         raise domain_error("objective", objective, "one or more pairs (objective, target)")
     return [(GOALS[name], float(target)) for name, target in pairs]
@@ -244,7 +244,7 @@ class _Task:
             return predict(model, **self.inputs)
 
     def goal(self, goal: Goal, target: Any, free: tuple[str, ...] | None) -> Plan:
-        check_in("target", target, goal.allowed)
+        check_interval("target", target, goal.allowed)
         if np.ndim(target):
             raise domain_error("target", target, f"one number for {goal.name}")
         pairs, names = [(goal, float(target))], goal.free if free is None else free

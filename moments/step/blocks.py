@@ -14,9 +14,10 @@ from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.elementary import LayerScale
 from ..layers.experts.mixture import Mixture
 from ..layers.product import Product
+from ..layers.recurrent.drawn import copies
 from ..layers.recurrent.leaf import Mixer
 from .change import Array, Change, Overlaps
-from .drawn import Block, copies, with_router_variance
+from .drawn import Block, with_router_variance
 from .leaves import SHARED_KEY, block_of, latent_block, mixture_block
 from .rules import StepSize, gain_effect, sign_of_rows
 from .sites import Site
@@ -114,8 +115,8 @@ def latent_attention(
         gradient, layer, variance = latent.at.gradient, leaving.layer, latent.variance
         result = walk.matrix(latent.name, change, entering, gradient, layer, shape, variance)
         walk.response = shape[0] * variance * own.response
-        result = walk.norm(latent.norm, result, latent.at, latent.behind)
-        inner = Read(result, latent.behind, walk.response, own.overlaps)
+        result = walk.norm(latent.norm, result, latent.at, latent.after)
+        inner = Read(result, latent.after, walk.response, own.overlaps)
         reads |= dict.fromkeys(latent.readers, inner)
     result = through(walk, block, reads, leaving)
     if SHARED_KEY in block.matrices:
@@ -157,7 +158,7 @@ def mixture(walk: Walk, leaf: Mixture, change: Change, entering: Site, leaving: 
     if out.bias is not None:  # the experts' biases are a matrix whose inputs are the gates
         experts = float(leaf.router.experts)
         shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
-        at = leaving.behind("gates", shared / experts, shape[0] * gradient, experts)
+        at = leaving.inner("gates", shared / experts, shape[0] * gradient, experts)
         nothing, shape = Change.none(len(gradient)), (experts, shape[1])
         name = f"{out.name}.bias"
         moved = walk.matrix(name, nothing, at, gradient, layer, shape, max(out.bias, 1e-60))
@@ -175,7 +176,7 @@ def layer_scale(
         kernel,
         gradient / square,
         walk.optimizer.rule_of(name),
-        change.met(kernel),
+        change.updated_overlap(kernel),
         change.new(kernel),
         leaving.width,
         walk.optimizer.pulled,

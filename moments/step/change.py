@@ -180,8 +180,8 @@ class Change:
         """The updated kernel."""
         return kernel + self.overlap + self.overlap.T + self.total
 
-    def met(self, kernel: Array) -> Array:
-        """E h'_t h_s, h' the updated tensor."""
+    def updated_overlap(self, kernel: Array) -> Array:
+        """E h'_t h_s, h' the updated tensor, from the kernel before."""
         return kernel + self.overlap
 
     def share(self, kernel: Array) -> float:
@@ -191,14 +191,6 @@ class Change:
     def times(self, factor: Array | float) -> Change:
         """All parts times a factor, or one for each pair of tokens."""
         return self.each(lambda part: factor * part)
-
-    def sent(self, gradient: Array, scale: float = 1.0) -> Array:
-        """The coherent part of U, with D = scale * gradient."""
-        return scale * between(self.coherent, gradient, self.coherent)
-
-    def less(self, square: Array) -> Change:
-        """The change with `square` subtracted from U."""
-        return dataclasses.replace(self, total=self.total - square)
 
     def each(
         self, function: Callable[[Array], Array], coherent: Callable[[Array], Array] | None = None
@@ -227,15 +219,15 @@ class Change:
             self.scattered + other.scattered,
             self.beyond,
         )
-        return found if other.beyond is None else found.going_beyond(other.beyond)
+        return found if other.beyond is None else found.with_nonlinear(other.beyond)
 
-    def parted(self, before: Array, after: Array) -> Change:
-        """At the sum of a residual block, as `Beyond.behind`."""
+    def decorrelated(self, before: Array, after: Array) -> Change:
+        """The change at the sum of a residual block, as `Beyond.behind`."""
         if self.beyond is None:
             return self
         return dataclasses.replace(self, beyond=self.beyond.behind(before, after))
 
-    def going_beyond(self, more: Beyond) -> Change:
+    def with_nonlinear(self, more: Beyond) -> Change:
         """Add the nonlinear part of a write that is otherwise included, and its cross terms."""
         if self.beyond is None:
             return dataclasses.replace(self, beyond=more)
@@ -252,7 +244,7 @@ class Change:
         )
         if total - linear <= _EXACT * total:
             return found
-        return found.going_beyond(Beyond.of(np.full_like(both, total - linear), linear / total))
+        return found.with_nonlinear(Beyond.of(np.full_like(both, total - linear), linear / total))
 
     def rescaled(self, kernel: Array, factor: Array, less: Array) -> Change:
         """The change r u + (r - 1) h of r_t (h_t + u_t), r a number per token; `less` is r - 1,

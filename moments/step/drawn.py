@@ -16,8 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,16 @@ from ..layers.attention.layers import self_masks
 from ..layers.attention.projections import over_all_heads
 from ..layers.attention.self_attention import CrossAttention, SelfAttention
 from ..layers.experts.routing import Router
-from ..layers.recurrent.drawn import FIXED, OF_SECTION, Section, gram, on_lists, root_of, rows_of
+from ..layers.recurrent.drawn import (
+    FIXED,
+    Copies,
+    Section,
+    copies,
+    gram,
+    on_lists,
+    root_of,
+    rows_of,
+)
 from ..layers.recurrent.heads import convolved, sigmoid
 from ..layers.recurrent.mixers import taps
 from ..model.mixers import LatentAttention, ShortConvolution
@@ -53,27 +61,6 @@ TINY, NOTHING = 1e-5, 1e-12
 experts chosen before the step (the number of tokens that change experts is linear in the change,
 other second-order effects quadratic, so that single draws would dominate). And share of the mean
 squared gradient below which a row's is set to 0."""
-
-
-class Copies(NamedTuple):
-    """Copies of a drawn parameter that multiplies no input: how often the block has it (`times`),
-    and how many independent draws of the function use each copy (`shared`)."""
-
-    times: float
-    shared: float
-
-
-def copies(head: Any, name: str) -> Copies:
-    """Copies of a head's own parameter."""
-    if hasattr(head, "copies"):
-        result: Copies = head.copies(name)
-        return result
-    first = name.partition(".")[0]
-    first = OF_SECTION.get(first, first)
-    if first in head.inner:
-        return Copies(head.inner[first].served ** 0.5, head.inner[first].served ** 0.5)
-    section = head.sections[first]
-    return Copies(section.rows / section.drawn, section.shared)
 
 
 class _Probe(NamedTuple):
@@ -111,13 +98,11 @@ class Draws(NamedTuple):
     sizes: Array
 
 
+@dataclass(frozen=True, eq=False)
 class Block:
     """A block at the kernels of both passes.
 
     Attributes:
-        matrices: by section.
-
-    Args:
         head: the function.
         matrices: by section, whose preactivations they give.
         reads: (T, T) kernels of the matrices' inputs.
@@ -127,48 +112,29 @@ class Block:
         sequences: number of sequences in the T tokens.
         gains: fan_in times variance of matrices inside the function.
         factors: multiply preactivations before the function.
-        gradients: (T, T) predicted at the matrices' outputs, by section; others are drawn.
+        predicted: (T, T) gradients at the matrices' outputs, by section; others are drawn.
         named: maps the function's own parameters to their names in the model.
     """
 
-    def __init__(
-        self,
-        head: Any,
-        matrices: Mapping[str, LawMatrix],
-        reads: Mapping[str, Array],
-        received: Array,
-        features: float,
-        known: Mapping[str, float],
-        sequences: int = 1,
-        gains: Mapping[str, float] = MappingProxyType({}),
-        factors: Mapping[str, float] = MappingProxyType({}),
-        gradients: Mapping[str, Array] = MappingProxyType({}),
-        named: Callable[[str], str] = str,
-    ) -> None:
-        self.head, self.features = head, features
-        self.matrices = {name: matrices[name] for name in head.sections}
-        self.reads, self.received = reads, received
-        self.sequences, self.gains, self.named = sequences, gains, named
-        self._factors, self._known, self._gradients = factors, known, gradients
+    head: Any
+    matrices: Mapping[str, LawMatrix]
+    reads: Mapping[str, Array]
+    received: Array
+    features: float
+    known: Mapping[str, float]
+    sequences: int = 1
+    gains: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, Array] = field(default_factory=dict)
+    named: Callable[[str], str] = str
 
     def narrowed(self, features: int) -> Block:
         """The block with draws of so few features that whole ones make up `features`, if it can."""
         if features % self.head.features == 0 or not hasattr(self.head, "most"):
             return self
         most = math.gcd(features, self.head.features) if features > self.head.features else features
-        return Block(
-            dataclasses.replace(self.head, most=most),
-            self.matrices,
-            self.reads,
-            self.received,
-            self.features,
-            self._known,
-            self.sequences,
-            self.gains,
-            self._factors,
-            self.gradients,
-            self.named,
-        )
+        head = dataclasses.replace(self.head, most=most)
+        return dataclasses.replace(self, head=head, predicted=self.gradients)
 
     @functools.cached_property
     def draws(self) -> Draws:
@@ -223,9 +189,9 @@ class Block:
         """(T, T) E delta delta at every section."""
         result = {}
         for name, matrix in self.matrices.items():
-            kernel = self._gradients[name] if name in self._gradients else self._gram(name)
+            kernel = self.predicted[name] if name in self.predicted else self._gram(name)
             square = matrix.fan_in * matrix.fan_out * float(np.vdot(kernel, self.reads[name]))
-            result[name] = (self._known.get(name, square) / square if square > 0 else 1.0) * kernel
+            result[name] = (self.known.get(name, square) / square if square > 0 else 1.0) * kernel
         return result
 
     @functools.cached_property
@@ -254,9 +220,9 @@ class Block:
         """The function of the list of preactivations by section and its own parameters."""
         names, own = list(self.head.sections), list(own)
         run = on_lists(head or self.head, names, own, fixed, self.sequences)
-        if not self._factors:
+        if not self.factors:
             return run
-        factors = [self._factors.get(name, 1.0) for name in (*names, *own)]
+        factors = [self.factors.get(name, 1.0) for name in (*names, *own)]
         return lambda *values: run(*(f * x for f, x in zip(factors, values, strict=True)))
 
     def parted(self, name: str, y: Any, parts: int) -> Any:
@@ -355,8 +321,8 @@ class Block:
 
         def coherently(rows: Mapping[str, Array]) -> dict[str, Array]:
             result = {name: incoming[name] @ rows[name] for name in parts}
-            moved = [name for name in parts if stepping[name].any()]
-            return result | {name: result[name] + stepped(name, rows[name]) for name in moved}
+            moving = [name for name in parts if stepping[name].any()]
+            return result | {name: result[name] + stepped(name, rows[name]) for name in moving}
 
         probe, nonzero = draws.sized_probe, draws.sizes > 0
         tangents = coherently(probe.pulled)
@@ -381,27 +347,27 @@ class Block:
         shifts, along_gradient = dict(steps), coherently(self.drawn_gradients)
         normal = _independent(tuple(shift.shape for shift in along_gradient.values()))
         for (name, shift), noise in zip(along_gradient.items(), normal, strict=True):
-            scale = shift.shape[0] * shift.shape[2]
-            rest = spread(changes[name].total - gram(shift) / scale)
+            rows = shift.shape[0] * shift.shape[2]
+            rest = spread(changes[name].total - gram(shift) / rows)
             shifts[name] = rest @ noise - shift
         every = draws.preactivations | draws.own
         ratios = [np.abs(u).max() / (np.abs(every[k]).max() or 1.0) for k, u in shifts.items()]
         share = float(max(ratios))
-        grown = max(TINY / share, 1.0) if share > 0 else 1.0
-        run, sides = draws.run if grown == 1.0 else draws.run_fixed, []
-        for sign in (grown, -grown):
-            shifted = [x + sign * shifts.get(name, 0.0) for name, x in every.items()]
+        scale = max(TINY / share, 1.0) if share > 0 else 1.0
+        run, sides = draws.run if scale == 1.0 else draws.run_fixed, []
+        for signed_scale in (scale, -scale):
+            shifted = [x + signed_scale * shifts.get(name, 0.0) for name, x in every.items()]
             sides.append(run(*shifted) - draws.output)
-        moved = (sides[0] - sides[1]) / (2 * grown)
-        kept = self._saturation(moved, coherent, gradient)
-        coherent = kept[:, None] * coherent
-        total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * grown**2)
-        drift = self._mean((sides[0] + sides[1]) / (2 * grown**2), draws.output)
+        change = (sides[0] - sides[1]) / (2 * scale)
+        saturation = self._saturation(change, coherent, gradient)
+        coherent = saturation[:, None] * coherent
+        total = (self._mean(sides[0], sides[0]) + self._mean(sides[1], sides[1])) / (2 * scale**2)
+        drift = self._mean((sides[0] + sides[1]) / (2 * scale**2), draws.output)
         overlap = self._averaged({name: one.overlap for name, one in changes.items()})
         scattered = self.response({name: one.scattered for name, one in changes.items()})
-        change = Change(coherent, overlap + drift, total, kept[:, None] * scattered)
+        result = Change(coherent, overlap + drift, total, saturation[:, None] * scattered)
         if not isinstance(self.head, Units):
-            return change, {}
+            return result, {}
         router, *maps = self.head.names
         chosen = self.head.router.choice(draws.preactivations[router])[..., None]
         at_chosen = {}
@@ -409,12 +375,12 @@ class Block:
             square = stepped(name, self.drawn_gradients[name]).reshape(*chosen.shape[:-1], -1) ** 2
             if square.any():
                 at_chosen[name] = float((chosen * square).mean() / (chosen.mean() * square.mean()))
-        return change, at_chosen
+        return result, at_chosen
 
-    def _saturation(self, moved: Array, coherent: Array, gradient: Array) -> Array:
+    def _saturation(self, change: Array, coherent: Array, gradient: Array) -> Array:
         """(T,) ratio of each token's finite coherent change to the linear one, at most 1, and 1
         within three standard errors: near 0, slopes of a norm are steeper than any change."""
-        each = -(moved * self.draws.delta).mean(-1)
+        each = -(change * self.draws.delta).mean(-1)
         linear = np.sum(coherent * gradient, -1)
         positive = linear > 0
         divisor = np.where(positive, linear, 1.0)
@@ -653,6 +619,16 @@ def entrywise(laws: ComponentLaws) -> Callable[[Array], Array]:
     return primitive(lambda x: as_precise(function(NUMPY, x), x), lambda r, x: times(slope(x)))
 
 
+def gated_unit(
+    act: Callable[[Any], Any], gate: Any, factor: Any, shift: float, clamp: float | None
+) -> Any:
+    """A gated unit of `GatedLinear`."""
+    if clamp is not None:
+        gate = np.minimum(gate, clamp)
+        factor = np.maximum(np.minimum(factor, clamp), -clamp)
+    return act(gate) * (factor + shift if shift else factor)
+
+
 def bend(derivative: Callable[..., Array], x: Array) -> Array:
     """The second derivative by central differences of the first, and 0 at a kink."""
     step = 1e-3
@@ -734,15 +710,10 @@ class Units:
         hidden = [np.reshape(x, shape) for x in maps]
         if self.inward:
             hidden = [gates * x for x in hidden]
-        act = entrywise(self.laws)
+        act: Callable[..., Any] = entrywise(self.laws)
         if self.gated:
-            gate, factor = hidden
-            if self.clamp is not None:
-                gate = np.minimum(gate, self.clamp)
-                factor = np.maximum(np.minimum(factor, self.clamp), -self.clamp)
-            result = act(gate) * (factor + self.shift)
-        else:
-            result = act(hidden[0])
+            act = functools.partial(gated_unit, act, shift=self.shift, clamp=self.clamp)
+        result = act(*hidden)
         result = result if self.inward else gates * result
         return np.reshape(result, (*logits.shape[:2], self.features))
 

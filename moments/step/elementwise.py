@@ -46,12 +46,12 @@ def activated(
     if change.share(kernel) < _SMALL:
         slopes = slope(laws, old, old, kernel)
         return change.times(slopes), slopes
-    met, new = change.met(kernel), change.new(kernel)
+    mixed, new = change.updated_overlap(kernel), change.new(kernel)
     grown = np.diag(new)
-    between = moment(laws, grown, old, met)
+    between = moment(laws, grown, old, mixed)
     overlap = between - output
     total = moment(laws, grown, grown, new) - between - overlap.T
-    slopes = slope(laws, grown, old, met)
+    slopes = slope(laws, grown, old, mixed)
     result = dataclasses.replace(change.times(slopes), overlap=overlap, total=total, beyond=None)
     return result, slopes
 
@@ -77,16 +77,19 @@ class Unit:
         if max(gate.share(self.gate), factor.share(self.factor)) < _SMALL:
             of_gate, of_factor = self.slopes
             return gate.times(of_gate).plus(factor.times(of_factor), gradient)
-        met, new = gate.met(self.gate), gate.new(self.gate)
+        mixed, new = gate.updated_overlap(self.gate), gate.new(self.gate)
         grown = np.diag(new)
-        between = moment(laws, grown, old, met)
-        met_factor = factor.met(self.factor)
-        overlap = between * met_factor - self.slopes[1] * self.factor
+        between = moment(laws, grown, old, mixed)
+        mixed_factor = factor.updated_overlap(self.factor)
+        overlap = between * mixed_factor - self.slopes[1] * self.factor
         total = moment(laws, grown, grown, new) * factor.new(self.factor)
-        total = total - between * met_factor - overlap.T
+        total = total - between * mixed_factor - overlap.T
         first, second = (
             dataclasses.replace(one.times(way), overlap=0 * total, total=0 * total, beyond=None)
-            for one, way in ((gate, slope(laws, grown, old, met) * met_factor), (factor, between))
+            for one, way in (
+                (gate, slope(laws, grown, old, mixed) * mixed_factor),
+                (factor, between),
+            )
         )
         both = first.plus(second, gradient)
         return dataclasses.replace(both, overlap=overlap, total=total + both.total)

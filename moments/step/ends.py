@@ -32,17 +32,17 @@ class Words:
         rows: (V',) number of words that each entry represents.
         target: (T,) entry of a token's target, -1 for none.
         read: (T,) entry of the word that a token looks up; -1 unless the head is tied.
-        sent: (T, V') c.
-        carried: (T,) k, the coefficient of a token's own row in the input of the head.
-        encoder_read: as `read`, of an encoder's tokens; None: there is no encoder.
+        logit_gradient: (T, V') c.
+        own_row: (T,) k, the coefficient of a token's own row in the input of the head.
+        encoder_read: as `read`, for an encoder's tokens; None without an encoder.
         evaluated: (T,) tokens whose loss is predicted; None: all with a target.
     """
 
     rows: Array
     target: Any
     read: Any
-    sent: Array
-    carried: Array
+    logit_gradient: Array
+    own_row: Array
     encoder_read: Any = None
     evaluated: Any = None
 
@@ -60,20 +60,20 @@ class Words:
         read = np.array([place.get(int(word), -1) for word in ids])
         count, every = float(active.sum()), np.arange(len(active))
         softmax, zeros = readout.softmax, np.zeros(len(active))
-        carried = np.asarray(readout.carried) + zeros
+        own_row = np.asarray(readout.carried) + zeros
         other = np.asarray(softmax.other.probability) + zeros
-        sent = np.repeat(other[:, None], len(rows), 1)
-        if carried.any():
-            sent[every, read] = np.asarray(softmax.own.probability) + zeros
-        sent = sent * active[:, None] / count
-        sent[every[active], target[active]] -= 1 / count
+        gradient = np.repeat(other[:, None], len(rows), 1)
+        if own_row.any():
+            gradient[every, read] = np.asarray(softmax.own.probability) + zeros
+        gradient = gradient * active[:, None] / count
+        gradient[every[active], target[active]] -= 1 / count
         encoder_read = evaluated = None
         if reading.encoder is not None:
             encoder_read = np.array([place[int(word)] for word in encoder_ids])
         if reading.batches is not None:
-            sent = sent * reading.batches.factors(len(sent))[:, None]
-            evaluated = reading.batches.masks(len(sent))[-1] > 0
-        return cls(rows, target, read, sent, carried, encoder_read, evaluated)
+            gradient = gradient * reading.batches.factors(len(gradient))[:, None]
+            evaluated = reading.batches.masks(len(gradient))[-1] > 0
+        return cls(rows, target, read, gradient, own_row, encoder_read, evaluated)
 
     @functools.cached_property
     def reads(self) -> Array:
@@ -93,10 +93,12 @@ def tied_overlap(reading: Reading, words: Words) -> Array:
     k_s scale variance c_{s, word of t}, k the coefficient of a token's own row in the input of the
     head, less the projection of the last norm. Factors of skip connections in x and delta cancel.
     """
-    readout, k = reading.readout, words.carried
+    readout, k = reading.readout, words.own_row
     if not k.any():
         return np.zeros_like(reading.last.kernel)
-    overlap = readout.scale * readout.weight_variance * k[None, :] * words.sent[:, words.read].T
+    overlap = (
+        readout.scale * readout.weight_variance * k[None, :] * words.logit_gradient[:, words.read].T
+    )
     if readout.normalised:
         kernel = reading.last.kernel
         overlap = overlap - np.diag(overlap)[None, :] * kernel / np.diag(kernel)[None, :]
@@ -130,8 +132,8 @@ def _row_blocks(reading: Reading, words: Words, tied: Array) -> Array:
             return values[None]
         return np.asarray(batches.masks(len(values))[:, :, None] * values)
 
-    sent = split(words.sent)
-    blocks = readout.scale**2 * np.einsum("itv,jtv->vij", sent, kernel @ sent)
+    logit_gradient = split(words.logit_gradient)
+    blocks = readout.scale**2 * np.einsum("itv,jtv->vij", logit_gradient, kernel @ logit_gradient)
     table = reading.main.token_table
     if table is None or not reading.tied:
         return np.asarray(blocks)
@@ -139,8 +141,8 @@ def _row_blocks(reading: Reading, words: Words, tied: Array) -> Array:
         reads = split(words.of_stream(stream is reading.main))
         gathered = np.einsum("itv,jtv->vij", reads, stream.received @ reads)
         blocks = blocks + table.amplitude**2 * gathered
-    at_head = tied * (words.carried / table.amplitude)[:, None]
-    cross = np.einsum("itv,jtv->vij", sent, at_head @ split(words.reads))
+    at_head = tied * (words.own_row / table.amplitude)[:, None]
+    cross = np.einsum("itv,jtv->vij", logit_gradient, at_head @ split(words.reads))
     cross = cross + np.swapaxes(cross, 1, 2)
     return np.asarray(blocks + readout.scale * table.amplitude * cross)
 
@@ -220,8 +222,8 @@ def entered(
         row_blocks = _row_blocks(reading, words, tied if main else 0 * reading.main.before)
         rows = np.maximum(row_blocks.sum((1, 2)), 0.0)
         readout = reading.readout
-        sent = readout.scale * words.sent
-        gathered = sent.T @ np.asarray(readout.kernel.off_diagonal) @ sent
+        logit_gradient = readout.scale * words.logit_gradient
+        gathered = logit_gradient.T @ np.asarray(readout.kernel.off_diagonal) @ logit_gradient
         for source in reading.streams:
             if source is not stream:
                 reads = words.of_stream(source is reading.main)
@@ -247,8 +249,8 @@ def entered(
             effects.append((table.name, StepSize(d * steps.slope, steps.square / table.count)))
         if main and tied_table and i == 0:
             # the row also moves along the head's inputs at the tokens in whose loss it is
-            logit_gradient = reading.readout.scale * words.sent[:, words.read].T
-            along = rates[i] * (pulled * logit_gradient) * words.carried
+            at_head = reading.readout.scale * words.logit_gradient[:, words.read].T
+            along = rates[i] * (pulled * at_head) * words.own_row
             overlap -= along @ stream.before
     for (i, j), covariance in grams.items():
         if rule != "sgd":
@@ -366,29 +368,33 @@ def ending(
     kernel = np.asarray(readout.kernel.off_diagonal)
     name = "token" if reading.tied else "head"
     step = rate * optimizer.factor(name)
-    decay = optimizer.left(name, rate)
-    blocks, sent = _row_blocks(reading, words, tied), words.sent
+    decay = optimizer.decay(name, rate)
+    blocks, logit_gradient = _row_blocks(reading, words, tied), words.logit_gradient
     steps = _RowSteps.of(optimizer, blocks, words.rows, len(kernel), words.rows)
     pulled, total_rows = steps.pulled.T, float(words.rows.sum())
-    own = -step * scale**2 * d * (change.met(kernel) @ (pulled * sent))
+    own = -step * scale**2 * d * (change.updated_overlap(kernel) @ (pulled * logit_gradient))
     table = reading.main.token_table
     if reading.tied and table is not None:
         # rows that tokens look up also step along the gradients of these tokens
         amplitude = table.amplitude
-        k = words.carried / amplitude
+        k = words.own_row / amplitude
         received = tied * k[:, None] - (change.coherent @ gradient) * k[None, :]
         own -= step * scale * d * amplitude * (received @ (pulled * words.reads))
-    through = -(scale**2) * d * variance * decay * (change.coherent @ sent)
+    through = -(scale**2) * d * variance * decay * (change.coherent @ logit_gradient)
     mean = own + through
     effects = []
     if not reading.tied:
         effects.append((name, StepSize(d * steps.slope, steps.square / total_rows)))
     if reading.model.head.bias:
-        sums = sent.sum(0)
+        sums = logit_gradient.sum(0)
         shift = sums if optimizer.others == "sgd" else np.sign(sums)
         if reading.batches is not None and optimizer.others != "sgd":
             # each step's own gradient of the logits, summed over tokens
-            own_sums = reading.batches.masks(len(sent)) @ sent / reading.batches.weights[:, None]
+            own_sums = (
+                reading.batches.masks(len(logit_gradient))
+                @ logit_gradient
+                / reading.batches.weights[:, None]
+            )
             shift = reading.batches.updates.sum(own_sums)
         factor = rate * optimizer.factor("head.bias")
         mean = mean - factor * shift
@@ -399,8 +405,8 @@ def ending(
     changed = float(np.mean((mean**2 @ words.rows) / total_rows + size))
     every = np.arange(len(kernel))
     spread = scale**2 * d * variance * decay**2 * np.diag(change.new(kernel))
-    if words.carried.any():
-        mean[every, words.read] += scale * d * variance * decay * words.carried * kept
+    if words.own_row.any():
+        mean[every, words.read] += scale * d * variance * decay * words.own_row * kept
     loss = _loss(mean, spread, words)
     after = float(np.mean((mean**2 @ words.rows) / total_rows + spread))
     return Ending(loss, changed, after, tuple(effects))

@@ -41,7 +41,7 @@ def drawn_block(
     received: Array | None = None,
     **options: Any,
 ) -> Block:
-    """Draws of a block, shared by steps at all rates."""
+    """The block of a component, cached for steps at all rates."""
     known, prefix = {}, ENCODER if leaving.name.startswith(ENCODER) else ""
     for name, matrix in matrices.items():
         # predicted norms are those of a single batch
@@ -49,19 +49,17 @@ def drawn_block(
         if square is not None and name != SHARED_KEY and reading.batches is None:
             known[name] = square
     gradient = leaving.gradient if received is None else received
-    return reading.once(
-        Block,
-        leaving.index,
-        make=lambda: Block(head, matrices, reads, gradient, features, known, sequences, **options),
-    )
+    matrices = {name: matrices[name] for name in head.sections}
+    given = matrices, reads, gradient, features, known, sequences
+    return reading.once(Block, leaving.index, make=lambda: Block(head, *given, **options))
 
 
 @functools.singledispatch
 def block_of(
     leaf: Any, reading: Reading, entering: Site, leaving: Site, memory: Site | None = None
 ) -> Block:
-    """Draws of a leaf that is a function of preactivations, whose matrices read its input or, for
-    keys and values, `memory`."""
+    """The block of a component that is a function of preactivations, whose matrices read its input
+    or, for keys and values, `memory`."""
     raise DomainError(f"{type(leaf).__name__} ({leaf.label}) is not drawn")
 
 
@@ -73,9 +71,9 @@ def mixer_block(leaf: Mixer, reading: Reading, entering: Site, leaving: Site, *_
         if isinstance(block, ShortConvolution)
         else HEADS[type(block)](block)
     )
-    own = {one.name: float(one.variance / one.square) for one in leaf.inward}
+    variances = {one.name: float(one.variance / one.square) for one in leaf.inward}
     matrices = {
-        one.name: LawMatrix(leaf.named(one.name), one.fan_in, one.rows, own[one.name])
+        one.name: LawMatrix(leaf.named(one.name), one.fan_in, one.rows, variances[one.name])
         for one in leaf.inward
         if one.name in head.sections
     }
@@ -87,7 +85,7 @@ def mixer_block(leaf: Mixer, reading: Reading, entering: Site, leaving: Site, *_
         dict.fromkeys(matrices, entering.kernel),
         float(leaf.width),
         leaf.sequences,
-        gains={one.name: one.fan_in * own[one.name] for one in leaf.inward},
+        gains={one.name: one.fan_in * variances[one.name] for one in leaf.inward},
         factors={one.name: float(one.square) ** 0.5 for one in leaf.inward if one.square != 1.0},
         named=leaf.named,
     )
@@ -110,17 +108,18 @@ def attention_block(
     source = entering if memory is None else memory
     width = int(heads.heads * heads.d_head)
     shared = int(float(heads.kv_heads or heads.heads) * heads.d_head)
-    has = ("query", "key", "value") if heads.has_bias is True else heads.has_bias or ()
+    biased = ("query", "key", "value") if heads.has_bias is True else heads.has_bias or ()
     if heads.rotary is None and heads.qk_norm is None and heads.logit_softcap is None:
         # a bias common to all keys cancels in the softmax, unless there is a sink
-        has = tuple(one for one in has if one != "key" or getattr(heads, "sink", None) is not None)
+        has_sink = getattr(heads, "sink", None) is not None
+        biased = tuple(name for name in biased if name != "key" or has_sink)
     matrices = {
         name: LawMatrix(
             heads.prefix + name,
             int(reads),
             rows,
             float(getattr(heads, name)),
-            float(getattr(heads, f"{name}_bias")) if name in has else None,
+            float(getattr(heads, f"{name}_bias")) if name in biased else None,
         )
         for name, reads, rows in (
             ("query", heads.d_model, width),
@@ -128,18 +127,18 @@ def attention_block(
             ("value", heads.memory_width, shared),
         )
     }
-    each = 0
+    gates_per_head = 0
     if gates is not None:
         linear = gates.gate.children[0]
         assert isinstance(linear, Linear)
-        given = linear.parameters
-        rows = int(given["fan_out"])
-        bias = float(given.get("bias_variance", 0.0)) if linear.has_bias else None
-        variance = float(given["weight_variance"])
+        law = linear.parameters
+        rows = int(law["fan_out"])
+        bias = float(law.get("bias_variance", 0.0)) if linear.has_bias else None
+        variance = float(law["weight_variance"])
         matrices["attention_gate"] = LawMatrix(
             "attention_gate", int(heads.d_model), rows, variance, bias
         )
-        each = rows // int(heads.heads)
+        gates_per_head = rows // int(heads.heads)
     kernels = {
         name: source.kernel if name in ("key", "value") else entering.kernel for name in matrices
     }
@@ -147,14 +146,13 @@ def attention_block(
     if over_all_heads(heads):
         sizes = {}
         for name, m in matrices.items():
-            own = np.diag(kernels[name])[: len(kernels[name]) // heads.sequences]
-            sizes[name] = np.sqrt(
-                m.fan_in * m.variance * own + (m.bias or 0.0) + heads.norm_epsilon
-            )
-    head, sequences = AttentionHead(heads, None, each, sizes), int(heads.sequences)
-    gradients, size = entering.sent(heads, source), float(width)
+            square = np.diag(kernels[name])[: len(kernels[name]) // heads.sequences]
+            square = m.fan_in * m.variance * square + (m.bias or 0.0)
+            sizes[name] = np.sqrt(square + heads.norm_epsilon)
+    head, sequences = AttentionHead(heads, None, gates_per_head, sizes), int(heads.sequences)
+    gradients, size = entering.attention_gradients(heads, source), float(width)
     return drawn_block(
-        reading, leaving, head, matrices, kernels, size, sequences, gradients=gradients
+        reading, leaving, head, matrices, kernels, size, sequences, predicted=gradients
     )
 
 
@@ -162,9 +160,9 @@ class Latent(NamedTuple):
     """One of the latents of `latent_block`.
 
     Attributes:
-        name, variance: of the matrix that gives it.
-        norm: applied to it.
-        at, behind: sites before and after the norm.
+        name, variance: of the matrix whose output it is.
+        norm: norm of the latent.
+        at, after: sites before and after the norm.
         readers: sections whose matrices read it.
     """
 
@@ -172,7 +170,7 @@ class Latent(NamedTuple):
     variance: float
     norm: FiniteNormalization
     at: Site
-    behind: Site
+    after: Site
     readers: tuple[str, ...]
 
 
@@ -187,13 +185,13 @@ def latent_block(
     downs = {"kv_down": ("attention.kv_latent", block.kv_rank, ("key", "value"))}
     if block.query_rank is not None:
         downs["query_down"] = ("attention.query_latent", block.query_rank, ("query",))
-    passed, read = {}, {"query": entering.kernel, SHARED_KEY: entering.kernel}
+    passes, read = {}, {"query": entering.kernel, SHARED_KEY: entering.kernel}
     for name, (label, rank, readers) in downs.items():
         down, norm = leaf._latent(name, label, rank, 1.0)
         before, _ = down.forward(tokens)
-        after, back = norm.forward(before)
-        passed[name] = down, norm, before, back
-        read |= dict.fromkeys(readers, np.asarray(after.second_moment().off_diagonal))
+        normed, back = norm.forward(before)
+        passes[name] = down, norm, before, back
+        read |= dict.fromkeys(readers, np.asarray(normed.second_moment().off_diagonal))
     rows = {
         "query": (block.query_rank or d, count * int(heads.d_head)),
         "key": (block.kv_rank, count * block.nope_dim),
@@ -206,26 +204,29 @@ def latent_block(
         matrices[SHARED_KEY] = LawMatrix("kv_down", d, block.rope_dim, float(block.kv_down))
     features, sequences = float(count * block.value_dim), int(heads.sequences)
     head = AttentionHead(heads, block)
-    made = drawn_block(reading, leaving, head, matrices, read, features, sequences)
+    result = drawn_block(reading, leaving, head, matrices, read, features, sequences)
     latents = []
     for name, (label, rank, readers) in downs.items():
-        down, norm, before, back = passed[name]
-        there = sum(
-            matrices[one].fan_out * matrices[one].variance * made.gradients[one] for one in readers
+        down, norm, before, back = passes[name]
+        after_norm = np.asarray(
+            sum(
+                matrices[one].fan_out * matrices[one].variance * result.gradients[one]
+                for one in readers
+            )
         )
-        sent = back(Gradient(Kernel.of_matrix(np.asarray(there)), tokens.seq_len)).gradient.kernel
+        pulled = back(Gradient(Kernel.of_matrix(after_norm), tokens.seq_len))
         kernel = np.asarray(before.second_moment().off_diagonal)
-        gradient = np.asarray(sent.off_diagonal)
+        gradient = np.asarray(pulled.gradient.kernel.off_diagonal)
         if (square := reading.norms().get((leaving.layer, name))) is not None:
             if name == "kv_down" and block.rope_dim:
-                own = float(np.vdot(made.gradients[SHARED_KEY], read[SHARED_KEY]))
-                square -= d * block.rope_dim * own
+                overlap = float(np.vdot(result.gradients[SHARED_KEY], read[SHARED_KEY]))
+                square -= d * block.rope_dim * overlap
             gradient = gradient * (square / (d * rank * float(np.vdot(gradient, entering.kernel))))
-        at = entering.behind(name, kernel, gradient, float(rank))
-        behind = entering.behind(label, read[readers[0]], np.asarray(there), float(rank))
+        at = entering.inner(name, kernel, gradient, float(rank))
+        after = entering.inner(label, read[readers[0]], after_norm, float(rank))
         variance = max(float(down.parameters["weight_variance"]), 1e-60)
-        latents.append(Latent(name, variance, norm, at, behind, readers))
-    return made, latents
+        latents.append(Latent(name, variance, norm, at, after, readers))
+    return result, latents
 
 
 def mixture_block(
@@ -238,34 +239,41 @@ def mixture_block(
     assert isinstance(out, Linear)
     assert isinstance(first, GatedLinear | Linear)
     d, experts = int(leaf.d_model), leaf.router.experts
-    given = out.parameters
-    width, variance = int(given["fan_in"]), max(float(given["weight_variance"]), 1e-60)
-    many = experts * width
-    logits = leaf.bias_variance if leaf.has_bias else None
-    matrices = {leaf.name: LawMatrix(leaf.name, d, experts, leaf.router_variance, logits)}
+    law = out.parameters
+    width, variance = int(law["fan_in"]), max(float(law["weight_variance"]), 1e-60)
+    total_width = experts * width
+    router_bias = leaf.bias_variance if leaf.has_bias else None
+    matrices = {leaf.name: LawMatrix(leaf.name, d, experts, leaf.router_variance, router_bias)}
     if isinstance(first, GatedLinear):
-        laws, bend = first.activation, (first.shift, first.clamp)
+        laws, limits = first.activation, (first.shift, first.clamp)
         biases = {"gate": first.gate_bias, "ffn_in": first.bias}
-        for own in ("gate", "ffn_in"):
-            bias = float(biases[own]) if first.has_bias else None
-            name = f"{first.prefix}{own}"
-            matrices[name] = LawMatrix(name, d, many, float(getattr(first, own)), bias)
+        for role in ("gate", "ffn_in"):
+            bias = float(biases[role]) if first.has_bias else None
+            name = f"{first.prefix}{role}"
+            matrices[name] = LawMatrix(name, d, total_width, float(getattr(first, role)), bias)
     else:
         assert isinstance(unit, Activation)
-        laws, bend, entry = unit.laws, (0.0, None), first.parameters
+        laws, limits, entry = unit.laws, (0.0, None), first.parameters
         bias = float(entry.get("bias_variance", 0.0)) if first.has_bias else None
         matrices[first.weight] = LawMatrix(
-            first.weight, d, many, float(entry["weight_variance"]), bias
+            first.weight, d, total_width, float(entry["weight_variance"]), bias
         )
     gated = isinstance(first, GatedLinear)
-    head = Units(leaf.router, laws, width, gated, leaf.inward, *bend, tuple(matrices))
+    head = Units(leaf.router, laws, width, gated, leaf.inward, *limits, tuple(matrices))
     kernels, received = dict.fromkeys(matrices, entering.kernel), d * variance * leaving.gradient
-    block = drawn_block(reading, leaving, head, matrices, kernels, float(many), received=received)
+    block = drawn_block(
+        reading, leaving, head, matrices, kernels, float(total_width), received=received
+    )
     gates = reading.once(
         Units, leaving.index, make=lambda: head.gates(block.draws.preactivations[leaf.name])
     )
-    added = float(given.get("bias_variance", 0.0)) if out.has_bias else None
+    out_bias = float(law.get("bias_variance", 0.0)) if out.has_bias else None
     shared = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
-    kernel = (leaving.kernel - (added or 0.0) * shared) / (many * variance)
-    at = leaving.behind("hidden", kernel, received, float(many))
-    return block, at, LawMatrix(out.weight, many, int(given["fan_out"]), variance, added), gates
+    kernel = (leaving.kernel - (out_bias or 0.0) * shared) / (total_width * variance)
+    at = leaving.inner("hidden", kernel, received, float(total_width))
+    return (
+        block,
+        at,
+        LawMatrix(out.weight, total_width, int(law["fan_out"]), variance, out_bias),
+        gates,
+    )

@@ -1,4 +1,4 @@
-"""What a step was seen to do to a real module: `FirstStep`'s quantities, with standard errors."""
+"""The quantities of `FirstStep` measured on a real module, with standard errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepDraw:
         slope: derivative of the loss in the learning rate, at 0.
         sites: (layer, site) -> mean squares before, after and of the change.
         weights: (layer, weight) -> mean squares of the step and of the weight, alignment exponent
-            (nan where it was not seen), and the parameter's share of the slope.
+            (nan if not measured), and the parameter's share of the slope.
     """
 
     loss: float
@@ -36,17 +36,17 @@ class StepDraw:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StepMeasurement:
-    """A first step as a module took it, over draws of its weights.
+    """A first step measured on a module, averaged over draws of its weights.
 
-    Each `*_stderr` is the standard error over draws, nan of one.
+    Each `*_stderr` is the standard error over draws, nan for a single draw.
 
     Attributes:
-        source, optimizer, learning_rate: what was run.
-        seeds: draws.
+        source, optimizer, learning_rate: the module and its step.
+        seeds: number of draws.
         loss, loss_before, loss_change, slope: as in `FirstStep`, in nats.
         variance, relative_change: (N + 1,) of the stream after the step; changes are relative to
             the mean square before it.
-        site_rows, weight_rows: what `to_frame` and `weights` show.
+        site_rows, weight_rows: rows of `to_frame` and `weights`.
     """
 
     source: str
@@ -76,7 +76,7 @@ class StepMeasurement:
         def rows(
             labels: tuple[str, str], keys: Sequence[Place], columns: Mapping[str, np.ndarray]
         ) -> list[dict[str, Any]]:
-            """One per key, of columns (draws, keys)."""
+            """One row per key, from columns (draws, keys)."""
             result = []
             for k, key in enumerate(keys):
                 row: dict[str, Any] = dict(zip(labels, key, strict=True))

@@ -1,4 +1,4 @@
-"""What a user holds of a first step, `FirstStep`, and what steps of one prediction share."""
+"""The result of a first step, `FirstStep`, and its computation from a prediction, `Stepping`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import domain_error
 from ..files import Serialised, as_frame, plain
 from ..prediction.gate import computing
 from ..prediction.predict import predict
-from . import blocks as _blocks  # noqa: F401 (what the walk does at them)
+from . import blocks as _blocks  # noqa: F401 (registers components with the walk)
 from .change import Change, between_trace
 from .draws import Draws
 from .ends import Words, ending, entered, tied_overlap
@@ -25,7 +25,7 @@ from .several import Updates
 from .sharpness import Sharpness as Sharpness
 from .sharpness import sharpness as sharpness
 from .sites import ENCODER, Reading, Site
-from .walk import SiteStep, Walk, WeightStep
+from .walk import Walk, WeightStep
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +56,8 @@ class FirstStep(Serialised):
         variance: of the stream after the step, (N + 1,).
         relative_change: E |dh|^2 over E |h|^2 of the stream before the step, (N + 1,).
         logit_change: mean square of a logit's change.
-        warnings: where the theory ends.
+        warnings: violated limits of the theory.
+        site_rows: rows of `to_frame`.
     """
 
     model: Transformer
@@ -70,7 +71,7 @@ class FirstStep(Serialised):
     relative_change: np.ndarray
     logit_change: float
     warnings: tuple[str, ...]
-    _sites: Callable[[], tuple[Mapping[str, Any], ...]] = field(repr=False)
+    site_rows: tuple[Mapping[str, Any], ...]
     _weights: Callable[[], tuple[Mapping[str, Any], ...]] = field(repr=False)
 
     @classmethod
@@ -83,19 +84,21 @@ class FirstStep(Serialised):
         moved: Walk,
         slope: float,
     ) -> FirstStep:
-        """From the walk; `before` is the loss at rate 0 as the walk's end has it."""
+        """From a walk; `before` is the loss that it has at rate 0."""
         model, loss = reading.model, reading.loss
         steps = 1 if optimizer.updates is None else optimizer.updates.steps
         rows = []
         for point in moved.sites:
-            size, tokens = point.before, len(point.gradient)
+            size, tokens, changed = point.before, len(point.gradient), point.changed
+            coherent = between_trace(point.coherent, point.gradient)
             rows.append(
                 {
                     "layer": point.layer,
                     "site": point.site,
                     "variance_before": size / tokens,
-                    "variance": (size + 2 * point.overlap + point.changed) / tokens,
-                    "relative_change": point.changed / size if size else math.nan,
+                    "variance": (size + 2 * point.overlap + changed) / tokens,
+                    "relative_change": changed / size if size else math.nan,
+                    "coherent": coherent / changed if changed else math.nan,
                 }
             )
         end = moved.end
@@ -106,6 +109,7 @@ class FirstStep(Serialised):
                 "variance_before": reading.logit_variance,
                 "variance": end.after,
                 "relative_change": end.change / reading.logit_variance,
+                "coherent": math.nan,
             }
         )
         stream = [row for row in rows if row["site"] == "stream"]
@@ -122,24 +126,19 @@ class FirstStep(Serialised):
             np.array([row["relative_change"] for row in stream]),
             end.change,
             _notes(reading, rows, steps, 2 * change / (slope * rate) - 1 if slope else 1.0),
-            functools.partial(_site_rows, rows, moved.sites),
+            tuple(rows),
             functools.partial(_weight_rows, reading, optimizer, moved.weights),
         )
 
     @functools.cached_property
-    def site_rows(self) -> tuple[Mapping[str, Any], ...]:
-        """What `to_frame` shows; what is coherent is found when it is asked for."""
-        return self._sites()
-
-    @functools.cached_property
     def weight_rows(self) -> tuple[Mapping[str, Any], ...]:
-        """What `weights` shows; alignment is that of draws, which are made when it is asked for."""
+        """Rows of `weights`, computed on demand: alignment takes draws of the network."""
         return self._weights()
 
     def __getstate__(self) -> dict[str, Any]:
-        late = ("_sites", "_weights")
-        kept = {name: value for name, value in self.__dict__.items() if name not in late}
-        return kept | {"site_rows": self.site_rows, "weight_rows": self.weight_rows}
+        state = self.__dict__ | {"weight_rows": self.weight_rows}
+        state.pop("_weights", None)
+        return state
 
     def to_frame(self) -> pd.DataFrame:
         """One row per site: layer, site, variance_before and variance (second moments per feature
@@ -196,18 +195,6 @@ class FirstStep(Serialised):
         )
 
 
-def _site_rows(rows: list[dict[str, Any]], sites: list[SiteStep]) -> tuple[Mapping[str, Any], ...]:
-    """With the share of every site's change that is coherent."""
-    found = []
-    for point in sites:
-        share = between_trace(point.coherent, point.gradient)
-        found.append(share / point.changed if point.changed else math.nan)
-    # of the logits nothing is told
-    return tuple(
-        row | {"coherent": share} for row, share in zip(rows, [*found, math.nan], strict=True)
-    )
-
-
 def _weight_rows(
     reading: Reading, optimizer: Optimizer, weights: list[WeightStep]
 ) -> tuple[Mapping[str, Any], ...]:
@@ -240,15 +227,14 @@ def _exponent(aligned: float, width: float) -> float:
 
 
 LARGE = 0.9
-"""Share of the new stream that the change is, beyond which kernels were 5 to 20 % off."""
+"""Share of the change in the new stream's variance beyond which kernels were 5 to 20 % off."""
 
 SEVERAL = 0.3
-"""Relative change of the last stream behind several steps beyond which gradients have changed."""
-
+"""Relative change of the last stream by several steps beyond which gradients have changed."""
 
 HALF = 0.5
-"""Share of the loss's slope that is left behind several steps, likewise. With curvature it is 1 - k
-where the change is the slope's times 1 - k/2."""
+"""Share of the loss's slope below which, after several steps, gradients have changed. A slope times
+1 - k goes with a loss change of the slope times 1 - k/2."""
 
 
 def _notes(
@@ -276,17 +262,17 @@ def _notes(
 
 
 def _by_token(prediction: Prediction) -> Prediction:
-    """The same of a text, token by token."""
-    read = prediction.outer_weights
-    loose = read is None or read.ending is None or read.inputs.token_ids is None
-    if read is None or loose or prediction.layout.classes is None:
-        # not the one that keeps these steps: a circle's gigabytes would wait for the collector
+    """The prediction of a text token by token instead of by classes of positions."""
+    outer = prediction.outer_weights
+    no_text = outer is None or outer.ending is None or outer.inputs.token_ids is None
+    if no_text or prediction.layout.classes is None:
+        # a copy: the prediction refers to its steps, and a cycle would keep gigabytes
         return dataclasses.replace(prediction)
     return predict(prediction.model, **{**prediction.asked, "tokens": True})
 
 
-def still(reading: Reading, optimizer: Optimizer) -> float:
-    """The loss at learning rate 0, as `ending` has it."""
+def loss_at_rest(reading: Reading, optimizer: Optimizer) -> float:
+    """The loss at learning rate 0 by `ending`."""
     words = Words.of(reading)
     kernel = np.asarray(reading.readout.kernel.off_diagonal)
     nothing = Change.none(len(kernel))
@@ -297,10 +283,10 @@ def still(reading: Reading, optimizer: Optimizer) -> float:
 
 @np.errstate(all="ignore")
 def stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
-    """One step at one learning rate: the walk, from the tables to the loss.
+    """One step at one learning rate: the walk from the tables to the loss.
 
     Raises:
-        DomainError: what the step does is beyond what numbers hold.
+        DomainError: a result overflows.
     """
     model, words = reading.model, Words.of(reading)
     tied, width = tied_overlap(reading, words), float(model.d_model)
@@ -310,23 +296,23 @@ def stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
     sizes["patch"] = getattr(model.embedding, "patch_variance", np.nan)
     for stream in reading.streams:
         main = stream is reading.main
-        prefix, here = ("", tied) if main else (ENCODER, 0 * stream.before)
-        first = entered(reading, words, optimizer, rate, stream, here)
-        walk.prefix, walk.tied, walk.along = prefix, here, first.along
+        prefix, overlap = ("", tied) if main else (ENCODER, 0 * stream.before)
+        first = entered(reading, words, optimizer, rate, stream, overlap)
+        walk.prefix, walk.tied, walk.along = prefix, overlap, first.along
         site = Site(-1, 0, "tables", None, stream.before, stream.received, width)
         change, site = walk.through(stream.embedding, first.change, site, points)
         change, site = walk.noted(change, next(points))
         last = walk.through(stream.layers, change, site, points)
         change, site = walk.memory = walk.through(stream.ending, *last, points)
         sizes |= {prefix + table.name: table.variance for table in stream.tables}
-        for name, found in first.effects:
+        for name, size in first.effects:
             full = prefix + name
-            walk.entry(0, full, optimizer.factor(full), found, sizes[full], 1.0)
+            walk.entry(0, full, optimizer.factor(full), size, sizes[full], 1.0)
     kept = np.sqrt(np.diag(last[1].kernel) / np.diag(last[0].new(last[1].kernel)))
     end = ending(reading, words, optimizer, rate, change, site.gradient, tied, kept)
-    for name, found in end.effects:
+    for name, size in end.effects:
         variance = sizes.get(name, np.nan)
-        walk.entry(model.layers + 1, name, optimizer.factor(name), found, variance, 1.0)
+        walk.entry(model.layers + 1, name, optimizer.factor(name), size, variance, 1.0)
     walk.end = end
     if np.all(np.isfinite([end.loss, end.change, walk.sites[-1].changed])):
         return walk
@@ -334,12 +320,13 @@ def stepped(reading: Reading, optimizer: Optimizer, rate: float) -> Walk:
 
 
 FEW = 256
-"""Tokens up to which sharpness follows each; of more it reads kernels between classes."""
+"""Number of tokens up to which sharpness uses a prediction token by token; beyond, its kernels are
+interpolated between classes of positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stepping:
-    """What steps of different rates share: kernels' eigenvalues, attention, the loss at rate 0."""
+    """A prediction with the results that steps of all learning rates share."""
 
     reading: Reading
     prediction: Prediction
@@ -354,7 +341,7 @@ class Stepping:
 
     @classmethod
     def on_classes(cls, prediction: Prediction) -> Self | None:
-        """For sharpness, of more tokens than are followed one by one in a second."""
+        """For the sharpness of more than `FEW` tokens; None if the prediction is not on classes."""
         classes = prediction.layout.classes
         if (
             classes is None
@@ -371,7 +358,7 @@ class Stepping:
         reading = self.reading
         with computing("refined", [self.prediction.trace]):
             if chosen.updates is None:
-                before = still(reading, chosen)
+                before = loss_at_rest(reading, chosen)
             else:
                 reading, before = self._at(chosen, chosen.updates)
                 chosen = dataclasses.replace(chosen, batches=reading.batches)
@@ -383,7 +370,7 @@ class Stepping:
         return FirstStep.of(reading, chosen, rate, before, moved, slope)
 
     def walked(self, optimizer: str, learning_rate: float, **options: Any) -> Walk:
-        """What a step at one rate does, parameter by parameter."""
+        """The walk of a step: changes of all sites and steps of all parameters."""
         chosen = self.clipped(named_optimizer(optimizer, **options))
         with computing("refined", [self.prediction.trace]):
             return stepped(self.reading, chosen, learning_rate)
@@ -396,7 +383,7 @@ class Stepping:
         return {(int(layer), str(name)): float(square) for layer, name, square in names}
 
     def clipped(self, optimizer: Optimizer) -> Optimizer:
-        """With what clipping does to this batch's gradients."""
+        """The optimizer with the effect of clipping on this batch's gradients."""
         if optimizer.clip is None:
             return optimizer
         return optimizer.clipped(math.sqrt(sum(self.squares.values())))
@@ -406,17 +393,17 @@ class Stepping:
         return {}
 
     def _at(self, optimizer: Optimizer, updates: Updates) -> tuple[Reading, float]:
-        """The reading for several steps, which other rates share, and the loss before them."""
+        """The reading for several steps, shared by all rates, and the loss before them."""
         if updates not in self._several:
             self._several.clear()
             reading = self.reading.stepped(updates)
             chosen = dataclasses.replace(optimizer, batches=reading.batches)
-            first, before = still(self.reading, optimizer), still(reading, chosen)
-            # of the last batch alone, as far as the loss's own law tells them apart
+            first, before = loss_at_rest(self.reading, optimizer), loss_at_rest(reading, chosen)
+            # the loss of the last batch, as far as `ending` distinguishes batches
             reading = dataclasses.replace(reading, loss=reading.loss + before - first)
             self._several[updates] = reading, before
         return self._several[updates]
 
 
 _SLIGHT = 1e-3
-"""Share of a learning rate at which the loss of several steps is as good as linear."""
+"""Factor on the learning rate at which the slope of the loss of several steps is computed."""

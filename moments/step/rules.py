@@ -1,4 +1,4 @@
-"""What one step of an optimizer does to one matrix, in closed form.
+"""One step of an optimizer on one matrix, in closed form.
 
 With x of kernel K the matrix's input (n features) and delta of kernel D the gradient at its output
 (m features), the gradient is G = sum_t delta_t x_t^T and the step -rate U(G). On an input x',
@@ -128,8 +128,8 @@ class Root:
 
 
 def spread(kernel: Array) -> Array:
-    """(..., T, T) symmetric root of K, by which tokens are drawn: these are continuous in K at any
-    rank, while rounding can change the pivots of `Root` and so all draws by L."""
+    """(..., T, T) symmetric root of K. Tokens are drawn with it rather than with `Root`, as draws
+    are then continuous in K at any rank: rounding can change the pivots of L."""
     values, vectors = np.linalg.eigh(kernel)
     roots = np.sqrt(np.maximum(values, 0.0))[..., None, :]
     return np.asarray((vectors * roots) @ np.swapaxes(vectors, -1, -2))
@@ -205,15 +205,15 @@ class Spectrum:
 
 
 class Sides(NamedTuple):
-    """Overlaps at a matrix's input and output in N draws of the network.
+    """Overlaps of tokens at a matrix's input and output in N draws of the network.
 
     Attributes:
-        read: (N, T, T) x x^T/n.
-        received: (N, T, T) delta delta^T/m, delta at its output.
+        inputs: (N, T, T) x x^T/n.
+        gradients: (N, T, T) delta delta^T/m, delta at its output.
     """
 
-    read: Array
-    received: Array
+    inputs: Array
+    gradients: Array
 
 
 class Orthogonal(NamedTuple):
@@ -252,7 +252,7 @@ class Orthogonal(NamedTuple):
         """
         lower, gradient = spectrum.root.lower, spectrum.gradient
         draws = _independent(spectrum, n, m) if sides is None else sides
-        count, (tokens, rank) = len(draws.read), lower.shape
+        count, (tokens, rank) = len(draws.inputs), lower.shape
         parts = np.ones((1, tokens)) if parts is None else parts
         coherent = np.zeros((rank, tokens))
         kernel = np.zeros((rank, rank))
@@ -261,24 +261,24 @@ class Orthogonal(NamedTuple):
             overlaps = spectrum.root.whitened(spectrum.root.whitened(read).T)
             right = spread(overlaps)
             left = lower @ right
-            moved = np.zeros_like(left)
+            step = np.zeros_like(left)
             for part in parts:
                 weighted = part[:, None] * left
-                values, turned = eigh(weighted.T @ received @ weighted, check_finite=False)
+                values, vectors = eigh(weighted.T @ received @ weighted, check_finite=False)
                 sigma = np.sqrt(np.maximum(values, np.finfo(float).tiny))
                 mapped = newton_schulz(sigma / np.sqrt((sigma**2).sum()))
                 ratio = resolved(values, _FLAT**2) * mapped / sigma
-                moved += weighted @ (turned * ratio) @ turned.T
-            moved /= (n * m) ** 0.5
-            coherent += n * right @ moved.T / count
-            own = received @ moved
-            inner = moved.T @ own
+                step += weighted @ (vectors * ratio) @ vectors.T
+            step /= (n * m) ** 0.5
+            coherent += n * right @ step.T / count
+            by_gradient = received @ step
+            inner = step.T @ by_gradient
             kernel += n * n * right @ inner @ right.T / count
             square[k] = n * m * float(np.trace(inner))
-            slope[k] = n * m * float((left * own).sum())
+            slope[k] = n * m * float((left * by_gradient).sum())
             size[k] = float((left * (received @ left)).sum())
-            met = float(((left @ inner) * left).sum()) * n * n
-            aligned[k] = met / (float((left * left).sum()) * square[k] / (n * m))
+            on_input = float(((left @ inner) * left).sum()) * n * n
+            aligned[k] = on_input / (float((left * left).sum()) * square[k] / (n * m))
         # mean slope relative to the gradient's size, times the predicted size
         along = float(slope.mean() / np.sqrt(n * m * size.mean())) * (n * m) ** 0.5
         along *= spectrum.total**0.5
@@ -295,8 +295,8 @@ class Orthogonal(NamedTuple):
 
 
 _FLAT = 1e-5
-"""Share of the largest singular value near which single precision loses others, some hundred times
-its rounding; the Newton-Schulz iteration maps it to 5e-3."""
+"""Share of the largest singular value near which others are lost in single precision, some hundred
+times its rounding; the Newton-Schulz iteration maps it to 5e-3."""
 
 
 def _independent(spectrum: Spectrum, n: float, m: float) -> Sides:
@@ -305,8 +305,8 @@ def _independent(spectrum: Spectrum, n: float, m: float) -> Sides:
     count = max(2, min(1024, 2**15 // len(spectrum.kernel) ** 2))
 
     def drawn(root: Array, features: float) -> Array:
-        found = [root @ wishart_root(root.shape[1], features, rng) for _ in range(count)]
-        return np.stack([one @ one.T for one in found])
+        roots = [root @ wishart_root(root.shape[1], features, rng) for _ in range(count)]
+        return np.stack([one @ one.T for one in roots])
 
     return Sides(drawn(roots[0], n), drawn(roots[1], m))
 
@@ -327,7 +327,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         values, twins: (N, T) non-Gaussian and Gaussian draws.
-        share: of the kernel that both have in common, the coefficient of the control variate.
+        share: coefficient of the control variate, the share of the kernel that both have in common.
     """
 
     values: Array
@@ -348,12 +348,12 @@ class Signs(NamedTuple):
     coherent: Array
     square: Array
 
-    def by_draws(self, draws: Drawn, seen: Callable[[Array], Signs]) -> Signs:
-        """Averages over draws, corrected by the known error of those over their Gaussian twins."""
-        values, share = seen(draws.values), draws.share
+    def by_draws(self, draws: Drawn, average: Callable[[Array], Signs]) -> Signs:
+        """Averages over draws, with their Gaussian twins, whose averages are these, as control."""
+        values, share = average(draws.values), draws.share
         if share == 0.0:
             return values
-        twins = seen(draws.twins)
+        twins = average(draws.twins)
         return Signs(
             values.mean + share * (self.mean - twins.mean),
             values.coherent + share * (self.coherent - twins.coherent),
@@ -369,19 +369,19 @@ def sign_of_rows(spectrum: Spectrum, delta: Drawn) -> Signs:
     """
     exact, size, lower = spectrum.signs, spectrum.total**0.5, spectrum.root.single
 
-    def seen(draws: Array) -> Signs:
+    def average(draws: Array) -> Signs:
         # on the scale of tr(K D)
         a = (draws / size).astype(lower.dtype) @ lower
         rho2 = (a * a).sum(1)
-        there = np.maximum(rho2, np.finfo(rho2.dtype).tiny)
+        divisor = np.maximum(rho2, np.finfo(rho2.dtype).tiny)
         # a a^T has the mean L^T D L: with least variance at this multiple
         known = float(rho2.mean() / max((rho2**2).mean(), 1e-300))
-        weights = (np.where(rho2 > 0, 1 / there, known) - known).astype(a.dtype) / len(a)
+        weights = (np.where(rho2 > 0, 1 / divisor, known) - known).astype(a.dtype) / len(a)
         mean = float(np.sqrt(rho2).mean() / np.sqrt(max(rho2.mean(), 1e-300)))
         square = known * spectrum.inner + (a * weights[:, None]).T @ a
         return Signs(mean * size, exact.coherent, square)
 
-    found = exact.by_draws(delta, seen)
+    found = exact.by_draws(delta, average)
     return found._replace(coherent=exact.coherent * (found.mean / exact.mean))
 
 
@@ -393,15 +393,15 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
     """
     exact, root, kind = spectrum.signs, spectrum.root, spectrum.inner.dtype
     # of signs, draws need no more than single precision
-    asked = (delta / spectrum.total**0.5).astype(np.float32) @ root.lower.astype(np.float32)
+    single_delta = (delta / spectrum.total**0.5).astype(np.float32) @ root.lower.astype(np.float32)
 
-    def seen(draws: Array) -> Signs:
+    def average(draws: Array) -> Signs:
         z = root.solved(draws.T).T.astype(kind)
         rho2 = np.maximum(((z @ spectrum.inner) * z).sum(1), 0.0)
         mean = float(np.sqrt(rho2).mean() / np.sqrt(rho2.mean()))
-        # a feature that is seen by tokens without gradient alone does not step
-        there = rho2 > _NOTHING * rho2.mean()
-        inverse = np.where(there, 1 / np.sqrt(np.where(there, rho2, 1.0)), 0.0)
+        # a feature that is nonzero only at tokens without gradient does not step
+        nonzero = rho2 > _NOTHING * rho2.mean()
+        inverse = np.where(nonzero, 1 / np.sqrt(np.where(nonzero, rho2, 1.0)), 0.0)
         size = (z * z).sum(1)
         known = float((size**2 * inverse).mean() / (size**2).mean())
         weights = (inverse - known).astype(kind) / len(z)
@@ -410,12 +410,13 @@ def sign_of_columns(spectrum: Spectrum, values: Drawn, delta: Array) -> Signs:
         coherent = coherent * (mean / float((coherent * spectrum.inner).sum()))
         half, single = len(z) // 2, z.astype(np.float32)
         first, second = (
-            np.sign(asked @ part.T) @ part / len(part) for part in (single[:half], single[half:])
+            np.sign(single_delta @ part.T) @ part / len(part)
+            for part in (single[:half], single[half:])
         )
-        square = np.asarray(first.T @ second, kind) / (len(asked) * SIGN_MEAN**2)
+        square = np.asarray(first.T @ second, kind) / (len(single_delta) * SIGN_MEAN**2)
         return Signs(mean * spectrum.total**0.5, coherent, (square + square.T) / 2)
 
-    return exact.by_draws(values, seen)
+    return exact.by_draws(values, average)
 
 
 _NOTHING = 1e-12
@@ -430,17 +431,17 @@ class Optimizer:
     """An optimizer's first step.
 
     Attributes:
-        name: as the user gave it.
-        rule: of the hidden matrices: "sgd", "sign" or "muon".
-        others: of tables, norms, biases and the head.
+        name: its name.
+        rule: rule of the hidden matrices: "sgd", "sign" or "muon".
+        others: rule of tables, norms, biases and the head.
         epsilon: of Adam.
         weight_decay: every parameter also shrinks by rate times this.
-        gain: multiplies the rate of every step: Nesterov's momentum.
-        clip: most that the norm of all gradients together may be; None: anything.
+        gain: factor on the rate of every step, by Nesterov's momentum.
+        clip: largest norm of all gradients together, or None.
         adjust: Muon's scale of a matrix's step: "original", "match_rms_adamw" or "spectral".
-        multipliers: of the learning rate, by parameter or group of them.
-        updates: of several steps; None: of the first.
-        batches: that they are taken on, once they are known.
+        multipliers: of the learning rate, by parameter or group.
+        updates: several steps; None: the first.
+        batches: their batches, once known.
     """
 
     name: str
@@ -456,26 +457,25 @@ class Optimizer:
     batches: Batches | None = None
 
     def clipped(self, norm: float) -> Optimizer:
-        """Where all gradients together have that norm.
+        """The optimizer if all gradients together have that norm.
 
-        Clipping multiplies them by one factor: a step of SGD with them; of Adam's and Muon's, which
-        do not depend on a factor, it divides epsilon.
+        Clipping multiplies gradients by one factor, and so SGD's step. Adam's and Muon's do not
+        depend on it but for epsilon, which is divided by it.
         """
         share = 1.0 if self.clip is None else min(1.0, self.clip / max(norm, 1e-300))
         gain = self.gain * (share if self.rule == "sgd" else 1.0)
         return dataclasses.replace(self, epsilon=self.epsilon / share, gain=gain)
 
     def pulled(self, product: Array) -> tuple[float, float]:
-        """How far an entry of a step under the sign rule follows its gradient: E U g over that of a
-        sign, and E U^2.
+        """For an entry of a step under the sign rule: E U g over that of a sign, and E U^2.
 
-        `product`: (T, T) what pairs of tokens give to the variance of the entry's gradient.
+        `product`: (T, T) contributions of pairs of tokens to the variance of the entry's gradient.
         """
         if self.batches is not None:
             return self.batches.pulled(self.batches.blocks(product))
         return damping(max(float(product.sum()), 0.0) ** 0.5, self.epsilon)
 
-    def left(self, name: str, rate: float) -> float:
+    def decay(self, name: str, rate: float) -> float:
         """Factor of a parameter by weight decay."""
         steps = 1 if self.updates is None else self.updates.steps
         return (1.0 - rate * self.multiplier(name) * self.weight_decay) ** steps
@@ -518,10 +518,10 @@ def named_optimizer(
     multipliers: Mapping[str, float] | None = None,
     steps: int = 1,
 ) -> Optimizer:
-    """The first step of an optimizer by name, or its first steps.
+    """An optimizer's first step, or first steps, by its name.
 
     Raises:
-        DomainError: another name, or an option that it does not have.
+        DomainError: an unknown name, or an option that the optimizer does not have.
     """
     check_choice("optimizer", name, OPTIMIZERS)
     check_choice("adjust", adjust, tuple(MUON_SCALES))
@@ -532,7 +532,7 @@ def named_optimizer(
     if pair.shape != (2,) or not np.all((pair >= 0) & (pair < 1)):
         raise domain_error("betas", betas, "two numbers in [0, 1)")
     decay = check_number("weight_decay", weight_decay, NONNEGATIVE)
-    by_muon = name == "muon"  # whose author's are .95, by Nesterov
+    by_muon = name == "muon"  # its author's momentum is .95, Nesterov's
     push = check_number(
         "momentum", (0.95 if by_muon else 0.0) if momentum is None else momentum, PROBABILITY
     )
@@ -561,7 +561,7 @@ def named_optimizer(
     updates = None
     if check_count("steps", steps) > 1:
         gain = 1.0  # the sum of all steps has it
-        # of Muon, what is no hidden matrix steps by Adam
+        # Muon's other parameters step by Adam
         kind = "adam" if by_adam else name
         updates = Updates(kind, steps, (pair[0], pair[1]), epsilon, push, ahead)
     return Optimizer(name, rule, others, epsilon, decay, gain, most, adjust, given, updates)
@@ -578,8 +578,8 @@ def check_step(optimizer: str, learning_rate: float, **options: Any) -> float:
 
 
 GROUPS = ("matrices", "embedding", "head", "vectors")
-"""Hidden matrices; tables and patches; the matrix to the logits; norms' gains, all biases and what
-else is no matrix."""
+"""Hidden matrices; tables and patches; the matrix to the logits; norms' gains, biases and other
+vectors."""
 
 _OF_HEADS = ("rate", "skip", "attention_sink")
 
@@ -608,7 +608,7 @@ Pull = Callable[[Array], tuple[float, float]]
 
 
 def _signs_alone(product: Array) -> tuple[float, float]:
-    """`Optimizer.pulled` without an epsilon."""
+    """`Optimizer.pulled` without epsilon."""
     return 1.0, 1.0
 
 
@@ -643,14 +643,14 @@ def effect(
     Args:
         spectrum: of the input's and the gradient's kernels before the step.
         rule: "sgd", "sign" or "muon".
-        onto: E x' z, what the updated input has of the old one (`Root.whitened`).
+        onto: E x' z, overlap of the updated input with the old one (`Root.whitened`).
         new: E x' x'.
         n, m: features of input and output.
         excess: variance of the overlap of two tokens' inputs, relative to the squares, beyond the
             1/n of independent features.
-        pull: `Optimizer.pulled`; of the sign alone where there is none.
-        signs: under the sign rule, rows or columns that are not Gaussian.
-        orthogonal: under Muon's, the step; None: of independent features.
+        pull: `Optimizer.pulled`; by default that of a sign.
+        signs: for the sign rule, if rows or columns are not Gaussian.
+        orthogonal: Muon's step; None: for independent features.
     """
     kernel, total, lower = spectrum.kernel, spectrum.total, spectrum.root.single
     if total <= 0.0:
@@ -664,28 +664,28 @@ def effect(
         aligned = (n * n + n + n * n * excess) * total * spectrum.inner
         plain, size, slope = n * total * (1 + excess * n), total, n * m * total
     elif rule == "sign":
-        found = spectrum.signs if signs is None else signs
+        signs = spectrum.signs if signs is None else signs
         pulled, noise = pull(kernel * spectrum.gradient)
-        coherent = (SIGN_MEAN * n * pulled / total**0.5) * found.coherent @ lower.T
-        twice = SIGN_MEAN**2 * n * (n - 1) * pulled**2
-        aligned = (1 - excess) * twice * found.square
-        plain, size = n * noise + excess * twice, noise
-        slope = SIGN_MEAN * n * m * pulled * found.mean
+        coherent = (SIGN_MEAN * n * pulled / total**0.5) * signs.coherent @ lower.T
+        pairs = SIGN_MEAN**2 * n * (n - 1) * pulled**2
+        aligned = (1 - excess) * pairs * signs.square
+        plain, size = n * noise + excess * pairs, noise
+        slope = SIGN_MEAN * n * m * pulled * signs.mean
     else:
         step = Orthogonal.of(spectrum, n, m) if orthogonal is None else orthogonal
         size, slope = step.square / (n * m), step.slope
-        # what the old input does not span meets no gradient
+        # outside the span of the old input there is no gradient
         coherent, plain = step.coherent, n * size
         aligned = step.kernel - plain * np.eye(lower.shape[1])
     if rule == "muon":
-        followed, met = 0.0, step.aligned
+        followed, alignment = 0.0, step.aligned
     else:
         old = float((spectrum.root.square * aligned).sum()) + plain * float(np.trace(kernel))
-        followed, met = slope / (m * total), old / (float(np.trace(kernel)) * size)
+        followed, alignment = slope / (m * total), old / (float(np.trace(kernel)) * size)
     along = product(onto, aligned, onto.T)
-    given = along / (1 - excess) if rule == "sign" else None
+    nonlinear = along / (1 - excess) if rule == "sign" else None
     both = along + plain * new
-    return Effect(product(onto, coherent), both, slope, size, met, given, followed)
+    return Effect(product(onto, coherent), both, slope, size, alignment, nonlinear, followed)
 
 
 def gain_effect(
@@ -699,8 +699,9 @@ def gain_effect(
 ) -> Effect:
     """A step of learning rate 1 on a norm's gain, one number per feature (n = 1).
 
-    Under the sign rule with P in proportion to K, as exact where all of rho's shares move alike,
-    and E rho that of a chi-square of rho^2's mean and variance: gains hold a thousandth of a step.
+    Under the sign rule P is taken as proportional to K, which is exact if all terms of rho change
+    by one factor, and E rho as that of a chi-square with rho^2's mean and variance: gains have a
+    thousandth of a step's effect.
     """
     total = float(np.vdot(kernel, gradient))
     if total <= 0.0:

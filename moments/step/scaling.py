@@ -1,5 +1,5 @@
-"""Whether learning rates hold along width, depth or the number of experts: exponents by matrix, and
-what is to be mended.
+"""Whether learning rates transfer along width, depth or the number of experts: exponents by matrix,
+and remedies.
 
 An exponent is that of a root mean square in the size, 0 where rates transfer (Yang et al. 2022,
 Tensor Programs V, appendix J: the coordinate check).
@@ -23,20 +23,21 @@ AXES = ("width", "depth", "experts")
 QUANTITIES = ("activation", "update", "logit", "loss")
 
 TOLERANCE = {"width": 0.3, "depth": 0.4, "experts": 0.4}
-"""Of an exponent: slips are of a half or more, what is left of 1/size at small sizes less."""
+"""Largest absolute exponent that passes: slips have a half or more, corrections of order 1/size at
+small sizes less."""
 
 
 @dataclass(frozen=True)
 class Slip:
-    """What does not transfer.
+    """A quantity that does not transfer.
 
     Attributes:
-        weight: the parameter's role, "query", "head", ...
-        parameters: the module's own names.
-        quantity: of which the exponent is: "activation", "update", "logit", "loss", or "product",
-            of what a step of queries or keys adds to a head's logits.
-        exponent: of its root mean square in the size.
-        mend: what would make it 0.
+        weight: role of the parameter, "query", "head", ...
+        parameters: its names in the module.
+        quantity: "activation", "update", "logit", "loss", or "product", the change of a head's
+            logits by a step of queries or keys.
+        exponent: exponent of its root mean square in the size.
+        mend: a change that would make the exponent 0.
     """
 
     weight: str
@@ -54,13 +55,13 @@ class TransferReport(Serialised):
     """Whether learning rates hold along width, depth or the number of experts.
 
     Attributes:
-        axis, sizes, optimizer: what was read.
-        rows: by parameter role, exponents of root mean squares: activation (what the matrix makes
-            of its input), update (what its step adds to its output, over its input), logit and loss
-            (what its step alone changes); nan where there is none, and logit of vectors. Of experts
-            activation and update are those of the ones that a token goes to.
-        findings: what does not transfer, with its mend.
-        notes: what was assumed.
+        axis, sizes, optimizer: of the comparison.
+        rows: by parameter role, exponents of root mean squares: activation (a matrix's output over
+            its input), update (the change of its output by its step, over its input), logit and
+            loss (changes by its step alone); nan if there is none, and logit for vectors. Those of
+            experts, activation and update, are over the chosen experts of a token.
+        findings: quantities that do not transfer, with remedies.
+        notes: assumptions.
     """
 
     axis: str
@@ -79,7 +80,7 @@ class TransferReport(Serialised):
         return as_frame(self.rows, columns=["weight", "parameters", *QUANTITIES])
 
     def table(self) -> str:
-        """The verdict, what to mend, and exponents by role, as text."""
+        """The verdict, remedies, and exponents by role, as text."""
         sizes = ", ".join(map(str, self.sizes))
         verdict = "rates transfer" if self.passed else "rates do not transfer"
         lines = [f"{verdict} along {self.axis} ({sizes}) under {self.optimizer}"]
@@ -106,12 +107,13 @@ class TransferReport(Serialised):
         }
 
     def __repr__(self) -> str:
-        said = "passed" if self.passed else f"{len(self.findings)} findings"
-        return f"TransferReport({self.axis} {self.sizes}, {self.optimizer}: {said})"
+        verdict = "passed" if self.passed else f"{len(self.findings)} findings"
+        return f"TransferReport({self.axis} {self.sizes}, {self.optimizer}: {verdict})"
 
 
 def exponent(logs: np.ndarray, values: Sequence[float]) -> float:
-    """Of two values, at the logarithms of two sizes; nan where one is not positive."""
+    """Exponent of two values in two sizes, given by their logarithms; nan unless both values are
+    positive."""
     if not all(value > 0 and math.isfinite(value) for value in values):
         return math.nan
     return float(np.log(values[1] / values[0]) / (logs[1] - logs[0]))
@@ -120,44 +122,45 @@ def exponent(logs: np.ndarray, values: Sequence[float]) -> float:
 def along_width(
     rows: Sequence[Mapping[str, Any]], products: float = 0.0, heads: float = 0.0
 ) -> list[Slip]:
-    """What does not transfer along the width.
+    """Quantities that do not transfer along the width.
 
-    A matrix passes on what it reads, and its step adds as much at any width. The head, and the
-    queries and keys whose products meet each other, may start smaller. A step of queries is a sum
-    of keys, so that a head's d entries of their product add up: its scale has to be 1/d (Yang et
-    al. 2022, Tensor Programs V, definition 4.1).
+    A matrix's output and its change by a step have the size of its input at any width. The output
+    of the head, of queries and of keys may be smaller at the start. A step of queries is a sum of
+    keys, so that the d entries of a head's product add up: its scale has to be 1/d (Yang et al.
+    2022, Tensor Programs V, definition 4.1).
 
     Args:
         rows: exponents by role.
-        products: the exponent of d_head times the scale of a head's logits.
-        heads: that of d_head where steps follow the gradient's size, and 0 where they do not:
-            values start independent of the gradient that they meet, which leaves queries and keys
-            1/sqrt(d_head) of what they receive once these are aligned.
+        products: exponent of d_head times the scale of a head's logits.
+        heads: exponent of d_head if steps are proportional to the gradient, else 0: at the start
+            values are independent of the gradient that multiplies them, so that queries and keys
+            receive 1/sqrt(d_head) of the gradient after alignment.
     """
     allowed, slips = TOLERANCE["width"], []
     tied = all(row["weight"] != "head" for row in rows)
     for row in rows:
-        name, made, step = row["weight"], row["activation"], row["update"]
-        starts = made > allowed or (made < -allowed and name not in _MAY_FALL)
+        name, activation, step = row["weight"], row["activation"], row["update"]
+        off_at_start = activation > allowed or (activation < -allowed and name not in _MAY_FALL)
         multiplied = name.partition(".")[0] in _PRODUCT
-        if name == "head" and starts and step > allowed:
+        if name == "head" and off_at_start and step > allowed:
             slips.append(_slip(row, "update", f"its output lacks {_power(step, 'width')}"))
             continue
-        if starts:
-            slips.append(_slip(row, "activation", _said("initial variance", 2 * made, "width")))
+        if off_at_start:
+            mend = _remedy("initial variance", 2 * activation, "width")
+            slips.append(_slip(row, "activation", mend))
         if abs(step + (heads / 2 if multiplied else 0.0)) > allowed and not slow_table(row):
-            slips.append(_slip(row, "update", _said("rate", step, "width")))
+            slips.append(_slip(row, "update", _remedy("rate", step, "width")))
         if name == "token" and tied and row["logit"] > allowed:
             slips.append(_slip(row, "logit", f"its logits lack {_power(row['logit'], 'width')}"))
         if name in _PRODUCT and abs(products) > allowed:
-            mend = _said("product's scale", products, "width")
+            mend = _remedy("product's scale", products, "width")
             slips.append(Slip(name, row["parameters"], "product", products, mend))
     return slips
 
 
 def slow_table(row: Mapping[str, Any]) -> bool:
-    """Whether a table's rate falls as 1/sqrt(width), as published recipes have it that muP has not
-    (Blake et al. 2024, u-muP, section 4.4)."""
+    """Whether a table's rate is proportional to 1/sqrt(width), as in published recipes, but not in
+    muP (Blake et al. 2024, u-muP, section 4.4)."""
     return row["weight"] in ("token", "position") and -0.8 < row["update"] < -TOLERANCE["width"]
 
 
@@ -166,38 +169,38 @@ _MAY_FALL = ("head", *_PRODUCT)
 
 
 def along_depth(rows: Sequence[Mapping[str, Any]], growth: float) -> list[Slip]:
-    """What does not transfer along the depth: all layers together move the loss as much at any
-    depth, and the stream does not grow (`growth`: the exponent of its root mean square)."""
+    """Quantities that do not transfer along the depth: the loss's change by all layers together and
+    the stream are independent of depth (`growth`: exponent of the stream's root mean square)."""
     allowed, slips = TOLERANCE["depth"], []
     if growth > allowed:
-        of = f"blocks' outputs lack {_power(growth, 'depth')}"
-        slips.append(Slip("stream", "", "activation", growth, of))
+        mend = f"blocks' outputs lack {_power(growth, 'depth')}"
+        slips.append(Slip("stream", "", "activation", growth, mend))
     return slips + [
-        _slip(row, "loss", _said("rate", row["loss"], "depth"))
+        _slip(row, "loss", _remedy("rate", row["loss"], "depth"))
         for row in rows
         if abs(row["loss"]) > allowed
     ]
 
 
 def along_experts(rows: Sequence[Mapping[str, Any]], gain: float) -> list[Slip]:
-    """What does not transfer along the number of experts, a token going to as many of them.
+    """Quantities that do not transfer along the number of experts, at a fixed number per token.
 
-    What a matrix of experts makes of a token that goes there, and what its step adds to that, is as
-    much at any number, and so is what the experts' sum makes of its input (`gain`: the exponent of
-    its root mean square).
+    The output of a chosen expert's matrix, its change by a step, and the sum of the experts are
+    independent of the number of experts (`gain`: exponent of the sum's root mean square).
     """
     allowed, slips = TOLERANCE["experts"], []
-    made = max(
+    largest = max(
         (abs(row["activation"]) for row in rows if row["activation"] < math.inf), default=0.0
     )
-    if abs(gain) > allowed and made <= allowed:
-        slips.append(Slip("experts", "", "activation", gain, _said("sum", gain, "experts")))
+    if abs(gain) > allowed and largest <= allowed:
+        slips.append(Slip("experts", "", "activation", gain, _remedy("sum", gain, "experts")))
     for row in rows:
-        made, step = row["activation"], row["update"]
-        if abs(made) > allowed:
-            slips.append(_slip(row, "activation", _said("initial variance", 2 * made, "experts")))
+        activation, step = row["activation"], row["update"]
+        if abs(activation) > allowed:
+            mend = _remedy("initial variance", 2 * activation, "experts")
+            slips.append(_slip(row, "activation", mend))
         if abs(step) > allowed:
-            slips.append(_slip(row, "update", _said("rate", step, "experts")))
+            slips.append(_slip(row, "update", _remedy("rate", step, "experts")))
     return slips
 
 
@@ -205,10 +208,10 @@ def _slip(row: Mapping[str, Any], quantity: str, mend: str) -> Slip:
     return Slip(row["weight"], row["parameters"], quantity, row[quantity], mend)
 
 
-def _said(what: str, exponent: float, size: str) -> str:
+def _remedy(factor: str, exponent: float, size: str) -> str:
     if exponent > 0:
-        return f"its {what} lacks {_power(exponent, size)}"
-    return f"its {what} falls too fast with {size}: by {_power(-exponent, size)}"
+        return f"its {factor} lacks {_power(exponent, size)}"
+    return f"its {factor} falls too fast with {size}: by {_power(-exponent, size)}"
 
 
 def _power(exponent: float, size: str) -> str:

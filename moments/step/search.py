@@ -1,4 +1,4 @@
-"""Learning rates: where training becomes unstable, where to search, how far a first step goes."""
+"""Learning rates: the onset of instability, the range to search, the size of a first step."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ QUANTITIES: dict[str, Callable[[FirstStep], float]] = {
 
 
 DAMAGED = {("adam", "pre"): 0.35, ("adam", "post"): 0.04}
-"""Constant rate from which on the loss of 300 steps ends a tenth of a nat above the best rate's,
-over the edge of stability: geometric means of the modules on which they were fixed, by optimizer
-and placement of norms. docs/theory/sharpness.md lists these, and what others gave."""
+"""Least constant rate whose loss after 300 steps is .1 nat above that of the best rate, over the
+edge of stability, by optimizer and placement of norms: geometric means over the calibration
+modules. docs/theory/sharpness.md lists these and the validation modules."""
 
 SEARCH: dict[tuple[str, str], tuple[float, float]] = {
     ("adam", "pre"): (0.18, 0.26),
     ("adam", "post"): (0.02, 0.04),
     ("sgd", "pre"): (2.6, 8.1),
 }
-"""Best constant rates over the edge, least and largest of the same modules."""
+"""Best constant rates over the edge of stability, least and largest of the same modules."""
 
 ONSET = 0.46
-"""Adam's constant rate from which on the loss on one batch rises at all within 25 steps, over the
-edge: the geometric mean of the same modules, four draws of each."""
+"""Least constant rate of Adam at which the loss on one batch rises at all within 25 steps, over the
+edge of stability: geometric mean of the same modules, four draws of each."""
 
 WARMED = 1.5
-"""Rates at which training is damaged behind a warm-up of 50 steps over those without, the geometric
+"""Ratio of the rates at which training is damaged with and without a warm-up of 50 steps: geometric
 mean of the same modules."""
 
-BY_PLAIN = (
+NOT_PLAIN = (
     "where to search and what is damaged were measured on plain attention and feed-forward blocks "
     "alone, and this model has "
 )
 
-BY_SGD = "where sgd is damaged is not known: on four models from 3.5 to 19 times the edge on"
+SGD_NOTE = "where sgd is damaged is not known: on four models from 3.5 to 19 times the edge on"
 
 
 def edge_of_stability(optimizer: str, largest: float, **options: Any) -> float:
-    """The constant rate from which on a quadratic of that curvature is left.
+    """The constant rate above which an optimizer diverges on a quadratic of that curvature.
 
     Gradient descent's is 2/largest; with momentum m it is (1 + m) times that, by Nesterov
     (1 + m)/(1 + 2 m) times (Cohen et al. 2021, Gradient descent on neural networks typically occurs
@@ -78,7 +78,7 @@ def edge_of_stability(optimizer: str, largest: float, **options: Any) -> float:
     return 2.0 * (1.0 + beta) / (1.0 - beta) / largest
 
 
-_SAID = {
+_DESCRIPTIONS = {
     "relative_change": "changes the residual stream by {} of its mean square",
     "logit_change": "changes logits by {} (mean square)",
     "loss_drop": "lowers the loss by {} nats",
@@ -87,32 +87,30 @@ _SAID = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LearningRate(Serialised):
-    """At which learning rates a model will train, and how far one step goes.
+    """Learning rates at which a model trains, and the size of one step.
 
-    docs/theory/sharpness.md derives it and says how right it was.
+    docs/theory/sharpness.md has the derivation and the measured errors.
 
     Attributes:
-        optimizer: its name.
-        edge: rate from which on the quadratic that the loss is at the start is left
-            (`edge_of_stability`); None where the curvature is not known.
-        onset: constant rate from which on the loss of one batch, stepped on again and again, rises
-            within 25 steps; a measured multiple of the edge, None where that is not known.
-        first_instability: constant rate from which on a training is damaged, that is, ends above
-            the best one; a measured multiple of the edge, None where that is not known (`warnings`
-            says why).
-        first_instability_with_warmup: the same behind a linear warm-up of `warmup` steps.
-        range: (low, high), constant rates to search; None where that is not known.
-        warmup: steps of a linear warm-up to `first_instability_with_warmup` by a rule: the first
-            is no longer than `step_size`; None likewise.
-        limited_by: parameters that carry the curvature, with their shares, the largest first.
-        step_size: rate whose first step reaches the bound.
-        quantity, bound: what reaches what: "relative_change" (the largest E |dh|^2/E |h|^2 along
-            the stream), "logit_change" (mean square of a logit's change) or "loss_drop" (nats).
+        optimizer: name of the optimizer.
+        edge: `edge_of_stability` of the loss at initialisation; None if the curvature is not known.
+        onset: least constant rate at which the loss of repeated steps on one batch rises within 25
+            steps; a measured multiple of the edge, or None if that is not known.
+        first_instability: least constant rate at which training is damaged, that is, ends above
+            the best loss; a measured multiple of the edge, or None (`warnings` has the reason).
+        first_instability_with_warmup: the same after a linear warm-up of `warmup` steps.
+        range: (low, high), constant rates to search, or None.
+        warmup: steps of a linear warm-up to `first_instability_with_warmup` whose first step has a
+            rate of at most `step_size`, or None.
+        limited_by: parameters with their shares in the curvature, the largest first.
+        step_size: rate at which the first step's `quantity` is `bound`.
+        quantity, bound: "relative_change" (the largest E |dh|^2/E |h|^2 along the stream),
+            "logit_change" (mean square of a logit's change) or "loss_drop" (nats), and its value.
         step: the first step at that rate.
-        by_group: the same where one group of parameters moves alone; empty unless asked for, and
-            without groups that never get there.
-        sharpness: extreme eigenvalues of the (preconditioned) Hessian; None where not known.
-        warnings: where a formula left its validity.
+        by_group: `step_size` if only one group of parameters moves, by group, without those that
+            never reach the bound; empty unless requested.
+        sharpness: extreme eigenvalues of the (preconditioned) Hessian, or None.
+        warnings: violated limits of validity.
     """
 
     optimizer: str
@@ -139,7 +137,7 @@ class LearningRate(Serialised):
             return np.array([self._after(float(rate)).loss for rate in rates])
 
     def table(self) -> str:
-        """Three lines: where to search, where training becomes unstable, how far a step goes."""
+        """Three lines: rates to search, the onset of instability, the size of a step."""
         lines: list[tuple[str, str, str]] = []
         if self.range is not None:
             low, high = self.range
@@ -149,13 +147,17 @@ class LearningRate(Serialised):
         if self.first_instability is not None:
             steps = f"{self.warmup} step{'s' * (self.warmup != 1)}"
             warm = f"from {self.first_instability_with_warmup:.2g} after {steps}"
-            said = f"within a factor 2 mostly; {warm} of warm-up (a rule of thumb); "
-            said += f"the loss on one batch rises from {self.onset:.2g}; {limited}"
-            lines.append(("unstable", f"from {self.first_instability:.2g}", said))
+            comment = f"within a factor 2 mostly; {warm} of warm-up (a rule of thumb); "
+            comment += f"the loss on one batch rises from {self.onset:.2g}; {limited}"
+            lines.append(("unstable", f"from {self.first_instability:.2g}", comment))
         elif self.edge is not None:
             lines.append(("edge", f"{self.edge:.2g}", f"leaves the first quadratic; {limited}"))
         lines.append(
-            ("one step", f"{self.step_size:.2g}", _SAID[self.quantity].format(f"{self.bound:g}"))
+            (
+                "one step",
+                f"{self.step_size:.2g}",
+                _DESCRIPTIONS[self.quantity].format(f"{self.bound:g}"),
+            )
         )
         lines += [("", f"{rate:.2g}", f"{group} alone") for group, rate in self.by_group.items()]
         first, second = (max(len(line[k]) for line in lines) for k in (0, 1))
@@ -204,10 +206,10 @@ def learning_rate(
     seed: int = 0,
     **options: Any,
 ) -> LearningRate:
-    """Which constant rates to search, where training becomes unstable, and how far a step goes.
+    """Constant rates to search, the onset of instability, and the size of a first step.
 
-    All but the step size are multiples of the edge of stability at initialisation, nothing being
-    run or trained; docs/theory/sharpness.md says how right they were of real training.
+    All but the step size are multiples of the edge of stability at initialisation; nothing is run
+    or trained. docs/theory/sharpness.md has their errors in real training.
 
     >>> import moments
     >>> model = moments.preset("gpt2").replace(layers=2, seq_len=16, dropout=0.0)
@@ -218,21 +220,22 @@ def learning_rate(
 
     Args:
         model: the declaration, or a prediction of a batch.
-        optimizer: as in `Prediction.after`. Of "lion", "sign" and "muon" the step size alone is
+        optimizer: as in `Prediction.after`. For "lion", "sign" and "muon" only the step size is
             known.
-        token_ids: (L,) or (B, L) the text; None: `sequences` by Zipf's law, of the model's length
-            or of what makes 256 tokens.
-        quantity: of the step size: "relative_change", "logit_change" or "loss_drop".
-        bound: what it is to reach.
-        groups: whether to give the step size of each group of parameters alone, too.
-        sequences, seed: of the text where none is given; the seed also of the drawn network.
+        token_ids: (L,) or (B, L) the text; None: `sequences` drawn by Zipf's law, of the model's
+            length or shorter, 256 tokens in total.
+        quantity: quantity that defines the step size: "relative_change", "logit_change" or
+            "loss_drop".
+        bound: its value.
+        groups: whether to compute the step size of each group of parameters alone, too.
+        sequences, seed: of the drawn text; the seed also of the drawn network.
         options: of the optimizer.
 
     Returns:
         A LearningRate: `range`, `first_instability`, `warmup`, `step_size`, `table()`, `plot()`.
 
     Raises:
-        DomainError: as `Prediction.after`, or no rate reaches the bound.
+        DomainError: as in `Prediction.after`, or no rate reaches the bound.
     """
     check_choice("quantity", quantity, tuple(QUANTITIES))
     aim = check_number("bound", bound, POSITIVE)
@@ -253,36 +256,36 @@ def learning_rate(
                 by_group[group] = moved.learning_rate
     curvature, more = _curvature(prediction, optimizer, seed, options)
     notes += more
-    edge = onset = unstable = warmed = bracket = steps = None
-    carried: dict[str, float] = {}
+    edge = onset = unstable = with_warmup = bracket = steps = None
+    shares: dict[str, float] = {}
     if curvature is not None:
         edge = edge_of_stability(optimizer, curvature.largest, **options)
-        where = optimizer.removesuffix("w"), prediction.model.norm
-        if where in SEARCH:
-            low, high = SEARCH[where]
+        case = optimizer.removesuffix("w"), prediction.model.norm
+        if case in SEARCH:
+            low, high = SEARCH[case]
             bracket = low * edge, high * edge
             blocks = (*prediction.model.mixers, *prediction.model.ffns)
             if others := sorted({one.kind for one in blocks if one is not None}):
-                notes += (BY_PLAIN + ", ".join(others),)
+                notes += (NOT_PLAIN + ", ".join(others),)
         else:
-            notes += (f"where to search under {optimizer} is not known of norm = {where[1]!r}",)
-        if where in DAMAGED:
-            onset, unstable = ONSET * edge, DAMAGED[where] * edge
-            warmed = WARMED * unstable
-            steps = max(1, math.ceil(warmed / step.learning_rate))
-        elif where in SEARCH:
-            notes += (BY_SGD,)
+            notes += (f"where to search under {optimizer} is not known of norm = {case[1]!r}",)
+        if case in DAMAGED:
+            onset, unstable = ONSET * edge, DAMAGED[case] * edge
+            with_warmup = WARMED * unstable
+            steps = max(1, math.ceil(with_warmup / step.learning_rate))
+        elif case in SEARCH:
+            notes += (SGD_NOTE,)
         for _, name, share in curvature.shares:
-            carried[name] = carried.get(name, 0.0) + share
+            shares[name] = shares.get(name, 0.0) + share
     return LearningRate(
         optimizer=optimizer,
         edge=edge,
         onset=onset,
         first_instability=unstable,
-        first_instability_with_warmup=warmed,
+        first_instability_with_warmup=with_warmup,
         range=bracket,
         warmup=steps,
-        limited_by=dict(sorted(carried.items(), key=lambda one: -one[1])),
+        limited_by=dict(sorted(shares.items(), key=lambda one: -one[1])),
         step_size=step.learning_rate,
         quantity=quantity,
         bound=aim,
@@ -297,7 +300,7 @@ def learning_rate(
 def _curvature(
     prediction: Prediction, optimizer: str, seed: int, options: Mapping[str, Any]
 ) -> tuple[Sharpness | None, tuple[str, ...]]:
-    """The sharpness where it is known, and what is to be said of it."""
+    """The sharpness, or None, and notes."""
     if optimizer not in SHARP:
         return None, (f"where {optimizer} becomes unstable is not known, of sgd and adam alone",)
     given = {name: options[name] for name in ("eps", "clip", "multipliers") if name in options}
@@ -311,11 +314,11 @@ def _curvature(
 
 
 MOST_TOKENS = 256
-"""Of a text that nobody gave, and of a longer one those whose step is searched."""
+"""Number of tokens of a drawn text, and of a longer one for which the step size is computed."""
 
 
 def _first_tokens(prediction: Prediction) -> tuple[Prediction, tuple[str, ...]]:
-    """A text of at most twice as many tokens, or its first ones; and what is to be said of that."""
+    """The prediction, or one of its first tokens if it has more than twice `MOST_TOKENS`; notes."""
     given = {name: value for name, value in prediction.asked.items() if value is not None}
     ids = np.atleast_2d(given.get("token_ids", ()))
     # per-token arguments besides the text itself, and an encoder's, are not cut
@@ -349,13 +352,13 @@ def _read(model: Any, token_ids: Any, sequences: int, seed: int) -> Prediction:
 
 
 def zipf_batch(model: Transformer, sequences: int = 2, seed: int = 0) -> dict[str, Any]:
-    """What `predict` reads of a model with a token table where no text is given."""
+    """Arguments of `predict` for a model with a token table: a text drawn by Zipf's law."""
     embedding = model.embedding
     assert isinstance(embedding, Embedding)
     words, padding = embedding.vocab_size, embedding.padding_id
     batch = {"token_ids": zipf_text(words, model.seq_len, sequences, seed, padding)}
     if model.head is not None and model.head.loss == "masked":
-        # every seventh token is asked for, as good as any choice where words are random
+        # every seventh token is masked: any choice is as good, as words are independent
         targets = batch["token_ids"].copy()
         targets.reshape(-1)[[k for k in range(targets.size) if k % 7]] = -100
         batch["targets"] = targets
@@ -363,7 +366,7 @@ def zipf_batch(model: Transformer, sequences: int = 2, seed: int = 0) -> dict[st
 
 
 def zipf_encoder(model: Transformer, token_ids: np.ndarray, seed: int = 0) -> dict[str, Any]:
-    """What an encoder reads beside a decoder's text: as many sequences of its own length."""
+    """The argument `encoder_inputs` of `predict`: as many sequences as the decoder has."""
     encoder = model.encoder
     if encoder is None or not isinstance(encoder.embedding, Embedding):
         return {}
@@ -375,8 +378,8 @@ def zipf_encoder(model: Transformer, token_ids: np.ndarray, seed: int = 0) -> di
 def zipf_text(
     vocab_size: int, seq_len: int, sequences: int = 2, seed: int = 0, padding_id: int | None = None
 ) -> np.ndarray:
-    """Tokens drawn by Zipf's law, the r-th word with probability proportional to 1/r; padding is no
-    word."""
+    """Tokens drawn by Zipf's law, the r-th word with probability proportional to 1/r, without
+    padding."""
     check_count("sequences", sequences)
     check_count("seed", seed, least=0)
     words = np.arange(vocab_size)
@@ -390,20 +393,20 @@ def zipf_text(
 _TRIES = 20
 
 _LEAST, _MOST = 1e-12, 1e6
-"""Learning rates that are tried."""
+"""Range of learning rates."""
 
 
 def _search(
     prediction: Prediction, optimizer: str, quantity: str, bound: float, options: dict[str, Any]
 ) -> FirstStep:
-    """Secant steps in logarithms, kept inside a bracket, from a rate so small that changes go with
-    a power of it."""
+    """The step at which `quantity` is `bound`, by secant steps in logarithms inside a bracket, from
+    a rate so small that changes are a power of it."""
     value = QUANTITIES[quantity]
 
     def at(log_rate: float) -> tuple[FirstStep, float]:
         step = prediction.after(optimizer, math.exp(log_rate), **options)
-        found = value(step)
-        return step, math.log(found / bound) if found > 0 else -math.inf
+        size = value(step)
+        return step, math.log(size / bound) if size > 0 else -math.inf
 
     low, high = math.log(_LEAST), math.log(_MOST)
     x, slope = math.log(1e-6), 1.0 if quantity == "loss_drop" else 2.0
@@ -412,19 +415,19 @@ def _search(
     for _ in range(_TRIES):
         step, gap = at(x)
         if gap == -math.inf and most == -math.inf and last is None and x > 0:
-            break  # nothing moves at all
+            break  # no parameter moves
         most = max(most, gap)
         if abs(gap) < 1e-3:
             return step
         if last is not None and x > last[0] and gap < min(last[1], 0.0):
-            break  # it falls again
+            break  # the quantity decreases again
         if gap < 0:
             low = x
         else:
             high = x
         if last is not None and math.isfinite(gap) and x != last[0]:
-            found = (gap - last[1]) / (x - last[0])
-            slope = found if 0.2 < found < 4 else slope
+            secant = (gap - last[1]) / (x - last[0])
+            slope = secant if 0.2 < secant < 4 else slope
         moved = x - gap / slope if math.isfinite(gap) else x + 12.0
         if last is not None:
             moved = min(max(moved, x - 7.0), x + 12.0 if gap == -math.inf else x + 4.0)

@@ -1,8 +1,9 @@
 """Several steps, each on a batch of its own, as one step on all of them.
 
 The sequences of a prediction are the batches, in order; gradients are those of the network before
-the first step. SGD's steps add up to one on weighted gradients; of Adam's and Lion's, functions of
-an entry's k gradients, is carried what they have along the weighted sum, and noise.
+the first step. SGD's steps add up to one step on weighted gradients. Adam's and Lion's are
+functions of an entry's k gradients: their projection on the weighted sum is propagated, and the
+rest as noise.
 
 See docs/theory/step-travels.md, Several steps.
 """
@@ -27,10 +28,10 @@ class Updates:
 
     Attributes:
         kind: "sgd", "adam", "lion" or "sign".
-        steps: how many.
-        betas: Adam's or Lion's.
-        epsilon: Adam's.
-        momentum, nesterov: SGD's, or of Muon next to "adam".
+        steps: number of steps.
+        betas: of Adam or Lion.
+        epsilon: of Adam.
+        momentum, nesterov: of SGD, or of Muon, whose other parameters have the kind "adam".
     """
 
     kind: str
@@ -41,7 +42,7 @@ class Updates:
     nesterov: bool = False
 
     def sum(self, gradients: Array) -> Array:
-        """All steps' updates at learning rate 1, of (k, ...) gradients."""
+        """Sum of all steps' updates at learning rate 1, from (k, ...) gradients."""
         total, first, second = (np.zeros_like(gradients[0]) for _ in range(3))
         for k, g in enumerate(gradients, 1):
             if self.kind == "sign":
@@ -63,14 +64,15 @@ class Updates:
 
     @property
     def momenta(self) -> Array:
-        """(k, k) what Muon's step i makes singular values of, in terms of the k gradients."""
-        past, found = np.zeros((2, self.steps, self.steps))
+        """(k, k) coefficients on the k gradients of the matrix that Muon orthogonalises in step i,
+        row by row."""
+        averages, result = np.zeros((2, self.steps, self.steps))
         for k, g in enumerate(np.eye(self.steps)):
-            past[k] = self.momentum * past[k - 1] + (1 - self.momentum) * g
-            found[k] = past[k]
+            averages[k] = self.momentum * averages[k - 1] + (1 - self.momentum) * g
+            result[k] = averages[k]
             if self.nesterov:
-                found[k] = (1 - self.momentum) * g + self.momentum * past[k]
-        return found
+                result[k] = (1 - self.momentum) * g + self.momentum * averages[k]
+        return result
 
     @functools.cached_property
     def _normal(self) -> Array:
@@ -85,43 +87,44 @@ class Updates:
         g = self._normal @ (vectors * np.sqrt(np.clip(values, 0.0, None))).T
         return g, self.sum(g.T.copy())
 
-    def followed(self, covariance: Array) -> tuple[Array, float]:
-        """(k,) of the update on the gradients, by regression, and E U^2; 0 and 0 of nothing."""
+    def regression(self, covariance: Array) -> tuple[Array, float]:
+        """(k,) coefficients of an entry's update U on its k gradients, of that (k, k) covariance,
+        and E U^2; 0 without a gradient."""
         if self.kind == "sgd":
             weights = self.sum(np.eye(self.steps))
             return weights, float(weights @ covariance @ weights)
         if float(np.trace(covariance)) <= 0.0:
             return np.zeros(self.steps), 0.0
         g, update = self._drawn(covariance)
-        found = np.linalg.lstsq(g, update, rcond=1e-6)[0]
-        return np.asarray(found, float), float(np.mean(update * update))
+        coefficients = np.linalg.lstsq(g, update, rcond=1e-6)[0]
+        return np.asarray(coefficients, float), float(np.mean(update * update))
 
-    def along(self, covariance: Array, weights: Array) -> tuple[float, float]:
-        """gamma c and nu: E U g over sd(g), g = weights . g_i, and E U^2."""
+    def projection(self, covariance: Array, weights: Array) -> tuple[float, float]:
+        """E U g over the standard deviation of g = weights . g_i, and E U^2."""
         size = float(weights @ covariance @ weights)
         if size <= 0.0:
             return 0.0, 0.0
         g, update = self._drawn(covariance)
-        seen = g @ weights
-        spread = np.sqrt(np.mean(seen * seen))
-        return float(np.mean(update * seen) / spread), float(np.mean(update * update))
+        mean = g @ weights
+        deviation = np.sqrt(np.mean(mean * mean))
+        return float(np.mean(update * mean) / deviation), float(np.mean(update * update))
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Which step the sequences of a prediction belong to, and what each weighs.
+    """The batches of several steps: sequences of one prediction.
 
     Attributes:
-        updates: the optimizer's.
-        batch: (B,) of every sequence.
-        weights: (k,) w.
-        counted: (k,) tokens of all batches' losses over those of each: a loss is its own mean.
+        updates: the optimizer.
+        batch: (B,) step at which every sequence is read.
+        weights: (k,) coefficient of each batch's gradient in the mean update.
+        loss_factors: (k,) number of tokens in the joint loss over that in each batch's own loss.
     """
 
     updates: Updates
     batch: NDArray[np.int64]
     weights: Array
-    counted: Array
+    loss_factors: Array
 
     def masks(self, count: int) -> Array:
         """(k, T) 1 at the tokens of each step."""
@@ -129,11 +132,11 @@ class Batches:
         return np.asarray(at == np.arange(self.updates.steps)[:, None], float)
 
     def factors(self, count: int) -> Array:
-        """(T,) what the gradient of the joint loss is multiplied by."""
-        return np.asarray((self.weights * self.counted) @ self.masks(count))
+        """(T,) factors on the tokens' gradients of the joint loss."""
+        return np.asarray((self.weights * self.loss_factors) @ self.masks(count))
 
     def momenta(self, count: int) -> Array:
-        """(k, T) of Muon's steps what each has of the tokens' weighted gradients."""
+        """(k, T) coefficients of the tokens' weighted gradients in each of Muon's steps."""
         return np.asarray((self.updates.momenta / self.weights) @ self.masks(count))
 
     def blocks(self, product: Array) -> Array:
@@ -142,18 +145,18 @@ class Batches:
         return np.asarray(masks @ product @ masks.T)
 
     def spread(self, values: Array, count: int) -> Array:
-        """(..., T) of (..., k), one for every step."""
+        """(..., T) values of tokens from (..., k) values of their steps."""
         return np.asarray(values[..., np.repeat(self.batch, count // len(self.batch))])
 
     def regressed(self, blocks: Array) -> tuple[Array, float]:
-        """(k,) of one row's update on its weighted gradients, and E U^2, of `blocks` of its
-        variance. Rows that are targets in some batches alone step otherwise than the mean."""
-        own = blocks / np.outer(self.weights, self.weights)
-        update, square = self.updates.followed(own)
-        return update / self.weights, square
+        """`Updates.regression` of a row's update on its weighted gradients, of covariance `blocks`.
+        Rows that are targets in some batches only step differently from the mean."""
+        covariance = blocks / np.outer(self.weights, self.weights)
+        coefficients, square = self.updates.regression(covariance)
+        return coefficients / self.weights, square
 
     def pulled(self, blocks: Array) -> tuple[float, float]:
-        """gamma and nu, of `blocks` of one entry's variance."""
-        own = blocks / np.outer(self.weights, self.weights)
-        along, square = self.updates.along(own, self.weights)
-        return along / np.sqrt(2 / np.pi), square
+        """As `Optimizer.pulled`, from the (k, k) covariance `blocks` of an entry's gradients."""
+        covariance = blocks / np.outer(self.weights, self.weights)
+        slope, square = self.updates.projection(covariance, self.weights)
+        return slope / np.sqrt(2 / np.pi), square

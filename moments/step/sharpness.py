@@ -36,25 +36,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..engine.composition import Chain, Component, Layer, Parallel, Residual
 from ..engine.derivative import pullback
-from ..engine.response import sum_of
 from ..errors import DomainError, ValidityWarning
 from ..files import Serialised, as_frame
 from ..formulas.checks import check_choice, check_count
 from ..layers.attention.latent import LatentHeads
-from ..layers.attention.self_attention import SelfAttention
-from ..layers.elementary import Activation, Dropout, LayerScale, Linear, Scale
+from ..layers.elementary import LayerScale
 from ..layers.experts.mixture import Mixture
-from ..layers.gated import GatedLinear
-from ..layers.head.components import Pool
 from ..layers.normalization import FiniteNormalization
-from ..layers.product import Product
-from ..layers.recurrent.leaf import Mixer
+from ..layers.recurrent.drawn import copies
 from ..model.mixers import GatedDeltaNet, LinearAttention
-from .drawn import Block, copies, entrywise
+from .drawn import Block
+from .draws import Array, DrawnNetwork, Function, Key, Step, StepAndOutput, chained
 from .ends import Words
-from .leaves import SHARED_KEY, block_of, latent_block, mixture_block
+from .leaves import latent_block, mixture_block
 from .rules import Optimizer, named_optimizer
 from .sites import Reading, Site, Table
 
@@ -64,19 +59,8 @@ if TYPE_CHECKING:
     from ..prediction.result import Prediction
     from .result import Stepping
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-Key = tuple[int, str]
-"""A parameter: its layer and its name."""
-
 Space = tuple[str, Key]
 """Steps of a parameter in its role as a "lower" or as an "upper" matrix."""
-
-Step = tuple[Callable[[Array], Array], Callable[[Array], Array]]
-"""Forward pass of a change of the input, (T, features), and backward pass of its cotangent."""
-
-StepAndOutput = tuple[Step, Array]
-"""A component's step, and its output at the drawn input."""
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 """Optimizers whose step is, after some batches, a fixed multiple of each parameter's gradient."""
@@ -201,7 +185,7 @@ WIDE_LOGITS = 0.5
 """Variance of the logits up to which a mean of e^z differs from 1 by less than a third."""
 
 
-class Hessian:
+class Hessian(DrawnNetwork):
     """The preconditioned Hessian of one draw of the network, as a linear operator.
 
     A product with a vector is one forward and one backward pass of the drawn network: components
@@ -215,6 +199,8 @@ class Hessian:
         rng: generator of the draw.
         roots: cache shared by draws, from id(kernel) to the kernel and its root.
     """
+
+    subject = "sharpness"
 
     def __init__(
         self,
@@ -233,18 +219,18 @@ class Hessian:
         }.items():
             if present:
                 raise DomainError(f"sharpness does not cover {name}")
-        self.reading, self.squares, self.optimizer, self.rng = reading, squares, optimizer, rng
+        super().__init__(reading, rng)
+        self.squares, self.optimizer = squares, optimizer
         # the share of features is one of whole heads, of attention's keys and of mixers
         kv_heads = int(model.kv_heads or model.heads)
         value_heads = [_value_heads(block) for block in model.mixers]
         multiple = math.lcm(*(kv_heads // math.gcd(kv_heads, count) for count in value_heads))
         heads = math.ceil(features * kv_heads / model.d_model / multiple) * multiple
-        self.share: float = min(1.0, heads / kv_heads)
+        self.share = min(1.0, heads / kv_heads)
         self.shapes: dict[Space, tuple[int, ...]] = {}
         self._roots = {} if roots is None else roots
         self._vector: dict[Space, Array] = {}
         self._product: dict[Space, Array] = {}
-        self._points = iter(reading.points)
         self._build()
 
     # --- the operator --------------------------------------------------------------------------
@@ -293,26 +279,19 @@ class Hessian:
 
     # --- draws ---------------------------------------------------------------------------------
 
-    def _features(self, width: float) -> int:
-        return max(1, round(float(width) * self.share))
-
-    def _normal(self, shape: tuple[int, ...]) -> Array:
-        return np.asarray(self.rng.standard_normal(shape, np.float32))
-
     def _root(self, kernel: Array) -> Array:
         """`_kernel_root`, cached by array."""
         if id(kernel) not in self._roots:
             self._roots[id(kernel)] = kernel, _kernel_root(kernel)
         return self._roots[id(kernel)][1]
 
-    def _weights(self, shape: tuple[float, float], variance: float, rows: int = 0) -> Array:
-        """Draw the share of an (n, m) matrix, with `rows` outputs unless that is 0."""
-        drawn = self._normal((self._features(shape[0]), rows or self._features(shape[1])))
-        return np.asarray(drawn * np.float32((variance / self.share) ** 0.5))
-
-    def _with_bias(self, y: Array, variance: float) -> Array:
-        """y plus a drawn bias."""
-        return y + np.float32(variance**0.5) * self._normal(y.shape[1:]) if variance else y
+    def drawn_matrix(
+        self, x: Array, shape: tuple[float, float], variance: float, rows: int = 0
+    ) -> tuple[Array, Array]:
+        """Draw the share of the matrix."""
+        weights = self._normal((self._features(shape[0]), rows or self._features(shape[1])))
+        weights = np.asarray(weights * np.float32((variance / self.share) ** 0.5))
+        return weights, x @ weights
 
     # --- parameters ----------------------------------------------------------------------------
 
@@ -358,29 +337,26 @@ class Hessian:
 
         return forward, lambda delta: delta + root @ (factor * self._vector[space])
 
-    def _matrix(
+    def matrix(
         self,
         key: Key,
-        weights: Array,
+        drawn: Array,
         kernel: Array,
         gradient: Array,
         shape: tuple[float, float],
         bias: bool,
-        inverse: float | None = None,
+        whole: tuple[Key, float] | None = None,
     ) -> Step:
-        """Both roles of an (n, m) matrix, drawn as `weights`, and that of its bias if it has one.
-        `kernel` and `gradient`, (T, T), are per feature of its input and output; `inverse` is 1/P.
-        """
-        (n, m), rows = shape, weights.shape[1]
-        if inverse is None:
-            inverse = self._inverse_p(key, n * m)
-        drawn = rows / (m * self.share)
+        """Both roles of a matrix, and that of its bias."""
+        (n, m), weights, rows = shape, drawn, drawn.shape[1]
+        inverse = self._inverse_p(*(whole or (key, n * m)))
+        part = rows / (m * self.share)
         product = (lambda x: x @ weights), (lambda delta: delta @ weights.T)
         upper = self._upper(key, gradient, m * inverse, n)
-        steps = [upper, product, self._lower(key, kernel, drawn * n * inverse, rows)]
+        steps = [upper, product, self._lower(key, kernel, part * n * inverse, rows)]
         if bias:
             steps.append(self._bias((key[0], f"{key[1]}.bias"), m, rows))
-        return _chained(steps)
+        return chained(steps)
 
     # --- the network ---------------------------------------------------------------------------
 
@@ -414,19 +390,19 @@ class Hessian:
                 vectors *= np.float32(other.variance**0.5) * (other.rows >= 0)[:, None]
             x = x + np.float32(other.amplitude) * vectors
         tables = Site(-1, 0, "tables", None, stream.before, stream.received, width)
-        step, _, x = self._component(stream.embedding, tables, x)
+        step, _, x = self.component(stream.embedding, tables, x)
         steps = [*lookups.values(), step]
         site = next(self._points)
         for part in (stream.layers, stream.ending):
-            step, site, x = self._component(part, site, x)
+            step, site, x = self.component(part, site, x)
             steps.append(step)
-        forward, back = _chained(steps)
+        forward, back = chained(steps)
         # one backward pass of the loss's gradient sets every `_FixedCotangent`
         self._vector = dict(self.split(np.zeros(self.size)))
         self._product = dict(self._vector)
         forward(np.zeros((), np.float32))
         back(self._loss_gradient(words, rows, x))
-        self._network = _chained([(forward, back), *head])
+        self._network = chained([(forward, back), *head])
 
     def _loss_gradient(self, words: Words, rows: Array, x: Array) -> Array:
         """Gradient of the loss at the head's input x: the rows' part, and the part along x, from
@@ -436,7 +412,9 @@ class Hessian:
         along *= np.float32(self.reading.logit_variance / along.sum() / readout.width)
         size = (x * x).mean(1)
         along /= np.where(size > 0, size, 1.0)
-        return np.asarray(readout.scale * words.sent @ rows + along[:, None] * x, np.float32)
+        return np.asarray(
+            readout.scale * words.logit_gradient @ rows + along[:, None] * x, np.float32
+        )
 
     def _head(self, words: Words) -> list[Step]:
         """The head: upper steps of its matrix, unless it is tied, and G of a uniform softmax."""
@@ -451,7 +429,7 @@ class Hessian:
         if reading.tied:
             return [logits]
         key = reading.model.layers + 1, "head"
-        gram = readout.scale**2 * (words.sent * words.rows) @ words.sent.T
+        gram = readout.scale**2 * (words.logit_gradient * words.rows) @ words.logit_gradient.T
         return [self._upper(key, gram, self._inverse_p(key, rows * n), n), logits]
 
     def _tied(self, words: Words, table: Table) -> tuple[Step, Step]:
@@ -461,7 +439,7 @@ class Hessian:
         space, root = ("lower", key), np.float32(self._inverse_p(key, table.count * width) ** 0.5)
         self.shapes[space] = len(words.rows), self._features(width)
         reads = np.asarray(root * table.amplitude * words.reads, np.float32)
-        logit_gradient = words.sent * np.sqrt(words.rows)
+        logit_gradient = words.logit_gradient * np.sqrt(words.rows)
         logit_gradient = np.asarray(root * self.reading.readout.scale * logit_gradient, np.float32)
 
         def lookup_back(delta: Array) -> Array:
@@ -475,106 +453,51 @@ class Hessian:
         lookup = (lambda x: x + reads @ self._vector[space]), lookup_back
         return lookup, (head, lambda delta: delta + logit_gradient @ self._vector[space])
 
-    def _component(self, part: Component, at: Site, x: Array) -> tuple[Step, Site, Array]:
-        """A component's step, the site after it, and its output at x."""
-        if isinstance(part, Chain):
-            steps = []
-            for child in part.children:
-                step, at, x = self._component(child, at, x)
-                steps.append(step)
-            return _chained(steps), at, x
-        if isinstance(part, Layer):
-            step, _, x = self._component(part.body, at, x)
-            return step, next(self._points), x
-        if isinstance(part, Residual):
-            skip, scale = np.float32(part.skip_scale), np.float32(part.branch_scale)
-            (forward, back), _, y = self._component(part.branch, at, x)
-            step = (
-                lambda x: skip * x + scale * forward(x),
-                lambda delta: skip * delta + back(scale * delta),
-            )
-            site = next(self._points)
-            return step, site, _rescaled(skip * x + scale * y, site.kernel)
-        if isinstance(part, Parallel):
-            branches = [self._component(branch, at, x) for branch in part.branches]
-            step = (
-                lambda x: sum_of([forward(x) for (forward, _), *_ in branches]),
-                lambda delta: sum_of([back(delta) for (_, back), *_ in branches]),
-            )
-            return step, branches[-1][1], sum_of([y for *_, y in branches])
-        skips = isinstance(part, Product)  # skip the sites inside a product
-        leaving = next(p for p in self._points if not skips or p.name.endswith(part.label))
-        step, y = self.leaf(part, at, leaving, x)
-        return step, leaving, _rescaled(y, leaving.kernel)
+    def fitted(self, y: Array, site: Site) -> Array:
+        return _rescaled(y, site.kernel)
 
-    @functools.singledispatchmethod
-    def leaf(self, leaf: Any, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        """A leaf's step and its output at x, by its class; extended as `Walk.leaf` is.
+    def function(
+        self, run: Callable[..., Any], values: Sequence[Array], gradient: Array
+    ) -> tuple[Function, Array]:
+        """Forward, changes of all values are mapped by the Jacobian of f = run(*values). Backward,
+        the Hessian of <b, f> times these changes is added to the cotangents, b the output's one, of
+        kernel `gradient`."""
+        output, pull = pullback(run, *values)
+        _, push = pullback(pull, np.zeros_like(output))
+        fixed, changes = _FixedCotangent(gradient), list[Array]()
 
-        Raises:
-            DomainError: the class is not registered.
-        """
-        raise DomainError(f"sharpness does not cover {type(leaf).__name__} ({leaf.label})")
+        @functools.cache
+        def hessian() -> Any:
+            return pullback(lambda *x: pullback(run, *x)[1](fixed.value), *values)[1]
 
-    @leaf.register(Linear)
-    def linear(self, leaf: Linear, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        law, key = leaf.parameters, (leaving.layer, leaf.weight)
-        shape = float(law["fan_in"]), float(law["fan_out"])
-        weights = self._weights(shape, float(law["weight_variance"]))
-        step = self._matrix(key, weights, at.kernel, leaving.gradient, shape, leaf.has_bias)
-        return step, self._with_bias(x @ weights, float(law.get("bias_variance", 0.0)))
+        def forward(*arguments: Array) -> Array:
+            pairs = zip(arguments, values, strict=True)
+            changes[:] = [np.broadcast_to(u, x.shape) for u, x in pairs]
+            return np.asarray(push(tuple(changes))[0], np.float32)
 
-    @leaf.register(Activation)
-    def activation(self, leaf: Activation, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        (forward, back), value = _second_order(entrywise(leaf.laws), [x], leaving.gradient)
-        return (forward, lambda delta: back(delta)[0]), value
+        def back(delta: Array) -> list[Array]:
+            fixed(delta)
+            terms = zip(pull(delta), hessian()(tuple(changes)), strict=True)
+            return [np.asarray(first + second, np.float32) for first, second in terms]
 
-    @leaf.register(GatedLinear)
-    def gated(self, leaf: GatedLinear, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        shape = float(leaf.fan_in), float(leaf.fan_out)
-        gate_weights = self._weights(shape, float(leaf.gate))
-        factor_weights = self._weights(shape, float(leaf.ffn_in))
-        gate = self._with_bias(x @ gate_weights, float(leaf.gate_bias))
-        factor = self._with_bias(x @ factor_weights, float(leaf.bias))
-        act = entrywise(leaf.activation)
-        (product, product_back), y = _second_order(
-            lambda gate, factor: act(gate) * factor, [gate, factor], leaving.gradient
-        )
-        _, slopes = pullback(lambda gate: act(gate) * factor, gate.astype(float))
-        matrices = []
-        for name, weights, derivative in (
-            ("gate", gate_weights, slopes(np.ones(gate.shape))[0]),
-            ("ffn_in", factor_weights, act(gate.astype(float))),
-        ):
-            gradient = leaving.gradient * (derivative @ derivative.T / derivative.shape[1])
-            key = (leaving.layer, f"{leaf.prefix}{name}")
-            matrices.append(self._matrix(key, weights, at.kernel, gradient, shape, leaf.has_bias))
+        return (forward, back), np.asarray(output, np.float32)
 
-        def back(delta: Array) -> Array:
-            cotangents = zip(matrices, product_back(delta), strict=True)
-            return np.asarray(sum_of([matrix_back(one) for (_, matrix_back), one in cotangents]))
+    def gradients_before(
+        self, run: Callable[..., Any], values: Sequence[Array], gradient: Array
+    ) -> list[Array]:
+        output, pull = pullback(run, *(value.astype(float) for value in values))
+        return [
+            gradient * (slope @ slope.T / slope.shape[1]) for slope in pull(np.ones(output.shape))
+        ]
 
-        return ((lambda x: product(*(forward(x) for forward, _ in matrices))), back), y
-
-    @leaf.register(FiniteNormalization)
-    def norm(self, leaf: FiniteNormalization, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        if leaf.groups != 1:
-            raise DomainError(f"sharpness does not cover norms of groups ({leaf.label})")
-        gain = float(leaf.gain)
-
-        def run(x: Array) -> Any:
-            x = x - np.mean(x, 1, keepdims=True) if leaf.centres else x
-            return gain * x / np.sqrt(np.mean(x * x, 1, keepdims=True) + float(leaf.epsilon))
-
-        (forward, back), y = _second_order(run, [x], leaving.gradient)
-        steps: list[Step] = [(forward, lambda delta: back(delta)[0])]
-        if leaf.affine:
-            key, entries = (leaving.layer, f"{leaf.label}.gain"), y.shape[1] / self.share
-            steps.append(self._gains(key, y / np.float32(gain), leaving.gradient))
-            if leaf.bias:
-                key = leaving.layer, f"{leaf.label}.bias"
-                steps.append(self._bias(key, entries, y.shape[1]))
-        return _chained(steps), y
+    def norm_parameters(self, leaf: FiniteNormalization, leaving: Site, y: Array) -> list[Step]:
+        if not leaf.affine:
+            return []
+        key, entries = (leaving.layer, f"{leaf.label}.gain"), y.shape[1] / self.share
+        steps = [self._gains(key, y / np.float32(leaf.gain), leaving.gradient)]
+        if leaf.bias:
+            steps.append(self._bias((key[0], f"{leaf.label}.bias"), entries, y.shape[1]))
+        return steps
 
     def _gains(self, key: Key, y: Array, gradient: Array) -> Step:
         """Steps of gains on y, whose gradient is sum_t b_t y_t, b the cotangent of the output."""
@@ -594,33 +517,15 @@ class Hessian:
 
         return forward, back
 
-    @leaf.register(Dropout)
-    def dropout(self, leaf: Dropout, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        keep, features = 1.0 - float(leaf.parameters["drop_prob"]), self._features(at.width)
-        mask = (self.rng.random((len(at.kernel), features), np.float32) < keep) / np.float32(keep)
-        return ((lambda x: mask * x), (lambda delta: mask * delta)), mask * x
-
-    @leaf.register(Scale)
-    def scale(self, leaf: Scale, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        factor = np.float32(float(leaf.parameters["weight_variance"]) ** 0.5)
-        return ((lambda x: factor * x), (lambda delta: factor * delta)), factor * x
-
-    @leaf.register(Pool)
-    def pool(self, leaf: Pool, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        weights = np.asarray(leaf.weights(len(at.kernel)), np.float32)
-        return ((lambda x: weights @ x), (lambda delta: weights.T @ delta)), weights @ x
+    @functools.singledispatchmethod
+    def leaf(self, leaf: Any, at: Site, leaving: Site, x: Array) -> StepAndOutput:
+        return super().leaf(leaf, at, leaving, x)
 
     @leaf.register(LayerScale)
     def layer_scale(self, leaf: LayerScale, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         """Steps of gains whose value `Residual.branch_scale` applies, so that they are 1 here."""
         key, gain = (leaving.layer, leaf.label), np.float32(leaf.gain)
         return self._gains(key, x / gain, leaving.gradient / gain**2), x
-
-    @leaf.register(SelfAttention)
-    @leaf.register(Product)
-    @leaf.register(Mixer)
-    def drawn(self, leaf: Any, at: Site, leaving: Site, x: Array) -> StepAndOutput:
-        return self._drawn_block(block_of(leaf, self.reading, at, leaving), leaving.layer, x)
 
     @leaf.register(LatentHeads)
     def latent(self, leaf: LatentHeads, at: Site, leaving: Site, x: Array) -> StepAndOutput:
@@ -630,18 +535,19 @@ class Hessian:
         for latent in latents:
             shape, key = (d, latent.at.width), (layer, latent.name)
             rows = latent.at.width + (rope_dim if latent.name == "kv_down" else 0)
-            inverse, weights = self._inverse_p(key, d * rows), self._weights(shape, latent.variance)
-            down = self._matrix(key, weights, at.kernel, latent.at.gradient, shape, False, inverse)
-            after = dataclasses.replace(latent.behind, layer=layer)
-            norm, y = self.norm(latent.norm, latent.at, after, x @ weights)
-            before.append((latent.readers, _chained([down, norm]), y))
-        return self._drawn_block(block, layer, x, before)
+            weights, y = self.drawn_matrix(x, shape, latent.variance)
+            gradient, whole = latent.at.gradient, (key, d * rows)
+            down = self.matrix(key, weights, at.kernel, gradient, shape, False, whole)
+            after = dataclasses.replace(latent.after, layer=layer)
+            norm, y = self.norm(latent.norm, latent.at, after, y)
+            before.append((latent.readers, chained([down, norm]), y))
+        return self.drawn_block(block, layer, x, before)
 
     @leaf.register(Mixture)
     def mixture(self, leaf: Mixture, at: Site, leaving: Site, x: Array) -> StepAndOutput:
         block, hidden, out, gates = mixture_block(leaf, self.reading, at, leaving)
         mean = (gates @ np.swapaxes(gates, -1, -2)).mean(0)
-        drawn = self._preactivations(block, dict.fromkeys(block.matrices, x))
+        drawn = self.preactivations(block, dict.fromkeys(block.matrices, x))
         own = block.head.gates(drawn[2][leaf.name][:1])[0]
         # two tokens share the weights of those experts only that this draw's router gives to both
         nonzero = mean > 1e-9 * mean.max()
@@ -651,118 +557,34 @@ class Hessian:
             name: kernel if name == leaf.name else shared * kernel
             for name, kernel in block.gradients.items()
         }
-        step, y = self._drawn_block(block, leaving.layer, x, gradients=gradients, drawn=drawn)
+        step, y = self.drawn_block(block, leaving.layer, x, gradients=gradients, drawn=drawn)
         key, shape = (leaving.layer, out.name), (float(out.fan_in), float(out.fan_out))
-        weights, gradient = self._weights(shape, out.variance), leaving.gradient
-        steps = [step, self._matrix(key, weights, hidden.kernel, gradient, shape, False)]
-        y = y @ weights
+        weights, y = self.drawn_matrix(y, shape, out.variance)
+        steps = [step, self.matrix(key, weights, hidden.kernel, leaving.gradient, shape, False)]
         if out.bias is not None:
             key = leaving.layer, f"{out.name}.bias"
             inverse = self._inverse_p(key, own.shape[1] * shape[1])
             steps.append(self._lower(key, own @ own.T, inverse, self._features(shape[1])))
-        return _chained(steps), y
+        return chained(steps), y
 
-    def _preactivations(
-        self, block: Block, inputs: Mapping[str, Array]
-    ) -> tuple[int, dict[str, Array], dict[str, Array]]:
-        """Draw a block's matrices: the number of parts (draws of its function) that make up the
-        drawn features, the matrices, and their outputs (parts, T, rows) at `inputs`."""
-        features = block.head.features
-        parts = math.ceil(block.features / features * self.share - 1e-9)
-        weights, result = {}, {}
-        for name, matrix in block.matrices.items():
-            shape = float(matrix.fan_in), float(matrix.fan_out)
-            weights[name] = self._weights(shape, matrix.variance, self._drawn_rows(block, name))
-            y = self._with_bias(inputs[name] @ weights[name], matrix.bias or 0.0)
-            result[name] = block.parted(name, y[None], parts)
-        return parts, weights, result
-
-    def _drawn_rows(self, block: Block, name: str) -> int:
-        """Number of rows of a section's matrix that are drawn: whole parts."""
-        drawn: int = block.head.sections[name].drawn
-        return drawn * math.ceil(block.matrices[name].fan_out / drawn * self.share - 1e-9)
-
-    def _drawn_block(
-        self,
-        block: Block,
-        layer: int,
-        x: Array,
-        before: Sequence[tuple[tuple[str, ...], Step, Array]] = (),
-        gradients: Mapping[str, Array] | None = None,
-        drawn: tuple[int, dict[str, Array], dict[str, Array]] | None = None,
-    ) -> StepAndOutput:
-        """A drawn function of preactivations, whose matrices read x or the outputs of `before`:
-        (sections, step, output) of components between x and those. `gradients`, (T, T)
-        behind the matrices, and `drawn`, the result of `_preactivations`, have defaults."""
-        block = block.narrowed(self._features(block.features))
-        gradients = block.gradients if gradients is None else gradients
-        if drawn is None:
-            inputs = dict.fromkeys(block.matrices, x)
-            for names, _, y in before:
-                inputs |= dict.fromkeys(names, y)
-            drawn = self._preactivations(block, inputs)
-        parts, weights, preactivations = drawn
-        matrices, rows = [], {name: self._drawn_rows(block, name) for name in preactivations}
-        for name, matrix in block.matrices.items():
-            shape, key = (float(matrix.fan_in), float(matrix.fan_out)), (layer, matrix.name)
-            inverse = None
-            if name == SHARED_KEY:  # rows of the matrix to the latent
-                inverse = self._inverse_p(key, shape[0] * (shape[1] + block.head.latent.kv_rank))
-                key = layer, f"{matrix.name}.{name}"
-            kernel, bias = block.reads[name], matrix.bias is not None
-            step = self._matrix(key, weights[name], kernel, gradients[name], shape, bias, inverse)
-            matrices.append(step)
-        own, fixed = block.parameters(self.rng, parts)
-        own_steps = [self._own_parameter(block, layer, name, one) for name, one in own.items()]
-        run, features = block.function(own, fixed), self._features(block.features)
-
-        def joined(*arguments: Array) -> Any:
-            y = np.swapaxes(run(*arguments), 0, 1)
-            return np.reshape(y, (y.shape[0], parts * block.head.features))[:, :features]
-
-        (function, function_back), y = _second_order(
-            joined, [*preactivations.values(), *own.values()], block.received
-        )
-
-        def forward(x: Array) -> Array:
-            inputs = dict.fromkeys(preactivations, x)
-            for names, (step, _), _ in before:
-                inputs |= dict.fromkeys(names, step(x))
-            changes = [
-                block.parted(name, matrix(inputs[name])[None], parts)
-                for name, (matrix, _) in zip(preactivations, matrices, strict=True)
-            ]
-            for space, index, size in own_steps:
-                changes.append(size * self._vector[space][index])
-            return function(*changes)
-
-        def back(delta: Array) -> Array:
-            every = function_back(delta)
-            for b, (space, index, size) in zip(every[len(matrices) :], own_steps, strict=True):
-                total = np.zeros(self.shapes[space], np.float32)
-                np.add.at(total, index, b)
-                self._product[space] = size * total
-            cotangents = {
-                name: matrix_back(block.gathered(b, parts, rows[name])[0])
-                for name, b, (_, matrix_back) in zip(preactivations, every, matrices, strict=False)
-            }
-            for names, (_, step_back), _ in before:
-                cotangents[names[0]] = step_back(sum_of([cotangents.pop(name) for name in names]))
-            return np.asarray(sum_of(list(cotangents.values())))
-
-        return (forward, back), y
-
-    def _own_parameter(
+    def own_parameter(
         self, block: Block, layer: int, name: str, values: Array
-    ) -> tuple[Space, Array, np.float32]:
-        """Steps of a function's own parameter: space, index of each part's copy, and scale."""
+    ) -> tuple[Callable[[], Any], Callable[[Array], None]]:
+        """Lower steps of a parameter inside a block's function, the same for all its uses."""
         key, parts = (layer, block.named(name)), len(values)
         space, times = ("lower", key), copies(block.head, name).times
         drawn = max(1, min(parts, math.ceil(times * self.share - 1e-9)))
         self.shapes[space] = drawn, *values.shape[1:]
         inverse = self._inverse_p(key, times * values[0].size)
         size = np.float32((inverse * drawn / (times * self.share)) ** 0.5)
-        return space, np.arange(parts) * drawn // parts, size
+        index = np.arange(parts) * drawn // parts
+
+        def use(cotangent: Array) -> None:
+            total = np.zeros(self.shapes[space], np.float32)
+            np.add.at(total, index, cotangent)
+            self._product[space] = size * total
+
+        return (lambda: size * self._vector[space][index]), use
 
 
 def _value_heads(block: Any) -> int:
@@ -797,47 +619,6 @@ def _kernel_root(kernel: Array) -> Array:
         values, vectors = np.linalg.eigh(scaled)
     kept = values > CUTOFF * max(values[-1], 0)
     return np.asarray(vectors[:, kept] * np.sqrt(size * values[kept]), np.float32)
-
-
-def _chained(steps: list[Step]) -> Step:
-    def forward(x: Array) -> Array:
-        for step, _ in steps:
-            x = step(x)
-        return x
-
-    def back(delta: Array) -> Array:
-        for _, step_back in reversed(steps):
-            delta = step_back(delta)
-        return delta
-
-    return forward, back
-
-
-def _second_order(
-    run: Callable[..., Any], values: Sequence[Array], gradient: Array
-) -> tuple[tuple[Callable[..., Array], Callable[[Array], list[Array]]], Array]:
-    """Steps through f = run(*values), and its output.
-
-    Forward, changes of all values are mapped by the Jacobian of f. Backward, the Hessian of <b, f>
-    times these changes is added to the cotangents, b the output's one, of kernel `gradient`."""
-    output, pull = pullback(run, *values)
-    _, push = pullback(pull, np.zeros_like(output))
-    fixed, changes = _FixedCotangent(gradient), list[Array]()
-
-    @functools.cache
-    def hessian() -> Any:
-        return pullback(lambda *x: pullback(run, *x)[1](fixed.value), *values)[1]
-
-    def forward(*arguments: Array) -> Array:
-        changes[:] = [np.broadcast_to(u, x.shape) for u, x in zip(arguments, values, strict=True)]
-        return np.asarray(push(tuple(changes))[0], np.float32)
-
-    def back(delta: Array) -> list[Array]:
-        fixed(delta)
-        terms = zip(pull(delta), hessian()(tuple(changes)), strict=True)
-        return [np.asarray(first + second, np.float32) for first, second in terms]
-
-    return (forward, back), np.asarray(output, np.float32)
 
 
 class _FixedCotangent:

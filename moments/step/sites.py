@@ -33,7 +33,7 @@ from .several import Batches, Updates
 if TYPE_CHECKING:
     from ..prediction.result import Prediction
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 ENCODER = "encoder."
 """Prefix of the names of an encoder's sites and parameters in a model with a decoder."""
@@ -70,7 +70,7 @@ class Site:
         gradient = self.gradient * np.outer(factors, factors)
         return dataclasses.replace(self, gradient=gradient, weights=factors)
 
-    def behind(self, name: str, kernel: Array, gradient: Array, width: float) -> Site:
+    def inner(self, name: str, kernel: Array, gradient: Array, width: float) -> Site:
         """The input of a matrix of that name inside the component that reads this site."""
         return Site((self.index, name), self.layer, name, None, kernel, gradient, width)
 
@@ -96,9 +96,9 @@ class Site:
             attended,
         )
 
-    def sent(self, leaf: Any, memory: Site) -> dict[str, Array]:
-        """(T, T) gradients at queries, keys and values of the attention that reads this site and
-        the tokens of `memory`, per feature; none where the engine has none."""
+    def attention_gradients(self, leaf: Any, memory: Site) -> dict[str, Array]:
+        """(T, T) gradients per feature at queries, keys and values of the attention that reads this
+        site and the tokens of `memory`; empty if the engine has none."""
         if self.attended is None:
             return {}
         width = float(leaf.heads * leaf.d_head)
@@ -166,8 +166,8 @@ class Table:
 
     Attributes:
         name: of the parameter.
-        rows: (T,) the row of each token; negative: none.
-        amplitude: multiplies what is looked up.
+        rows: (T,) row of each token; negative for none.
+        amplitude: factor on the rows.
         variance: of the entries.
         count: rows of the table.
     """
@@ -181,13 +181,13 @@ class Table:
     @functools.cached_property
     def same(self) -> Array:
         """(T, T) 1 where two tokens look up one row."""
-        there = self.rows[:, None] == self.rows[None, :]
-        return np.asarray(there & (self.rows[:, None] >= 0), float)
+        equal = self.rows[:, None] == self.rows[None, :]
+        return np.asarray(equal & (self.rows[:, None] >= 0), float)
 
     @functools.cached_property
     def places(self) -> tuple[Any, Any, Any]:
-        """First token of each row that is looked up, index among these rows of each token's, and
-        number of tokens of each."""
+        """Of the rows that are looked up: the first token of each, the index of each token's row
+        among them, and the number of tokens of each."""
         result = np.unique(self.rows, return_index=True, return_inverse=True, return_counts=True)
         return result[1:]
 
@@ -198,8 +198,8 @@ class Stream:
 
     Attributes:
         embedding, layers, ending: components, in order.
-        before, received: (T, T) kernels of the summed tables and of the gradient there.
-        tables: what tokens look up, the token table first.
+        before, received: (T, T) kernels of the sum of the tables and of the gradient at it.
+        tables: tables whose rows the tokens look up, the token table first.
         patch: (T, pixels) input of a patch projection, or None.
         token_ids: (T,) the text; -1 for images.
     """
@@ -241,6 +241,11 @@ class Stream:
             ids,
         )
 
+    def weighted(self, batches: Batches) -> Stream:
+        """The stream with gradients weighted by batch."""
+        factors = batches.factors(len(self.received))
+        return dataclasses.replace(self, received=self.received * np.outer(factors, factors))
+
     @property
     def token_table(self) -> Table | None:
         return next((table for table in self.tables if table.name == "token"), None)
@@ -252,16 +257,16 @@ class Reading:
 
     Attributes:
         model: the declaration.
-        main: its stream, up to the head.
-        encoder: the stream whose last tokens the main one's cross-attention reads; None: there is
-            none. Both look up one token table, the head's.
-        points: every site, in order; an encoder's first, its names with "encoder." before them.
+        main: the stream, up to the head.
+        encoder: the stream whose output the main one's cross-attention reads, or None. Both look up
+            one token table, which is also the head's.
+        points: every site, in order; those of an encoder first, with the prefix "encoder.".
         readout: the matrix to the logits.
-        targets: of the loss, for every row of the logits, -1 for none.
-        loss, logit_variance: as predicted.
-        norms: of the weights' gradients, squared, by layer and name, once asked for.
-        sequences: how many.
-        batches: of several steps; None: one.
+        targets: target of every row of the logits, -1 for none.
+        loss, logit_variance: predictions at initialisation.
+        norms: computes the squared norms of the parameters' gradients, by layer and name.
+        sequences: number of sequences.
+        batches: of several steps, or None.
     """
 
     model: Any
@@ -277,10 +282,10 @@ class Reading:
     batches: Batches | None = None
 
     def stepped(self, updates: Updates) -> Reading:
-        """For several steps, each on as many of the sequences.
+        """The reading for several steps, each on the same number of sequences.
 
         Raises:
-            DomainError: the sequences are no whole number for every step, or one has no targets.
+            DomainError: steps do not divide the sequences, or a step's batch has no targets.
         """
         sequences, k = self.sequences, updates.steps
         if sequences % k:
@@ -293,33 +298,29 @@ class Reading:
         counts = np.bincount(np.repeat(batch, len(active) // sequences)[active], minlength=k)
         if not np.all(counts):
             raise DomainError("every step's batch needs targets")
-        counted = counts.sum() / counts
-        plain = Batches(updates, batch, np.ones(k), counted)
+        loss_factors = counts.sum() / counts
+        equal = Batches(updates, batch, np.ones(k), loss_factors)
         # the mean correlation of two batches' gradients over all sites
-        products = [plain.blocks(one.weighted(plain).gradient * one.kernel) for one in self.points]
+        products = [
+            equal.blocks(site.weighted(equal).gradient * site.kernel) for site in self.points
+        ]
         mean = sum(product / max(np.trace(product), 1e-300) for product in products)
-        batches = Batches(updates, batch, updates.followed(np.asarray(mean))[0], counted)
-        main, encoder = (
-            None
-            if stream is None
-            else dataclasses.replace(
-                stream,
-                received=stream.received
-                * np.multiply.outer(*[batches.factors(len(stream.received))] * 2),
-            )
-            for stream in (self.main, self.encoder)
+        batches = Batches(updates, batch, updates.regression(np.asarray(mean))[0], loss_factors)
+        return dataclasses.replace(
+            self,
+            main=self.main.weighted(batches),
+            encoder=None if self.encoder is None else self.encoder.weighted(batches),
+            points=tuple(site.weighted(batches) for site in self.points),
+            batches=batches,
         )
-        assert main is not None
-        points = tuple(one.weighted(batches) for one in self.points)
-        return dataclasses.replace(self, main=main, encoder=encoder, points=points, batches=batches)
 
     @classmethod
     def of(cls, prediction: Prediction) -> Reading:
-        """Read a prediction of a text or of images; one on classes is read between them.
+        """Read a prediction of a text or of images; on classes of positions, by interpolation.
 
         Raises:
-            DomainError: it is of no batch, has no loss, or its model has what a step does not
-                cover.
+            DomainError: the prediction has no batch or no loss, or its model has a component that
+                a step does not cover.
         """
         model, read = prediction.model, prediction.outer_weights
         _check(prediction)
@@ -340,11 +341,11 @@ class Reading:
             )
         traces, encoder = [("", prediction.trace)], None
         if prediction.encoder is not None:
-            beside = prediction.encoder
-            assert beside.outer_weights is not None
-            traces.insert(0, (ENCODER, beside.trace))
-            ending = declare_output(beside.model, "refined")
-            encoder = Stream.of(beside, beside.outer_weights.inputs, ending)
+            other = prediction.encoder
+            assert other.outer_weights is not None
+            traces.insert(0, (ENCODER, other.trace))
+            ending = declare_output(other.model, "refined")
+            encoder = Stream.of(other, other.outer_weights.inputs, ending)
         return cls(
             model,
             Stream.of(prediction, read.inputs, chain),
@@ -360,7 +361,7 @@ class Reading:
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """An encoder's, and the main one."""
+        """The encoder's stream, if any, and the main one."""
         return (self.main,) if self.encoder is None else (self.encoder, self.main)
 
     @property
@@ -369,20 +370,20 @@ class Reading:
         return bool(self.model.head.tied)
 
     @functools.cached_property
-    def made(self) -> dict[Any, Any]:
-        """What steps of all learning rates share, by what it is and of what."""
+    def cache(self) -> dict[Any, Any]:
+        """Results that steps of all learning rates share, by type and site."""
         return {}
 
-    def once(self, *key: Any, make: Callable[[], Made]) -> Made:
-        """What is `made` under a key, and made where it is not."""
-        if key not in self.made:
-            self.made[key] = make()
-        result: Made = self.made[key]
+    def once(self, *key: Any, make: Callable[[], Result]) -> Result:
+        """The result in `cache` under a key, computed by `make` the first time."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        result: Result = self.cache[key]
         return result
 
     @property
     def last(self) -> Site:
-        """What leaves the last layer."""
+        """The output of the last layer."""
         return [site for site in self.points if site.name == "stream"][-1]
 
 
@@ -404,11 +405,10 @@ def _sites(traces: list[tuple[str, Trace]]) -> tuple[Site, ...]:
     for prefix, trace in traces:
         for record in (trace.embedding, None, trace.stack, trace.ending):
             if record is None:
-                if not any(point.site == "stream" for own, point, _ in points if own == prefix):
-                    sent = None if trace.stack is None else trace.stack.grad_in
-                    points.append(
-                        (prefix, Point(0, "stream", trace.entering, sent), trace.entering)
-                    )
+                if not any(one.site == "stream" for stream, one, _ in points if stream == prefix):
+                    gradient = None if trace.stack is None else trace.stack.grad_in
+                    point = Point(0, "stream", trace.entering, gradient)
+                    points.append((prefix, point, trace.entering))
                 continue
             for one in record.walk():
                 if isinstance(one.pulled, AttentionPulled):
@@ -437,7 +437,7 @@ def _check(prediction: Prediction) -> None:
             "a first step is that of a batch: predict with its token_ids (or pixels), as "
             "moments.text.tokenize makes them"
         )
-    beyond = _beyond_encoders(prediction) | {
+    not_covered = _not_covered_encoders(prediction) | {
         "attention_mask": inputs.attention_mask is not None,
         "document_ids": inputs.document_ids is not None,
         "batch beyond the sequences given": prediction.batch != 1,
@@ -460,12 +460,12 @@ def _check(prediction: Prediction) -> None:
         and inputs.token_ids is not None
         and bool(np.any(np.asarray(inputs.token_ids) == model.embedding.padding_id)),
     }
-    for name, there in beyond.items():
-        if there:
+    for name, present in not_covered.items():
+        if present:
             raise DomainError(f"the first step does not cover {name}")
 
 
-def _beyond_encoders(prediction: Prediction) -> dict[str, bool]:
+def _not_covered_encoders(prediction: Prediction) -> dict[str, bool]:
     encoder, main = prediction.encoder, prediction.model
     if encoder is None:
         return {}

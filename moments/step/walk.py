@@ -169,7 +169,7 @@ class Walk:
         leaving = next(points)
         scales = float(node.skip_scale) ** 2, float(node.branch_scale) ** 2
         received = leaving.gradient
-        change = change.parted(entering.gradient, scales[0] * received)
+        change = change.decorrelated(entering.gradient, scales[0] * received)
         skip, added = change.times(scales[0]), branch.times(scales[1])
         total = skip.plus(added, received)
         cross = (
@@ -254,7 +254,7 @@ class Walk:
 
     def kept(self, name: str) -> float:
         """Factor of a parameter by weight decay."""
-        return self.optimizer.left(name, self.rate)
+        return self.optimizer.decay(name, self.rate)
 
     def matrix(
         self,
@@ -286,7 +286,7 @@ class Walk:
         if decay != 1.0:
             factor_by_token = np.full(len(kernel), decay)
             through = through.rescaled(gain * kernel, factor_by_token, factor_by_token - 1.0)
-        block = self.reading.made.get((Block, entering.index))
+        block = self.reading.cache.get((Block, entering.index))
         not_gaussian = orthogonal = None
         if rule == "sign" and signs is not None and spectrum.total > 0:
             not_gaussian = once(Signs, *key, make=lambda: signs(spectrum))
@@ -332,8 +332,8 @@ class Walk:
     def _moved(self, change: Change, entering: Site) -> tuple[Array, Array]:
         """E x' z and E x' x' of the updated input x' (`effect`)."""
         if entering.index not in self.moved:
-            root = self.reading.made[Root, entering.index]
-            onto = root.whitened(change.met(entering.kernel))
+            root = self.reading.cache[Root, entering.index]
+            onto = root.whitened(change.updated_overlap(entering.kernel))
             self.moved[entering.index] = onto, change.new(entering.kernel)
         return self.moved[entering.index]
 
@@ -375,7 +375,7 @@ class Walk:
         shape = float(law["fan_in"]), float(law["fan_out"])
         variance = float(law["weight_variance"])
         signs = None
-        before = self.reading.made.get((Neurons, entering.index))
+        before = self.reading.cache.get((Neurons, entering.index))
         if self._unit is not None:
             units = self._neurons(
                 self._unit.laws, (leaving.kernel,), self.reading.points[leaving.index + 1]
@@ -383,8 +383,8 @@ class Walk:
             if units is not None:
                 signs = functools.partial(_rows_of, units, 0)
         elif before is not None:
-            signs = functools.partial(columns_of, before.given)
-        elif (block := self.reading.made.get((Block, entering.index))) is not None:
+            signs = functools.partial(columns_of, before.outputs)
+        elif (block := self.reading.cache.get((Block, entering.index))) is not None:
             signs = functools.partial(columns_of, block.columns)
         layer, gradient, writes = leaving.layer, leaving.gradient, self._unit is None
         change = self.matrix(
@@ -470,7 +470,7 @@ class Walk:
             normal,
             gradient,
             self.optimizer.rule_of(name),
-            before.met(normal),
+            before.updated_overlap(normal),
             before.new(normal),
             leaving.width,
             self.optimizer.pulled,
@@ -488,10 +488,10 @@ class Walk:
         keep = 1.0 - float(leaf.parameters["drop_prob"])
         if keep == 1.0:
             return change
-        units = self.reading.made.get((Neurons, entering.index))
+        units = self.reading.cache.get((Neurons, entering.index))
         if units is not None:
             self.reading.once(Neurons, leaving.index, make=lambda: units.dropped(keep))
-        change = change.parted(entering.gradient, leaving.gradient)
+        change = change.decorrelated(entering.gradient, leaving.gradient)
         return change.times(1.0 + np.eye(len(entering.kernel)) * (1 / keep - 1))
 
     @leaf.register(Scale)
@@ -509,7 +509,7 @@ class Walk:
             name, gradient = matrix.name, received[matrix.name]
             n, m, at = float(matrix.fan_in), float(matrix.fan_out), entering
             if not np.array_equal(cut.before(name), entering.kernel):
-                at = entering.behind(name, cut.before(name), m * matrix.variance * gradient, n)
+                at = entering.inner(name, cut.before(name), m * matrix.variance * gradient, n)
             self.response = sum(
                 cut.push_forward(place, k, part) for k, part in enumerate(responses)
             )
@@ -538,9 +538,11 @@ class Walk:
 
 
 def _rows_of(units: Neurons, place: int, spectrum: Spectrum) -> Signs:
-    return sign_of_rows(spectrum, units.sent(place, spectrum.gradient))
+    return sign_of_rows(spectrum, units.input_gradients(place, spectrum.gradient))
 
 
-def columns_of(given: Callable[[Array], Drawn], spectrum: Spectrum) -> Signs:
-    """Of features that are drawn, by their kernel."""
-    return sign_of_columns(spectrum, given(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512])
+def columns_of(features: Callable[[Array], Drawn], spectrum: Spectrum) -> Signs:
+    """The sign rule for an input whose features are drawn, as a function of their kernel."""
+    return sign_of_columns(
+        spectrum, features(spectrum.kernel), gaussian(spectrum.gradient, 9)[:512]
+    )

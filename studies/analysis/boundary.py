@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
 from moments.errors import MomentsError
-from moments.formulas.checks import PROBABILITY, check_choice, check_in
+from moments.formulas.checks import PROBABILITY, check_choice, check_interval
 from moments.grids.result import Sweep
 from moments.model.transformer import Transformer
 from moments.show import palette
@@ -76,7 +76,7 @@ def boundaries(
     """
     for kind in kinds:
         check_choice("kinds", kind, tuple(KINDS))
-    check_in("correlation", correlation, PROBABILITY)
+    check_interval("correlation", correlation, PROBABILITY)
     models = [
         [_undropped(sweep, {x: across, y: up}) for up in sweep.axes.values[y]]
         for across in sweep.axes.values[x]

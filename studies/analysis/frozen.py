@@ -16,7 +16,7 @@ import numpy as np
 
 from moments.errors import domain_error
 from moments.formulas.activation import activation_laws
-from moments.formulas.checks import POSITIVE, Interval, check_in
+from moments.formulas.checks import POSITIVE, Interval, check_interval
 from moments.model.transformer import Transformer
 
 from ..formulas.random_energy import RANDOM_ENERGY
@@ -82,8 +82,8 @@ def random_energy(
         DomainError: something that the theory does not have.
     """
     _check(model)
-    check_in("variance", variance, POSITIVE)
-    check_in("correlation", correlation, Interval(0.0, 1.0))
+    check_interval("variance", variance, POSITIVE)
+    check_interval("correlation", correlation, Interval(0.0, 1.0))
     laws = activation_laws(model.activation)
     skips, branches = model.by_block("skip_scale") ** 2, model.by_block("branch_scale") ** 2
     gains = model.norm_gains**2

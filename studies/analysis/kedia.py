@@ -10,7 +10,7 @@ import numpy as np
 
 from moments.errors import DomainError, domain_error
 from moments.formulas.block import ATTENTION_BLOCK, FFN_BLOCK
-from moments.formulas.checks import Interval, check_count, check_in
+from moments.formulas.checks import Interval, check_count, check_interval
 from moments.formulas.law import Theory
 from moments.model.transformer import Transformer
 from moments.prediction.result import Prediction
@@ -281,7 +281,7 @@ def trade_off(
         theory: of the predictions.
     """
     for name, values in (("ks", ks), ("alphas", alphas)):
-        check_in(name, list(values), Interval(0.0, open_lower=True))
+        check_interval(name, list(values), Interval(0.0, open_lower=True))
     rows: list[Mapping[str, Any]] = []
     base = model.replace(embedding=None)
     for k in ks:

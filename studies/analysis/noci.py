@@ -8,7 +8,7 @@ import numpy as np
 
 from moments.errors import domain_error
 from moments.formulas.attention import UNIFORM_ATTENTION_GRADIENTS
-from moments.formulas.checks import POSITIVE, Interval, check_count, check_flag, check_in
+from moments.formulas.checks import POSITIVE, Interval, check_count, check_flag, check_interval
 from moments.model.transformer import Transformer
 from moments.model.weights import Weights
 from moments.prediction.result import Prediction
@@ -90,10 +90,10 @@ def uniform_attention(
     check_count("layers", layers)
     check_count("seq_len", seq_len, least=2)
     check_flag("depth_scaled", depth_scaled)
-    check_in("variance", variance, POSITIVE)
-    check_in("correlation", correlation, Interval(-1 / (seq_len - 1), 1.0))
-    check_in("attention_constant", attention_constant, POSITIVE)
-    check_in("ffn_constant", ffn_constant, POSITIVE)
+    check_interval("variance", variance, POSITIVE)
+    check_interval("correlation", correlation, Interval(-1 / (seq_len - 1), 1.0))
+    check_interval("attention_constant", attention_constant, POSITIVE)
+    check_interval("ffn_constant", ffn_constant, POSITIVE)
     share = 1 / layers if depth_scaled else 1.0
     squares = attention_constant * share, ffn_constant * share
     values = {

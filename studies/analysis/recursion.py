@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moments.errors import DomainError, domain_error
-from moments.formulas.checks import CORRELATION, check_in
+from moments.formulas.checks import CORRELATION, check_interval
 from moments.formulas.linear import CORRELATED_RESIDUAL
 from moments.prediction.result import Prediction
 
@@ -163,8 +163,8 @@ def variance_recursion(
     Raises:
         DomainError: a correlation outside [-1, 1], another norm, or several configurations.
     """
-    check_in("branch_correlation", branch_correlation, CORRELATION)
-    check_in("grad_branch_correlation", grad_branch_correlation, CORRELATION)
+    check_interval("branch_correlation", branch_correlation, CORRELATION)
+    check_interval("grad_branch_correlation", grad_branch_correlation, CORRELATION)
     norm = prediction.model.norm
     if norm not in ("pre", "post"):
         raise domain_error("norm", norm, "'pre' or 'post', whose blocks see normalised inputs")

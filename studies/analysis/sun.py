@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moments.errors import domain_error
-from moments.formulas.checks import POSITIVE, check_in
+from moments.formulas.checks import POSITIVE, check_interval
 from moments.prediction.result import Prediction
 
 from ..formulas.sun import CURSE_OF_DEPTH
@@ -78,7 +78,7 @@ def jacobian_bounds(
         raise domain_error("prediction", prediction, "of a single configuration")
     if weight_variance is None:
         weight_variance = _largest(prediction)
-    check_in("weight_variance", weight_variance, POSITIVE)
+    check_interval("weight_variance", weight_variance, POSITIVE)
     shape = {
         "weight_variance": weight_variance,
         "d_model": model.d_model,

@@ -329,19 +329,31 @@ class DrawnHeads:
                 share = unit * section.shared / (self.draws * section.drawn)
                 kernels[name] += gram(gradient) * share
             for name, gradient in zip(trained, grad_in[len(names) :], strict=True):
-                square = float((gradient * gradient).sum())
-                squares[name] += square * unit * served(head, name) / self.draws
+                square, (times, shared) = float((gradient * gradient).sum()), copies(head, name)
+                squares[name] += square * unit * (times * shared) / self.draws
         return Back(kernels, squares)
 
 
-def served(head: Head, name: str) -> float:
-    """Squared gradient of a parameter that is no input matrix, over that of its part in a draw."""
+class Copies(NamedTuple):
+    """Copies of a drawn parameter that multiplies no input: how often the block has it (`times`),
+    and how many independent draws of the function use each copy (`shared`). Their product is the
+    parameter's squared gradient over that of its part in a draw."""
+
+    times: float
+    shared: float
+
+
+def copies(head: Any, name: str) -> Copies:
+    """Copies of a head's own parameter."""
+    if hasattr(head, "copies"):
+        result: Copies = head.copies(name)
+        return result
     first = name.partition(".")[0]
     first = OF_SECTION.get(first, first)
     if first in head.inner:
-        return head.inner[first].served
+        return Copies(head.inner[first].served ** 0.5, head.inner[first].served ** 0.5)
     section = head.sections[first]
-    return section.rows / section.drawn * section.shared
+    return Copies(section.rows / section.drawn, section.shared)
 
 
 def _for_each(x: Array, sequences: int) -> Array:
