@@ -109,8 +109,9 @@ def report_of(
             *(f"what stands behind {words}" for words in unread),
         ),
         rows=(*rows, *weights),
-        read=f"followed operation by operation on {prediction.tokens} tokens of "
-        f"{'random input' if batch is None else 'the batch'}",
+        read="followed operation by operation on "
+        + f"{prediction.tokens} tokens of " * bool(prediction.tokens)
+        + ("random input" if batch is None else "the batch"),
     )
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ..dataflow.graph import PRODUCTS, VIEWS, Graph, Node, Ref
 from .laws import F64, Laws
-from .sampling import Sampler, again
+from .sampling import Sampler, again, pushed
 from .variables import (
     NUMBERS,
     Combination,
@@ -338,30 +338,43 @@ class Lowering:
                 states.append(Known(tensor))
                 continue
             roots = sorted({s.root for s in weights})
-            root = f"{roots[0]}#{v}" if len(roots) == 1 else f"derived#{v}"
-            index = torch.arange(tensor.numel()).reshape(tensor.shape)
+            base = roots[0].partition("#")[0] if len(roots) == 1 else "derived"
+            root = f"{base}#{v}"
+            index = torch.arange(tensor.numel())
             self.whole[root] = tensor
             if len(values[v].params) > 1:
                 self.coherent |= values[v].params
-            elif (slope := self._slope(v, next(iter(values[v].params), ""))) is not None:
-                self.sampler.slopes[root] = slope
-            states.append(Weights(tensor, root, index))
+            elif (single := self._of_single_entries(v)) is not None:
+                self.sampler.slopes[root], index = single
+            states.append(Weights(tensor, root, index.reshape(tensor.shape)))
         return states
 
-    def _slope(self, value: int, name: str) -> Tensor | None:
-        """Squared derivatives of a tensor that is an entrywise function of a parameter."""
-        number = next((n for n, v in enumerate(self.graph.values) if v.name == name), None)
-        if number is None or self._shape(number).numel() != self._shape(value).numel():
+    def _of_single_entries(self, value: int) -> tuple[Tensor, Tensor] | None:
+        """For a tensor whose entries are functions of one entry of a parameter each: their squared
+        derivatives, and the first entry that is the same function of the same (flat indices);
+        None for other tensors."""
+        graph, names = self.graph, self.graph.values[value].params
+        number = next((n for n, v in enumerate(graph.values) if v.name in names), None)
+        if number is None:
             return None
-        leaf = self.graph.tensor(number).detach().clone().requires_grad_(True)
-        tensors = {number: leaf}
+        leaf = graph.tensor(number).detach().clone().requires_grad_(True)
+        tensors, shape, count = {number: leaf}, leaf.shape, leaf.numel()
         with torch.enable_grad():
-            for node in self.graph.ancestor_nodes(value):
-                again(self.graph, node, tensors, {})
-            if not tensors[value].requires_grad:
-                return None
-            (slope,) = torch.autograd.grad(tensors[value].sum(), leaf)
-        return slope.square().reshape(-1).to(F64)
+            for node in graph.ancestor_nodes(value):
+                again(graph, node, tensors, {})
+            # The derivative along a direction d is the slope times d[k] for a function of entry k.
+            x = 1 + torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(leaf.dtype)
+            place = torch.arange(1, count + 1, dtype=leaf.dtype).reshape(shape)
+            directions = torch.ones_like(x), place, x, x**2
+            along = [pushed(tensors[value], [(leaf, d)]) for d in directions]
+        slope, first, one, two = (t if t is None else t.reshape(-1).to(F64) for t in along)
+        if slope is None or first is None or one is None or two is None or not bool(slope.all()):
+            return None
+        if not bool(((two * slope - one**2).abs() <= 1e-4 * one**2).all()):
+            return None
+        same = torch.stack(((first / slope).round(), slope), 1)
+        copy = torch.unique(same, dim=0, return_inverse=True)[1]
+        return slope.square(), _first_places(copy)[copy]
 
     def _looked_up(
         self, name: str, of: Weights, tensor: Tensor, index: Tensor, live: bool
@@ -1037,15 +1050,15 @@ class Lowering:
         return axis if along else None
 
     def _along(self, node: Node, name: str, w: Weights, partner: Field) -> Field | None:
-        """Weights that are concatenated to a field with features along another axis than the last,
-        as a sink of every head to the logits."""
+        """Weights that are concatenated to a field, with its features: a sink of every head to the
+        logits, keys and values that are learned."""
         shape = w.tensor.shape
         if name not in ("cat", "concat") or len(shape) != partner.site.ndim:
             return None
         at = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
         others = [a for a in range(len(shape)) if a != at and shape[a] > 1]
         axes = [a for a in others if varies(partner.feature, [a])]
-        if not axes or len(shape) - 1 in axes or varies(partner.feature, [at]):
+        if not axes or varies(partner.feature, [at]):
             return None
         feature = partner.feature.narrow(at, 0, 1).expand(shape)
         place = torch.arange(shape.numel()).reshape(shape)
@@ -1119,9 +1132,10 @@ class Lowering:
         else:
             x, y = args[:2]
         out = node.outputs[0]
-        shape = self._shape(out)
+        whole = shape = self._shape(out)
         if name in ("mv", "addmv"):
-            raise Unlowered("a matrix times a vector")
+            shape = torch.Size((*whole, 1))
+            y, bias = _reshaped(y, (-1, 1)), _reshaped(bias, shape)
         product = self._contracted(node, x, y, shape)
         if product is None:  # numbers along features
             product = self._fixed_matrix(node, x, y, shape)
@@ -1129,7 +1143,7 @@ class Lowering:
             product = self._added(product, bias, (float(alpha), float(beta)), shape)
             if product is None:
                 raise Unlowered("a bias that follows no feature")
-        return product
+        return product if shape == whole else _reshaped(product, whole)
 
     def _contracted(self, node: Node, x: Any, y: Any, shape: torch.Size) -> Field | None:
         if isinstance(y, Weights) and isinstance(x, Field | Known):
@@ -1456,6 +1470,12 @@ def _levels(tensor: Tensor, mean: float, variance: float) -> Tensor | None:
         return None
     means = torch.stack([part.mean() for part in z.sort().values.tensor_split(LEVELS)])
     return mean + variance**0.5 * means / means.square().mean().sqrt()
+
+
+def _first_places(label: Tensor) -> Tensor:
+    """The first place of every value of a label (flat)."""
+    places = torch.full((_count(label),), len(label))
+    return places.scatter_reduce(0, label, torch.arange(len(label)), "amin")
 
 
 def _count(label: Tensor) -> int:

@@ -156,10 +156,10 @@ class Changes:
         if moving is None or not moving.requires_grad:
             return None
         lowering = self._lowering
-        leaves = [leaf for _, leaf in lowering.owned.values()]
+        leaves = [lowering.numbers[self._name], *(leaf for _, leaf in lowering.owned.values())]
         zero = torch.zeros_like(moving)
-        used = torch.autograd.grad(moving, leaves, zero, retain_graph=True, allow_unused=True)
-        tangents = [(lowering.numbers[self._name], self._direction)]
+        _, *used = torch.autograd.grad(moving, leaves, zero, retain_graph=True, allow_unused=True)
+        tangents = [(leaves[0], self._direction)]
         for (key, (variable, leaf)), gradient in zip(lowering.owned.items(), used, strict=True):
             change = None if gradient is None else self._of_moment(variable, key[1])
             if change is not None:
