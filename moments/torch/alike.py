@@ -114,12 +114,13 @@ def _pattern(name: str) -> tuple[str, int] | None:
 def odd_namesakes(module: nn.Module) -> Iterator[Finding]:
     """Findings on tensors whose variance differs from that in the other layers of one class."""
     rows: dict[tuple[str, type], dict[int, list[tuple[str, EntryMoments]]]] = {}
+    modules = dict(module.named_modules())  # the entries of a ParameterList are none
     for name, parameter in module.named_parameters():
         place = _pattern(name)
         if place is None or parameter.numel() < LEAST or not parameter.is_floating_point():
             continue
         pattern, number = place
-        layer = module.get_submodule(pattern.partition("*")[0] + str(number - 1))
+        layer = modules.get(pattern.partition("*")[0] + str(number - 1))
         by_layer = rows.setdefault((pattern, type(layer)), {})
         by_layer.setdefault(number, []).append((name, EntryMoments.of(parameter)))
     for (pattern, _), by_layer in rows.items():

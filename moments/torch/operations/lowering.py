@@ -144,6 +144,7 @@ class Lowering:
         coherent: parameters of which one entry acts on all features of a site, or that are used as
             numbers: they change norms to leading order (`scalars`).
         numbers: the latter by name, as differentiable leaves.
+        sums: sums of parameters by root, with the names of these.
         owned: variables with their mean, or mean square, as a leaf of the numbers computed from it.
     """
 
@@ -168,6 +169,7 @@ class Lowering:
         self.whole: dict[str, Tensor] = {}
         self.coherent: set[str] = set()
         self.numbers: dict[str, Tensor] = {}
+        self.sums: dict[str, frozenset[str]] = {}
         self.owned: dict[tuple[int, bool], tuple[Variable, Tensor]] = {}
         for index, value in enumerate(graph.values):
             if value.producer is not None:
@@ -263,6 +265,7 @@ class Lowering:
     def _opaque(self, node: Node, value: int, site: Tensor, feature: Tensor) -> Field:
         """A sampled variable with these labels."""
         inputs = [self.states.get(v) for v in node.inputs]
+        self._as_one(inputs)
         roots = _union(s.variable.roots for s in inputs if isinstance(s, Field))
         variable = Sampled(
             sites=_count(site),
@@ -343,11 +346,35 @@ class Lowering:
             index = torch.arange(tensor.numel())
             self.whole[root] = tensor
             if len(values[v].params) > 1:
-                self.coherent |= values[v].params
+                self.sums[root] = frozenset(values[v].params)
+                if name not in ("add", "sub") or len(weights) < 2:
+                    self.coherent |= values[v].params
             elif (single := self._of_single_entries(v)) is not None:
                 self.sampler.slopes[root], index = single
             states.append(Weights(tensor, root, index.reshape(tensor.shape)))
         return states
+
+    def _as_one(self, states: Iterable[Any]) -> None:
+        """Note that sums of parameters are not followed summand by summand."""
+        for state in states:
+            if isinstance(state, Weights) and state.root in self.sums:
+                self.coherent |= self.sums[state.root]
+
+    def _summands(self, w: Weights) -> list[tuple[float, Weights]]:
+        """The two parameters in a sum of parameters with their signs; [] for other weights."""
+        value = int(w.root.rpartition("#")[2]) if w.root in self.sums else -1
+        node = self.graph.producer(value) if value >= 0 else None
+        if node is None or node.name.rstrip("_") not in ("add", "sub"):
+            return []
+        parts = [self._state(a) for a in node.args[:2]]
+        if not all(isinstance(part, Weights) for part in parts):
+            return []
+        full = [_weights_expanded(part, self._shape(value)) for part in parts]
+        factor = float(node.kwargs.get("alpha", 1.0)) * (1 if "add" in node.name else -1)
+        return [
+            (c, Weights(f.tensor.reshape(-1)[w.index], f.root, f.index.reshape(-1)[w.index]))
+            for c, f in zip((1.0, factor), full, strict=True)
+        ]
 
     def _of_single_entries(self, value: int) -> tuple[Tensor, Tensor] | None:
         """For a tensor whose entries are functions of one entry of a parameter each: their squared
@@ -404,6 +431,7 @@ class Lowering:
         return site, torch.arange(shape[axis]).reshape(view).expand(shape)
 
     def _entries(self, w: Weights, index: Tensor) -> Entries:
+        self._as_one([w])
         mean, variance = self._statistics(w)
         few = torch.linspace(0, index.shape[1] - 1, min(_FEW, index.shape[1])).round().long()
         return Entries(
@@ -715,6 +743,11 @@ class Lowering:
     ) -> Field | None:
         if not isinstance(x, Field):
             x, y, signs = y, x, (signs[1], signs[0])
+        if isinstance(y, Weights) and (summands := self._summands(y)):
+            total: Field | None = self._scaled(x, number(signs[0])) if signs[0] != 1.0 else x
+            for sign, part in summands:
+                total = total and self._added(total, part, (1.0, sign * signs[1]), shape)
+            return total
         one, other = number(signs[0]), number(signs[1])
         if isinstance(y, Field):
             together = self._aligned(shape, [x, y])
@@ -1194,6 +1227,7 @@ class Lowering:
 
     def _weighted(self, x: Field | Known, w: Weights, shape: Sequence[int]) -> Field | None:
         """x W for weights W."""
+        self._as_one([w])
         k = w.index.shape[-2]
         streams = isinstance(x, Field) and not varies(x.feature, [x.feature.ndim - 1])
         if isinstance(x, Field) and streams and x.site.ndim >= 2 and k > 1:  # or places
@@ -1249,13 +1283,18 @@ class Lowering:
     def _pairs(self, node: Node, x: Field, y: Field) -> Field:
         """The product of two fields."""
         shape = self._shape(node.outputs[0])
+        mixes = []
         for p, q, swapped in ((x, y, False), (y.transposed(), x.transposed(), True)):
             along_sites = not varies(q.feature, [q.feature.ndim - 2])
             along_weights = not swapped or not varies(p.feature, [p.feature.ndim - 1])
             disjoint = self._disjoint(p.variable, q.variable)
             if isinstance(p.variable, Sampled) and along_sites and along_weights and disjoint:
-                mix = self._mix(p, q, transposed_shape(shape) if swapped else shape)
-                return mix.transposed() if swapped else mix
+                spread = p.variable.features if varies(p.feature, [-2, -1]) else 1
+                mixes.append((spread * p.variable.sites, swapped, p, q))
+        if mixes:
+            _, swapped, p, q = min(mixes, key=lambda mix: mix[0])
+            mix = self._mix(p, q, transposed_shape(shape) if swapped else shape)
+            return mix.transposed() if swapped else mix
         self.sampled[f"{node.name} of two fields"] += 1
         labels = []
         for one, other in ((x.site, y.site), (x.feature, y.feature)):
@@ -1293,7 +1332,7 @@ class Lowering:
     def _mix(self, a: Field, x: Field, shape: Sequence[int]) -> Field:
         """Sampled weights times an independent field, summed over the field's sites."""
         full = torch.Size(shape)
-        if varies(a.feature, [a.feature.ndim - 2]):
+        if varies(a.feature, [-2, -1]):
             a = self._of_one_feature(a)
         rows = a.site.unsqueeze(-2).expand(*full, a.site.shape[-1])
         columns = x.site.transpose(-1, -2).unsqueeze(-3).expand(rows.shape)

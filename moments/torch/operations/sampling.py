@@ -282,7 +282,9 @@ class Sampler:
         """A draw of the recorded tensor by site and feature."""
         state = self.states[v.value]
         assert isinstance(state, Field)
-        return by_label(drawn[v.value], state.site, state.feature, v.sites, v.features)
+        u = state.variable  # v, or v with its features as sites
+        x = by_label(drawn[v.value], state.site, state.feature, u.sites, u.features)
+        return x.reshape(v.sites, v.features)
 
     def _random(self, v: Variable) -> torch.Generator:
         order = list(self._plans).index(v.number) if v.number in self._plans else -1
