@@ -24,6 +24,7 @@ from .variables import (
     NUMBERS,
     Combination,
     Curve,
+    Detached,
     Entries,
     Field,
     Fixed,
@@ -219,8 +220,9 @@ class Lowering:
         if fields:
             empty = all(not self._shape(v).numel() for v in node.outputs)
             if name == "nonzero" or empty:  # the rows of an expert, perhaps none
-                by = by.union(*(field.variable.roots for field in fields))
-                self.chosen.update(dict.fromkeys(node.outputs, by))
+                if name == "nonzero":
+                    by = by.union(*(field.variable.roots for field in fields))
+                self.chosen.update(dict.fromkeys(node.outputs if by else (), by))
                 return [Known(self.graph.tensor(v)) for v in node.outputs]
             cuts = by and name in ("index", "index_select")
             if cuts and not all(self._ranked(f.variable, by) for f in fields):
@@ -483,6 +485,8 @@ class Lowering:
         complex_ = self.graph.tensor(node.inputs[0]).is_complex()
         if name in _SAME:
             return [Field(x.variable, x.site, x.feature), *rest]
+        if name == "detach":
+            return [Field(_detached(x.variable), x.site, x.feature)]
         if name == "real":
             return [self._settled(x.variable, x.site[..., 0], x.feature[..., 0])]
 
@@ -570,6 +574,8 @@ class Lowering:
         if bool((gone.all(-1) | ~gone.any(-1)).all()):
             place = torch.arange(gone[..., 0].numel()).reshape(*gone.shape[:-1], 1)
             label = torch.where(gone, -1 - place, site)
+            if not bool(gone.all()):
+                feature = torch.where(gone, feature[~gone[..., 0]][0], feature)
         else:
             axis = _padded_axis(gone)
             if axis is None:
@@ -701,6 +707,12 @@ class Lowering:
         count = w.tensor.numel()
         return w.tensor.shape[-1:] == (count,) == x.site.shape[-1:] and varies(x.feature, [-1])
 
+    def _few(self, w: Weights) -> bool:
+        """Whether weights are made of so few entries of parameters that they are used as numbers."""
+        names = self.sums.get(w.root, (w.root.partition("#")[0],))
+        count = sum(self.graph.leaf(name).numel() for name in names)
+        return min(count, w.tensor.numel()) < _FEW
+
     def _numbers_of(self, state: Any) -> Tensor:
         """The numbers of a state; of weights as differentiable functions of parameters."""
         if not isinstance(state, Weights):
@@ -757,7 +769,7 @@ class Lowering:
             terms = [Term(a, one, i), Term(b, other, j)]
             return Field(combination(sites, features, terms), site, feature)
         x = _expanded(x, shape)
-        if isinstance(y, Weights) and (y.tensor.numel() >= _FEW or self._by_feature(y, x)):
+        if isinstance(y, Weights) and (not self._few(y) or self._by_feature(y, x)):
             x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
             if field is None:
                 return None
@@ -811,7 +823,7 @@ class Lowering:
                 return Field(times(a, b, (i, j), sites, features), site, feature)
             return None
         x = _expanded(x, shape)
-        few = isinstance(y, Weights) and 1 < y.tensor.numel() < _FEW
+        few = isinstance(y, Weights) and y.tensor.numel() > 1 and self._few(y)
         if isinstance(y, Weights) and (not few or self._by_feature(y, x)):
             x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
             if field is None:
@@ -1435,7 +1447,13 @@ class Lowering:
     # --- operations that are sampled --------------------------------------------------------------
 
     def _sampled(self, node: Node, name: str) -> list[State]:
-        fields = [s for s in map(self.states.get, node.inputs) if isinstance(s, Field)]
+        fields = [
+            Field(s.variable, *(of_rows(t, -1) for t in (s.site, s.feature)))
+            if self.graph.tensor(v).is_complex()
+            else s
+            for v in node.inputs
+            if isinstance(s := self.states.get(v), Field)
+        ]
         states: list[State] = []
         for v in node.outputs:
             labels = self._labels(name, fields, self._shape(v))
@@ -1601,7 +1619,7 @@ def _fixed(values: Tensor, source: Known | Weights) -> Fixed:
         gaussian=True,
         alike=False,
         roots=frozenset([("numbers", id(source))]),
-        values=values.detach(),
+        values=values,
     )
 
 
@@ -1613,6 +1631,17 @@ def _curve(inner: Variable, function: Any) -> Curve:
         roots=inner.roots,
         inner=inner,
         function=function,
+    )
+
+
+def _detached(inner: Variable) -> Detached:
+    return Detached(
+        sites=inner.sites,
+        features=inner.features,
+        gaussian=inner.gaussian,
+        alike=inner.alike,
+        roots=inner.roots,
+        inner=inner,
     )
 
 
@@ -1644,23 +1673,29 @@ def _broadcast(shapes: list[torch.Size], shape: torch.Size) -> bool:
 
 
 def _cut(x: Field, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-    """Labels of a field that is reduced, or cut, along axes."""
-    site, feature = x.site, x.feature
-    if len(shape) > site.ndim:
+    """Labels of a field that is reduced, cut, or transformed along axes."""
+    site, feature, ndim = x.site, x.feature, x.site.ndim
+    if len(shape) > ndim:
         return None
-    if len(shape) < site.ndim:
-        fits = (
-            a for a in range(site.ndim) if [*site.shape[:a], *site.shape[a + 1 :]] == list(shape)
+    if len(shape) < ndim:
+        choices = itertools.combinations(range(ndim), ndim - len(shape))
+        rest = (
+            c for c in choices if [n for a, n in enumerate(site.shape) if a not in c] == [*shape]
         )
-        axis = next(fits, None)
-        if axis is None:
+        axes = next(rest, None)
+        if axes is None:
             return None
-        site, feature = (of_rows(t, axis) for t in (site, feature))
+        for axis in reversed(axes):
+            site, feature = (of_rows(t, axis) for t in (site, feature))
     else:
         for a, (n, m) in enumerate(zip(site.shape, shape, strict=True)):
-            if m > n:
-                return None
-            if m == 1 and n > 1:
+            if m > n:  # as by a Fourier transform
+                if varies(feature, [a]):
+                    return None
+                place = torch.arange(m).reshape([-1 if b == a else 1 for b in range(ndim)])
+                site = of_rows(site, a).unsqueeze(a) * m + place
+                feature = feature.narrow(a, 0, 1).expand(site.shape)
+            elif m == 1 and n > 1:
                 site, feature = (of_rows(t, a).unsqueeze(a) for t in (site, feature))
             elif m < n:
                 site, feature = site.narrow(a, 0, m), feature.narrow(a, 0, m)

@@ -52,10 +52,7 @@ def again(
                 x = x.to(graph.tensor(index).dtype)
         return graph.tensor(index) if x is None else x
 
-    if node.name in ("detach", "alias", "lift_fresh"):
-        tensors = [value(node.inputs[0])]
-    else:
-        tensors = node.rerun(value)
+    tensors = node.rerun(value)
     values.update(zip(node.outputs, tensors, strict=False))
     return tensors
 
@@ -164,6 +161,7 @@ class Sampler:
         self.error = 0.0
         self._plans: dict[int, _Plan] = {}
         self._laws: dict[int, tuple[Tensor, Tensor]] = {}
+        self._roots: dict[tuple[int, ...], Tensor] = {}
         self._choices: dict[int, Tensor] = {}
         self._shared: dict[int, list[_SharedSource]] = {}
         self._drifts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -228,13 +226,11 @@ class Sampler:
         """Joint draws (sites, features) of Gaussian variables, by their numbers."""
         made = {}
         for group in groups:
-            features = max(v.features for v in group)
-            rows = [torch.cat([self._gaussian(a, b) for b in group], 1) for a in group]
-            joint = torch.cat(rows)
-            z = torch.randn(joint.shape[0], features, dtype=F64, generator=random)
-            if features >= 2 * joint.shape[0]:  # fix the Gram matrix to its mean
+            features, root = max(v.features for v in group), self._root_of(group)
+            z = torch.randn(len(root), features, dtype=F64, generator=random)
+            if features >= 2 * len(root):  # fix the Gram matrix to its mean
                 z = torch.linalg.qr(z.T)[0].T * features**0.5
-            x, first = _root(joint) @ z, 0
+            x, first = root @ z, 0
             for v in group:
                 rows_of = x[first : first + v.sites, : v.features]
                 made[v.number] = rows_of + self.laws.mean(v)[:, None]
@@ -246,6 +242,14 @@ class Sampler:
                     made[v.number] += times * (levels - entries.mean)
                 first += v.sites
         return made
+
+    def _root_of(self, group: list[Variable]) -> Tensor:
+        """A square root of the joint covariance of all sites of a group."""
+        key = tuple(v.number for v in group)
+        if key not in self._roots:
+            rows = [torch.cat([self._gaussian(a, b) for b in group], 1) for a in group]
+            self._roots[key] = _root(torch.cat(rows))
+        return self._roots[key]
 
     def _gaussian(self, a: Variable, b: Variable) -> Tensor:
         """The covariance of two variables without that of a common non-Gaussian parameter."""

@@ -22,6 +22,7 @@ from .variables import (
     Combination,
     Curve,
     Drift,
+    Fixed,
     Joined,
     Known,
     Mix,
@@ -63,6 +64,11 @@ class Changes:
             case Product(source=Variable() as source):
                 change = self.of(source)
                 return None if change is None else replace(v, source=change, number=next(NUMBERS))
+            case Fixed():
+                values = self.of_numbers(v.moving)
+                if values is None:
+                    return None
+                return replace(v, values=values, moving=None, number=next(NUMBERS))
             case Combination():
                 return self._of_sum(v)
             case Blend():
