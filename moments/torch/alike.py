@@ -134,7 +134,8 @@ def _unused(module: nn.Module, graph: Graph) -> Iterator[Finding]:
     read = {id(p) for name, p in module.named_parameters() if name in names}
     for path, part in module.named_modules():
         own = dict(part.named_parameters(path, recurse=False))
-        if own and not read.intersection(map(id, own.values())):
+        unread = own and not read.intersection(map(id, own.values()))
+        if unread and any(p.requires_grad for p in own.values()):
             yield never_used(path or "the module", list(own))
 
 

@@ -209,7 +209,8 @@ class Lowering:
     def _outputs(self, node: Node, name: str, states: list[State | None]) -> Sequence[State]:
         if name in _FACTORIES:
             return [Known(self.graph.tensor(v)) for v in node.outputs]
-        if name in _BY_PLACES and not isinstance(states[0], Weights):
+        by_place = name in _BY_PLACES and not isinstance(states[0], Weights)
+        if by_place or name == "embedding":
             for n, v in enumerate(node.inputs):  # indices that the batch chose
                 state = states[n]
                 if isinstance(state, Field) and not self.graph.tensor(v).is_floating_point():
@@ -409,8 +410,8 @@ class Lowering:
         self, name: str, of: Weights, tensor: Tensor, index: Tensor, live: bool
     ) -> State:
         weights = Weights(tensor, of.root, index.reshape(tensor.shape), of.pool, of.route)
-        tables = name in ("embedding", "index", "index_select", "gather")
-        if live and tables and tensor.ndim < 4 and of.tensor.ndim == 2:
+        tables = name in ("index", "index_select", "gather") and tensor.ndim < 4
+        if live and (tables or name == "embedding") and of.tensor.ndim == 2:
             return self._by_row(weights)
         return weights
 
@@ -708,7 +709,7 @@ class Lowering:
         return w.tensor.shape[-1:] == (count,) == x.site.shape[-1:] and varies(x.feature, [-1])
 
     def _few(self, w: Weights) -> bool:
-        """Whether weights are made of so few entries of parameters that they are used as numbers."""
+        """Whether weights depend on so few entries of parameters that they are used as numbers."""
         names = self.sums.get(w.root, (w.root.partition("#")[0],))
         count = sum(self.graph.leaf(name).numel() for name in names)
         return min(count, w.tensor.numel()) < _FEW
@@ -816,7 +817,8 @@ class Lowering:
                 return None
             site, feature, sites, features, (a, b), (i, j) = together
             one, other = curve_of(a), curve_of(b)
-            if one and other and one[0] is other[0] and i is None and j is None:
+            same = one and other and one[0] is other[0] and one[0].features == features
+            if one and other and same and i is None and j is None:
                 f, g = one[1], other[1]
                 return Field(_curve(one[0], lambda z: f(z) * g(z)), site, feature)
             if self._independent(a, b):
