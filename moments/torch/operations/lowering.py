@@ -343,17 +343,16 @@ class Lowering:
             if not tensor.is_floating_point() and not tensor.is_complex():
                 states.append(Known(tensor))
                 continue
-            roots = sorted({s.root for s in weights})
-            base = roots[0].partition("#")[0] if len(roots) == 1 else "derived"
-            root = f"{base}#{v}"
+            names = values[v].params
+            root = f"{next(iter(names)) if len(names) == 1 else 'derived'}#{v}"
             index = torch.arange(tensor.numel())
             self.whole[root] = tensor
-            if len(values[v].params) > 1:
-                self.sums[root] = frozenset(values[v].params)
+            if len(names) > 1:
+                self.sums[root] = frozenset(names)
                 if name not in ("add", "sub") or len(weights) < 2:
-                    self.coherent |= values[v].params
-            elif (single := self._of_single_entries(v)) is not None:
-                self.sampler.slopes[root], index = single
+                    self.coherent |= names
+            else:
+                self.sampler.slopes[root], index = self._slopes(v, next(iter(names)))
             states.append(Weights(tensor, root, index.reshape(tensor.shape)))
         return states
 
@@ -379,29 +378,29 @@ class Lowering:
             for c, f in zip((1.0, factor), full, strict=True)
         ]
 
-    def _of_single_entries(self, value: int) -> tuple[Tensor, Tensor] | None:
-        """For a tensor whose entries are functions of one entry of a parameter each: their squared
-        derivatives, and the first entry that is the same function of the same (flat indices);
-        None for other tensors."""
-        graph, names = self.graph, self.graph.values[value].params
-        number = next((n for n, v in enumerate(graph.values) if v.name in names), None)
-        if number is None:
-            return None
+    def _slopes(self, value: int, name: str) -> tuple[Tensor, Tensor]:
+        """Squared derivatives of the entries of a tensor in a parameter, and for each the first
+        entry that is the same function of the same entry of it (flat indices); a mean squared
+        derivative and all indices if entries depend on several of the parameter."""
+        graph = self.graph
+        number = next(n for n, v in enumerate(graph.values) if v.params and v.name == name)
         leaf = graph.tensor(number).detach().clone().requires_grad_(True)
-        tensors, shape, count = {number: leaf}, leaf.shape, leaf.numel()
+        tensors, shape, size = {number: leaf}, leaf.shape, self._shape(value).numel()
+        random = torch.Generator().manual_seed(0)
         with torch.enable_grad():
             for node in graph.ancestor_nodes(value):
                 again(graph, node, tensors, {})
             # The derivative along a direction d is the slope times d[k] for a function of entry k.
-            x = 1 + torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(leaf.dtype)
-            place = torch.arange(1, count + 1, dtype=leaf.dtype).reshape(shape)
-            directions = torch.ones_like(x), place, x, x**2
+            x = 1 + torch.rand(shape, generator=random).to(leaf.dtype)
+            place = torch.arange(1, leaf.numel() + 1, dtype=leaf.dtype).reshape(shape)
+            signs = torch.randn(shape, generator=random).sign().to(leaf.dtype)
+            directions = torch.ones_like(x), place, x, x**2, signs
             along = [pushed(tensors[value], [(leaf, d)]) for d in directions]
-        slope, first, one, two = (t if t is None else t.reshape(-1).to(F64) for t in along)
-        if slope is None or first is None or one is None or two is None or not bool(slope.all()):
-            return None
-        if not bool(((two * slope - one**2).abs() <= 1e-4 * one**2).all()):
-            return None
+        zero = torch.zeros(size, dtype=F64)
+        slope, first, one, two, sign = (zero if t is None else t.reshape(-1).to(F64) for t in along)
+        single = (two * slope - one**2).abs() <= 1e-4 * one**2
+        if not bool(single.all()) or not bool(slope.all()):
+            return sign.square().mean(), torch.arange(size)
         same = torch.stack(((first / slope).round(), slope), 1)
         copy = torch.unique(same, dim=0, return_inverse=True)[1]
         return slope.square(), _first_places(copy)[copy]
@@ -712,7 +711,7 @@ class Lowering:
         """Whether weights depend on so few entries of parameters that they are used as numbers."""
         names = self.sums.get(w.root, (w.root.partition("#")[0],))
         count = sum(self.graph.leaf(name).numel() for name in names)
-        return min(count, w.tensor.numel()) < _FEW
+        return bool(min(count, w.tensor.numel()) < _FEW)
 
     def _numbers_of(self, state: Any) -> Tensor:
         """The numbers of a state; of weights as differentiable functions of parameters."""
