@@ -102,8 +102,8 @@ class _Shared(torch.autograd.Function):
         sampler, shared = ctx.what
         at = shared.row.clamp_min(0)
         kernel = received[0][at][:, at] * shared.gram
-        there = shared.row >= 0
-        kernel = kernel * (there[:, None] & there[None])
+        used = shared.row >= 0
+        kernel = kernel * (used[:, None] & used[None])
         queries = sampler.laws.covariance(shared.queries, shared.queries)
         square = float((kernel * queries).sum()) / shared.key_variance
         sampler.add_square(shared.key_root, square * sampler.slope(shared.key_root))
@@ -227,10 +227,7 @@ class Sampler:
         made = {}
         for group in groups:
             features, root = max(v.features for v in group), self._root_of(group)
-            z = torch.randn(len(root), features, dtype=F64, generator=random)
-            if features >= 2 * len(root):  # fix the Gram matrix to its mean
-                z = torch.linalg.qr(z.T)[0].T * features**0.5
-            x, first = root @ z, 0
+            x, first = root @ _white(len(root), features, random), 0
             for v in group:
                 rows_of = x[first : first + v.sites, : v.features]
                 made[v.number] = rows_of + self.laws.mean(v)[:, None]
@@ -421,31 +418,29 @@ class Sampler:
             len(sizes) < MORE * self.draws and _error(sizes) > SETTLED
         ):
             drawn, fields = self.run(v, random, weights)
-            z = torch.randn(v.sites, v.features, dtype=F64, generator=random)
-            if v.features >= 2 * v.sites:
-                z = torch.linalg.qr(z.T)[0].T * v.features**0.5
+            cotangent = root @ _white(v.sites, v.features, random)
             with torch.enable_grad():
-                ends = [*fields.values(), *weights.values()]
+                leaves = [*fields.values(), *weights.values()]
                 received = torch.autograd.grad(
-                    (self.field(v, drawn) * (root @ z)).sum(), ends, allow_unused=True
+                    (self.field(v, drawn) * cotangent).sum(), leaves, allow_unused=True
                 )
             self._count_weights(weights, received[len(fields) :], squares)
-            below = dict(zip(fields, received, strict=False))
+            cotangents = dict(zip(fields, received, strict=False))
             for n, (a, b) in enumerate(pairs):
-                one, other = below[a.number], below[b.number]
+                one, other = cotangents[a.number], cotangents[b.number]
                 if one is not None and other is not None and a.features == b.features:
                     totals[n] = totals[n] + one @ other.T
             for n, gain, x, share in gains:  # the gain's gradient is a signed sum over sites
                 a = pairs[n][0]
-                g = below[a.number]
+                g = cotangents[a.number]
                 if g is not None:
                     centred = fields[a.number].detach() - self.laws.mean(a)[:, None]
                     of_x = share[:, None] * centred + self.laws.mean(x)[:, None]
                     whole = float((g * of_x).sum(0).square().sum())
                     apart = whole - float((g @ g.T * self.laws.moment(x, x)).sum())
                     squares[gain.root] = squares.get(gain.root, 0.0) + apart
-            ends_of = [g.square().sum() for g in below.values() if g is not None]
-            sizes.append(torch.stack(ends_of) if ends_of else torch.ones(1))
+            squared = [g.square().sum() for g in cotangents.values() if g is not None]
+            sizes.append(torch.stack(squared) if squared else torch.ones(1))
         for name, square in squares.items():
             self.add_square(name, square / len(sizes))
         return [total / len(sizes) for total in totals]
@@ -746,6 +741,13 @@ def _error(sizes: list[Tensor]) -> float:
         return 0.0
     relative = x.std(0) / len(x) ** 0.5 / x.mean(0).abs().clamp_min(1e-300)
     return float(relative.nan_to_num(0.0, 0.0).max())
+
+
+def _white(sites: int, features: int, random: torch.Generator) -> Tensor:
+    """Independent standard Gaussians (sites, features), whose Gram matrix is fixed to its mean if
+    there are at least twice as many features as sites."""
+    z = torch.randn(sites, features, dtype=F64, generator=random)
+    return torch.linalg.qr(z.T)[0].T * features**0.5 if features >= 2 * sites else z
 
 
 def _root(kernel: Tensor) -> Tensor:
