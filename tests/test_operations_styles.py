@@ -123,7 +123,21 @@ class ChosenRows(Part):
         return x + self.rows(self.score(x).topk(4).indices).sum(-2)
 
 
+class KeysTimesValues(Part):
+    """Attention without a softmax: all of one tensor, whose Gram matrix varies between draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.fused = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.after = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        q, k, v = functional.silu(self.fused(self.before(x))).chunk(3, -1)
+        return x + self.after(q @ (k.mT @ v)) / 4
+
+
 STYLES = (
+    KeysTimesValues,
     AxialPositions,
     ScaledSinusoids,
     LearnedKeys,

@@ -6,7 +6,8 @@ module, so that they depend on the heads' width; averages over draws have a Mont
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +61,13 @@ def again(
 @dataclass
 class _Plan:
     """How a variable is drawn: by the operations `nodes` from the fields at `cuts`, whose Gaussian
-    variables are drawn jointly in `groups`."""
+    variables are drawn jointly in `groups`; `free`: with Gram matrices of their own, and matrices
+    between them drawn anew."""
 
     nodes: list[int]
     cuts: dict[int, Field]
     groups: list[list[Variable]]
+    free: bool = False
 
     @property
     def pairs(self) -> list[tuple[Variable, Variable]]:
@@ -181,6 +184,21 @@ class Sampler:
         """The operations from the nearest Gaussian variables with equal laws of all features."""
         if v.number in self._plans:
             return self._plans[v.number]
+        cuts, nodes = self._walk(v, frozenset())
+        opened = self._sharing(cuts, nodes)
+        if opened:
+            cuts, nodes = self._walk(v, opened)
+        groups: list[list[Variable]] = []
+        for variable in {f.variable.number: f.variable for f in cuts.values()}.values():
+            near = [g for g in groups if any(self._related(one, variable) for one in g)]
+            groups = [g for g in groups if g not in near]
+            groups.append([one for g in near for one in g] + [variable])
+        self._plans[v.number] = _Plan(sorted(nodes), cuts, groups, bool(opened))
+        return self._plans[v.number]
+
+    def _walk(self, v: Sampled, opened: frozenset[int]) -> tuple[dict[int, Field], set[int]]:
+        """The nearest Gaussian variables other than multiples of some matrix products (by their
+        number), and the operations behind them."""
         cuts: dict[int, Field] = {}
         nodes: set[int] = set()
         open_values, seen = [v.value], set()
@@ -191,7 +209,9 @@ class Sampler:
             seen.add(value)
             state = self.states.get(value)
             if isinstance(state, Field) and state.variable is not v:
-                if state.variable.gaussian and state.variable.alike:
+                product = _origin(state.variable) if opened else None
+                inside = product is not None and product.number in opened
+                if state.variable.gaussian and state.variable.alike and not inside:
                     cuts[value] = state
                     continue
             elif isinstance(state, Known | Weights):
@@ -200,13 +220,28 @@ class Sampler:
             if node is not None:
                 nodes.add(node.index)
                 open_values.extend(node.inputs)
-        groups: list[list[Variable]] = []
-        for variable in {f.variable.number: f.variable for f in cuts.values()}.values():
-            near = [g for g in groups if any(self._related(one, variable) for one in g)]
-            groups = [g for g in groups if g not in near]
-            groups.append([one for g in near for one in g] + [variable])
-        self._plans[v.number] = _Plan(sorted(nodes), cuts, groups)
-        return self._plans[v.number]
+        return cuts, nodes
+
+    def _sharing(self, cuts: Mapping[int, Field], nodes: Iterable[int]) -> frozenset[int]:
+        """Matrix products that are multiplied with others of the same tensor, or with that tensor,
+        other than in a softmax. Both have the Gram matrix of one draw of it, so that its variation
+        counts, a term tokens / width: they are drawn as products of one draw of the tensor."""
+        names = {self.graph.nodes[n].name for n in nodes}
+        if any("softmax" in name for name in names):
+            return frozenset()
+        drawn = {f.variable.number: f.variable for f in cuts.values()}
+        origins = [o for v in drawn.values() if (o := _origin(v)) is not None and o.source]
+        read = Counter(o.source.number for o in origins if o.source)
+        return frozenset(
+            o.number
+            for o in origins
+            if o.source
+            and (
+                "bmm" in names  # of two parts of one fused product
+                or read[o.source.number] > 1
+                or any(p.number in drawn for p in _between(o.source))
+            )
+        )
 
     def passed(self) -> set[int]:
         """Recorded tensors inside sampled operations, which have no gradients of their own."""
@@ -222,12 +257,14 @@ class Sampler:
         size = (self.laws.variance(u).max() * self.laws.variance(v).max()).sqrt()
         return bool(self.laws.covariance(u, v).abs().max() > 1e-9 * size)
 
-    def fields(self, groups: list[list[Variable]], random: torch.Generator) -> dict[int, Tensor]:
+    def fields(
+        self, groups: list[list[Variable]], random: torch.Generator, free: bool = False
+    ) -> dict[int, Tensor]:
         """Joint draws (sites, features) of Gaussian variables, by their numbers."""
         made = {}
         for group in groups:
             features, root = max(v.features for v in group), self._root_of(group)
-            x, first = root @ _white(len(root), features, random), 0
+            x, first = root @ _white(len(root), features, random, free), 0
             for v in group:
                 rows_of = x[first : first + v.sites, : v.features]
                 made[v.number] = rows_of + self.laws.mean(v)[:, None]
@@ -262,17 +299,32 @@ class Sampler:
         """One draw of the recorded tensors up to a variable's, and of the Gaussian variables; with
         `weights`, all are differentiable."""
         plan = self.plan(v)
-        fields = self.fields(plan.groups, random)
+        fields = self.fields(plan.groups, random, plan.free)
         for field in fields.values():
             field.requires_grad_(weights is not None)
         values = dict(weights or {})
         with torch.set_grad_enabled(weights is not None):
+            if plan.free:
+                values = self._redrawn(plan, values, random)
             for value, at in plan.cuts.items():
                 x = fields[at.variable.number][at.site, at.feature]
                 values[value] = self._spelled(value, x)
             for index in plan.nodes:
                 again(self.graph, self.graph.nodes[index], values, self.states)
         return values, fields
+
+    def _redrawn(
+        self, plan: _Plan, values: Mapping[int, Tensor], random: torch.Generator
+    ) -> dict[int, Tensor]:
+        """The matrices in the operations of a draw with their entries in another order."""
+        made = dict(values)
+        for n in sorted({n for i in plan.nodes for n in self.graph.nodes[i].inputs}):
+            state = self.states.get(n)
+            if isinstance(state, Weights) and state.tensor.ndim == 2:
+                tensor = made.get(n, state.tensor)
+                order = torch.randperm(tensor.numel(), generator=random)
+                made[n] = tensor.reshape(-1)[order].reshape(tensor.shape)
+        return made
 
     def _spelled(self, value: int, x: Tensor) -> Tensor:
         """Entries in the dtype of the recorded tensor."""
@@ -743,11 +795,20 @@ def _error(sizes: list[Tensor]) -> float:
     return float(relative.nan_to_num(0.0, 0.0).max())
 
 
-def _white(sites: int, features: int, random: torch.Generator) -> Tensor:
+def _white(sites: int, features: int, random: torch.Generator, free: bool = False) -> Tensor:
     """Independent standard Gaussians (sites, features), whose Gram matrix is fixed to its mean if
-    there are at least twice as many features as sites."""
+    there are at least twice as many features as sites, unless `free`."""
     z = torch.randn(sites, features, dtype=F64, generator=random)
-    return torch.linalg.qr(z.T)[0].T * features**0.5 if features >= 2 * sites else z
+    fixed = features >= 2 * sites and not free
+    return torch.linalg.qr(z.T)[0].T * features**0.5 if fixed else z
+
+
+def _between(v: Variable) -> Iterator[Variable]:
+    """A variable and those that it is a function of entry by entry, down to matrix products."""
+    yield v
+    if not isinstance(v, Product):
+        for parent in v.parents:
+            yield from _between(parent)
 
 
 def _root(kernel: Tensor) -> Tensor:
