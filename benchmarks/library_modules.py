@@ -386,6 +386,7 @@ def run(names: list[str]) -> None:
 
 def table() -> None:
     rows, stored = [], json.loads(DATA.read_text())
+    stored = {name: stored[name] for name in MODULES if name in stored}
     whole = [name for name, row in stored.items() if "failed" not in row and not row["in part"]]
     kinds = ("variances", "correlations", "gradients", "weights")
     counts = dict.fromkeys(kinds, 0)
@@ -403,7 +404,8 @@ def table() -> None:
     bounds = "within 5 %", "within .03", "within 10 %", "within 10 %"
     heads = [f"{kind} {bound}" for kind, bound in zip(kinds, bounds, strict=True)]
     header = ["module", "followed", "outputs", "predicted", *heads, "seconds"]
-    words = f"{len(whole)} of {len(stored)} modules are followed whole. Of these "
+    words = f"{len(stored)} of the script's {len(MODULES)} modules were run, {len(whole)} of them "
+    words += "are followed whole. Of these "
     words += ", ".join(f"{counts[kind]} have 95 % of {kind}" for kind in kinds)
     words += " within bounds beyond two standard errors."
     page = "theory/any-module"

@@ -227,7 +227,7 @@ class Sampler:
         other than in a softmax. Both have the Gram matrix of one draw of it, so that its variation
         counts, a term tokens / width: they are drawn as products of one draw of the tensor."""
         names = {self.graph.nodes[n].name for n in nodes}
-        if any("softmax" in name for name in names):
+        if not names & {"bmm", "mul"} or any("softmax" in name for name in names):
             return frozenset()
         drawn = {f.variable.number: f.variable for f in cuts.values()}
         origins = [o for v in drawn.values() if (o := _origin(v)) is not None and o.source]
