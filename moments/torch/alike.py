@@ -108,11 +108,12 @@ def differences(module: nn.Module, graph: Graph, ids: Tensor | None, end: int) -
 def odd_namesakes(module: nn.Module) -> Iterator[Finding]:
     """Findings on tensors whose variance differs from that in the other layers of one class."""
     rows: dict[tuple[str, type], dict[int, list[tuple[str, EntryMoments]]]] = {}
+    modules = dict(module.named_modules())  # the entries of a ParameterList are none
     for name, parameter in module.named_parameters():
         before, number, after = split_at_layer(name)
         if number < 0 or parameter.numel() < LEAST or not parameter.is_floating_point():
             continue
-        layer = module.get_submodule(f"{before}{number}")
+        layer = modules.get(f"{before}{number}")
         by_layer = rows.setdefault((f"{before}*{after}", type(layer)), {})
         by_layer.setdefault(number + 1, []).append((name, EntryMoments.of(parameter)))
     for (pattern, _), by_layer in rows.items():
@@ -126,7 +127,8 @@ def _unused(module: nn.Module, graph: Graph) -> Iterator[Finding]:
     read = {id(p) for name, p in module.named_parameters() if name in names}
     for path, part in module.named_modules():
         own = dict(part.named_parameters(path, recurse=False))
-        if own and not read.intersection(map(id, own.values())):
+        unread = own and not read.intersection(map(id, own.values()))
+        if unread and any(p.requires_grad for p in own.values()):
             yield never_used(path or "the module", list(own))
 
 

@@ -107,8 +107,9 @@ def report_of(
             *(f"what stands behind {words}" for words in unread),
         ),
         rows=(*rows, *weights),
-        read=f"followed operation by operation on {prediction.tokens} tokens of "
-        f"{'random input' if batch is None else 'the batch'}",
+        read="followed operation by operation on "
+        + f"{prediction.tokens} tokens of " * bool(prediction.tokens)
+        + ("random input" if batch is None else "the batch"),
     )
 
 
@@ -160,6 +161,7 @@ def _rows(
     experts: Collection[str],
 ) -> Iterator[Row]:
     """The mean square and the gradient of every submodule's output, beside their predictions."""
+    states = followed.lowering.states
     for row in prediction.outputs:
         x = followed.graph.tensor(row.value).to(F64)
         expected, measured = row.variance + row.mean**2, float(x.square().mean())
@@ -167,7 +169,10 @@ def _rows(
         g = gradients.get(row.value)
         if row.grad_variance and g is not None:
             square = float(g.to(F64).square().mean())
-            judged = _numberless(row.module) not in experts
+            # A number that multiplies a whole place also changes norms, which the law leaves out.
+            state = states[row.value]
+            scalar = isinstance(state, Field) and state.variable.features == 1
+            judged = not scalar and _numberless(row.module) not in experts
             yield _row(row, "gradient variance", row.grad_variance, square, judged)
 
 
@@ -283,6 +288,8 @@ def _lost_streams(followed: Lowered, prediction: ModulePrediction) -> Iterator[F
     stream = [states.get(inputs.get(row.module, -1)) for row in layers]
     stream += [states.get(row.value) for row in layers[-1:]]
     fields = [x for x in stream if isinstance(x, Field)]
+    if not layers and _attentions_in_series(followed) >= 3:
+        yield _no_residual(())
     if len(fields) < max(3, len(stream)) or len({x.site.shape for x in fields}) > 1:
         return
     judged = 0
@@ -294,23 +301,45 @@ def _lost_streams(followed: Lowered, prediction: ModulePrediction) -> Iterator[F
             return
         judged += bool(kept)
     if judged:
-        names = gathered_names([row.module for row in layers])
-        why = "no layer adds its input to its output: a block replaces the stream, so that all "
-        why += "that a layer passes on has gone through its weights"
-        mend = "add what a block returns: x = x + block(norm(x))"
-        yield Finding("warning", "no residual path", names, reason=why, mend=mend)
+        yield _no_residual(gathered_names([row.module for row in layers]))
+
+
+def _no_residual(names: tuple[str, ...]) -> Finding:
+    why = "no layer adds its input to its output: a block replaces the stream, so that all "
+    why += "that a layer passes on has gone through its weights"
+    mend = "add what a block returns: x = x + block(norm(x))"
+    return Finding("warning", "no residual path", names, reason=why, mend=mend)
+
+
+def _attentions_in_series(followed: Lowered) -> int:
+    """Averages over tokens behind one another from the output down to the first sum of products of
+    different tensors, or to the input."""
+    state, count = followed.lowering.states[followed.end], 0
+    below = {state.variable.number: state.variable} if isinstance(state, Field) else {}
+    while len(below) == 1:
+        (variable,) = below.values()
+        products = _products(variable)
+        if products is None:
+            return 0
+        count += any(isinstance(one, Mix) for one in products)
+        inner = [one.values if isinstance(one, Mix) else one.source for one in products]
+        below = {v.number: v for v in inner if v is not None}
+    return 0 if below else count
 
 
 def _sources(variable: Variable) -> set[int] | None:
-    """Numbers of the products with weights and averages over tokens of which a variable is a
-    function entry by entry; None if it rests on what was drawn."""
-    result = set()
-    for one in _ancestors(variable, (Product, Mix)):
-        if isinstance(one, Sampled):
-            return None
-        if isinstance(one, Product | Mix):
-            result.add(one.number)
-    return result
+    """Numbers of the variables of `_products`; None if it rests on what was drawn."""
+    products = _products(variable)
+    return None if products is None else {one.number for one in products}
+
+
+def _products(variable: Variable) -> list[Product | Mix] | None:
+    """Products with weights and averages over tokens of which a variable is a function entry by
+    entry; None if it rests on what was drawn."""
+    nearest = list(_ancestors(variable, (Product, Mix)))
+    if any(isinstance(one, Sampled) for one in nearest):
+        return None
+    return [one for one in nearest if isinstance(one, Product | Mix)]
 
 
 def _ancestors(variable: Variable, up_to: tuple[type[Variable], ...] = ()) -> Iterator[Variable]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -485,6 +486,15 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return result
 
 
+class _PlainAttention(TorchFunctionMode):
+    """Runs attention in its plain form where a module itself chooses the kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = func is nn.functional.scaled_dot_product_attention
+        with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
 def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tensor]) -> Graph:
     """The graph of one call, in which dropouts keep every entry.
 
@@ -519,6 +529,7 @@ def record(module: nn.Module, call: Callable[[], Any], batch: Mapping[str, Tenso
             stack.callback(part.register_forward_hook(after, prepend=True).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(_PlainAttention())
         with recorder:
             result = call()
     graph = recorder.graph

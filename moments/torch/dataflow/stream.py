@@ -445,7 +445,7 @@ class StreamReader(GraphReader):
             if self._degree(start, core.value)[2] != 1:
                 result.doubts.append("values that are normalised, or changed otherwise")
             else:
-                result.rotates_values = self._depends_on_position(start, core.value)
+                result.rotates_values = self._depends_on_position(start, core.value, 2.0)
         if "query" in projections and "key" in projections:
             self._logits(core, projections, result)
         self._mask(core, result)

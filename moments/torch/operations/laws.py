@@ -20,6 +20,7 @@ from .variables import (
     Blend,
     Combination,
     Curve,
+    Detached,
     Drift,
     Entries,
     Field,
@@ -225,6 +226,8 @@ class Laws:
                 return total
             case Blend():
                 return v.mixing @ self.mean(v.inner)
+            case Detached():
+                return self.mean(v.inner)
             case Joined():
                 shares = (p.features / v.features * self.mean(p) for p, _ in v.pieces)
                 return sum(shares, nothing)
@@ -305,6 +308,9 @@ class Laws:
         return self._chosen[v.number]
 
     def _covariance(self, u: Variable, v: Variable, where: Replicas) -> Tensor:
+        if isinstance(u, Detached) or isinstance(v, Detached):
+            u, v = (x.inner if isinstance(x, Detached) else x for x in (u, v))
+            return self.covariance(u, v)
         match u, v:
             case Combination(through=(a, i)), Combination(through=(b, j)) if torch.equal(i, j):
                 return self.covariance(a, b, where) * 1.0  # collects the gradients of all parts

@@ -19,11 +19,12 @@ from torch.nn import functional
 
 from ..dataflow.graph import PRODUCTS, VIEWS, Graph, Node, Ref
 from .laws import F64, Laws
-from .sampling import Sampler, again
+from .sampling import Sampler, again, pushed
 from .variables import (
     NUMBERS,
     Combination,
     Curve,
+    Detached,
     Entries,
     Field,
     Fixed,
@@ -144,6 +145,7 @@ class Lowering:
         coherent: parameters of which one entry acts on all features of a site, or that are used as
             numbers: they change norms to leading order (`scalars`).
         numbers: the latter by name, as differentiable leaves.
+        sums: sums of parameters by root, with the names of these.
         owned: variables with their mean, or mean square, as a leaf of the numbers computed from it.
     """
 
@@ -168,6 +170,7 @@ class Lowering:
         self.whole: dict[str, Tensor] = {}
         self.coherent: set[str] = set()
         self.numbers: dict[str, Tensor] = {}
+        self.sums: dict[str, frozenset[str]] = {}
         self.owned: dict[tuple[int, bool], tuple[Variable, Tensor]] = {}
         for index, value in enumerate(graph.values):
             if value.producer is not None:
@@ -206,7 +209,8 @@ class Lowering:
     def _outputs(self, node: Node, name: str, states: list[State | None]) -> Sequence[State]:
         if name in _FACTORIES:
             return [Known(self.graph.tensor(v)) for v in node.outputs]
-        if name in _BY_PLACES and not isinstance(states[0], Weights):
+        by_place = name in _BY_PLACES and not isinstance(states[0], Weights)
+        if by_place or name == "embedding":
             for n, v in enumerate(node.inputs):  # indices that the batch chose
                 state = states[n]
                 if isinstance(state, Field) and not self.graph.tensor(v).is_floating_point():
@@ -217,8 +221,9 @@ class Lowering:
         if fields:
             empty = all(not self._shape(v).numel() for v in node.outputs)
             if name == "nonzero" or empty:  # the rows of an expert, perhaps none
-                by = by.union(*(field.variable.roots for field in fields))
-                self.chosen.update(dict.fromkeys(node.outputs, by))
+                if name == "nonzero":
+                    by = by.union(*(field.variable.roots for field in fields))
+                self.chosen.update(dict.fromkeys(node.outputs if by else (), by))
                 return [Known(self.graph.tensor(v)) for v in node.outputs]
             cuts = by and name in ("index", "index_select")
             if cuts and not all(self._ranked(f.variable, by) for f in fields):
@@ -263,6 +268,7 @@ class Lowering:
     def _opaque(self, node: Node, value: int, site: Tensor, feature: Tensor) -> Field:
         """A sampled variable with these labels."""
         inputs = [self.states.get(v) for v in node.inputs]
+        self._as_one(inputs)
         roots = _union(s.variable.roots for s in inputs if isinstance(s, Field))
         variable = Sampled(
             sites=_count(site),
@@ -337,38 +343,74 @@ class Lowering:
             if not tensor.is_floating_point() and not tensor.is_complex():
                 states.append(Known(tensor))
                 continue
-            roots = sorted({s.root for s in weights})
-            root = f"{roots[0]}#{v}" if len(roots) == 1 else f"derived#{v}"
-            index = torch.arange(tensor.numel()).reshape(tensor.shape)
+            names = values[v].params
+            root = f"{next(iter(names)) if len(names) == 1 else 'derived'}#{v}"
+            index = torch.arange(tensor.numel())
             self.whole[root] = tensor
-            if len(values[v].params) > 1:
-                self.coherent |= values[v].params
-            elif (slope := self._slope(v, next(iter(values[v].params), ""))) is not None:
-                self.sampler.slopes[root] = slope
-            states.append(Weights(tensor, root, index))
+            if len(names) > 1:
+                self.sums[root] = frozenset(names)
+                if name not in ("add", "sub") or len(weights) < 2:
+                    self.coherent |= names
+            else:
+                self.sampler.slopes[root], index = self._slopes(v, next(iter(names)))
+            states.append(Weights(tensor, root, index.reshape(tensor.shape)))
         return states
 
-    def _slope(self, value: int, name: str) -> Tensor | None:
-        """Squared derivatives of a tensor that is an entrywise function of a parameter."""
-        number = next((n for n, v in enumerate(self.graph.values) if v.name == name), None)
-        if number is None or self._shape(number).numel() != self._shape(value).numel():
-            return None
-        leaf = self.graph.tensor(number).detach().clone().requires_grad_(True)
-        tensors = {number: leaf}
+    def _as_one(self, states: Iterable[Any]) -> None:
+        """Note that sums of parameters are not followed summand by summand."""
+        for state in states:
+            if isinstance(state, Weights) and state.root in self.sums:
+                self.coherent |= self.sums[state.root]
+
+    def _summands(self, w: Weights) -> list[tuple[float, Weights]]:
+        """The two parameters in a sum of parameters with their signs; [] for other weights."""
+        value = int(w.root.rpartition("#")[2]) if w.root in self.sums else -1
+        node = self.graph.producer(value) if value >= 0 else None
+        if node is None or node.name.rstrip("_") not in ("add", "sub"):
+            return []
+        parts = [self._state(a) for a in node.args[:2]]
+        if not all(isinstance(part, Weights) for part in parts):
+            return []
+        full = [_weights_expanded(part, self._shape(value)) for part in parts]
+        factor = float(node.kwargs.get("alpha", 1.0)) * (1 if "add" in node.name else -1)
+        return [
+            (c, Weights(f.tensor.reshape(-1)[w.index], f.root, f.index.reshape(-1)[w.index]))
+            for c, f in zip((1.0, factor), full, strict=True)
+        ]
+
+    def _slopes(self, value: int, name: str) -> tuple[Tensor, Tensor]:
+        """Squared derivatives of the entries of a tensor in a parameter, and for each the first
+        entry that is the same function of the same entry of it (flat indices); a mean squared
+        derivative and all indices if entries depend on several of the parameter."""
+        graph = self.graph
+        number = next(n for n, v in enumerate(graph.values) if v.params and v.name == name)
+        leaf = graph.tensor(number).detach().clone().requires_grad_(True)
+        tensors, shape, size = {number: leaf}, leaf.shape, self._shape(value).numel()
+        random = torch.Generator().manual_seed(0)
         with torch.enable_grad():
-            for node in self.graph.ancestor_nodes(value):
-                again(self.graph, node, tensors, {})
-            if not tensors[value].requires_grad:
-                return None
-            (slope,) = torch.autograd.grad(tensors[value].sum(), leaf)
-        return slope.square().reshape(-1).to(F64)
+            for node in graph.ancestor_nodes(value):
+                again(graph, node, tensors, {})
+            # The derivative along a direction d is the slope times d[k] for a function of entry k.
+            x = 1 + torch.rand(shape, generator=random).to(leaf.dtype)
+            place = torch.arange(1, leaf.numel() + 1, dtype=leaf.dtype).reshape(shape)
+            signs = torch.randn(shape, generator=random).sign().to(leaf.dtype)
+            directions = torch.ones_like(x), place, x, x**2, signs
+            along = [pushed(tensors[value], [(leaf, d)]) for d in directions]
+        zero = torch.zeros(size, dtype=F64)
+        slope, first, one, two, sign = (zero if t is None else t.reshape(-1).to(F64) for t in along)
+        single = (two * slope - one**2).abs() <= 1e-4 * one**2
+        if not bool(single.all()) or not bool(slope.all()):
+            return sign.square().mean(), torch.arange(size)
+        same = torch.stack(((first / slope).round(), slope), 1)
+        copy = torch.unique(same, dim=0, return_inverse=True)[1]
+        return slope.square(), _first_places(copy)[copy]
 
     def _looked_up(
         self, name: str, of: Weights, tensor: Tensor, index: Tensor, live: bool
     ) -> State:
         weights = Weights(tensor, of.root, index.reshape(tensor.shape), of.pool, of.route)
-        tables = name in ("embedding", "index", "index_select", "gather")
-        if live and tables and tensor.ndim < 4 and of.tensor.ndim == 2:
+        tables = name in ("index", "index_select", "gather") and tensor.ndim < 4
+        if live and (tables or name == "embedding") and of.tensor.ndim == 2:
             return self._by_row(weights)
         return weights
 
@@ -391,6 +433,7 @@ class Lowering:
         return site, torch.arange(shape[axis]).reshape(view).expand(shape)
 
     def _entries(self, w: Weights, index: Tensor) -> Entries:
+        self._as_one([w])
         mean, variance = self._statistics(w)
         few = torch.linspace(0, index.shape[1] - 1, min(_FEW, index.shape[1])).round().long()
         return Entries(
@@ -442,6 +485,8 @@ class Lowering:
         complex_ = self.graph.tensor(node.inputs[0]).is_complex()
         if name in _SAME:
             return [Field(x.variable, x.site, x.feature), *rest]
+        if name == "detach":
+            return [Field(_detached(x.variable), x.site, x.feature)]
         if name == "real":
             return [self._settled(x.variable, x.site[..., 0], x.feature[..., 0])]
 
@@ -529,6 +574,8 @@ class Lowering:
         if bool((gone.all(-1) | ~gone.any(-1)).all()):
             place = torch.arange(gone[..., 0].numel()).reshape(*gone.shape[:-1], 1)
             label = torch.where(gone, -1 - place, site)
+            if not bool(gone.all()):
+                feature = torch.where(gone, feature[~gone[..., 0]][0], feature)
         else:
             axis = _padded_axis(gone)
             if axis is None:
@@ -660,6 +707,12 @@ class Lowering:
         count = w.tensor.numel()
         return w.tensor.shape[-1:] == (count,) == x.site.shape[-1:] and varies(x.feature, [-1])
 
+    def _few(self, w: Weights) -> bool:
+        """Whether weights depend on so few entries of parameters that they are used as numbers."""
+        names = self.sums.get(w.root, (w.root.partition("#")[0],))
+        count = sum(self.graph.leaf(name).numel() for name in names)
+        return bool(min(count, w.tensor.numel()) < _FEW)
+
     def _numbers_of(self, state: Any) -> Tensor:
         """The numbers of a state; of weights as differentiable functions of parameters."""
         if not isinstance(state, Weights):
@@ -702,6 +755,11 @@ class Lowering:
     ) -> Field | None:
         if not isinstance(x, Field):
             x, y, signs = y, x, (signs[1], signs[0])
+        if isinstance(y, Weights) and (summands := self._summands(y)):
+            total: Field | None = self._scaled(x, number(signs[0])) if signs[0] != 1.0 else x
+            for sign, part in summands:
+                total = total and self._added(total, part, (1.0, sign * signs[1]), shape)
+            return total
         one, other = number(signs[0]), number(signs[1])
         if isinstance(y, Field):
             together = self._aligned(shape, [x, y])
@@ -711,7 +769,7 @@ class Lowering:
             terms = [Term(a, one, i), Term(b, other, j)]
             return Field(combination(sites, features, terms), site, feature)
         x = _expanded(x, shape)
-        if isinstance(y, Weights) and (y.tensor.numel() >= _FEW or self._by_feature(y, x)):
+        if isinstance(y, Weights) and (not self._few(y) or self._by_feature(y, x)):
             x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
             if field is None:
                 return None
@@ -758,14 +816,15 @@ class Lowering:
                 return None
             site, feature, sites, features, (a, b), (i, j) = together
             one, other = curve_of(a), curve_of(b)
-            if one and other and one[0] is other[0] and i is None and j is None:
+            same = one and other and one[0] is other[0] and one[0].features == features
+            if one and other and same and i is None and j is None:
                 f, g = one[1], other[1]
                 return Field(_curve(one[0], lambda z: f(z) * g(z)), site, feature)
             if self._independent(a, b):
                 return Field(times(a, b, (i, j), sites, features), site, feature)
             return None
         x = _expanded(x, shape)
-        few = isinstance(y, Weights) and 1 < y.tensor.numel() < _FEW
+        few = isinstance(y, Weights) and y.tensor.numel() > 1 and self._few(y)
         if isinstance(y, Weights) and (not few or self._by_feature(y, x)):
             x, field = self._matched(x, _weights_expanded(y, shape), shape, self._as_field)
             if field is None:
@@ -1037,15 +1096,15 @@ class Lowering:
         return axis if along else None
 
     def _along(self, node: Node, name: str, w: Weights, partner: Field) -> Field | None:
-        """Weights that are concatenated to a field with features along another axis than the last,
-        as a sink of every head to the logits."""
+        """Weights that are concatenated to a field, with its features: a sink of every head to the
+        logits, keys and values that are learned."""
         shape = w.tensor.shape
         if name not in ("cat", "concat") or len(shape) != partner.site.ndim:
             return None
         at = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
         others = [a for a in range(len(shape)) if a != at and shape[a] > 1]
         axes = [a for a in others if varies(partner.feature, [a])]
-        if not axes or len(shape) - 1 in axes or varies(partner.feature, [at]):
+        if not axes or varies(partner.feature, [at]):
             return None
         feature = partner.feature.narrow(at, 0, 1).expand(shape)
         place = torch.arange(shape.numel()).reshape(shape)
@@ -1119,9 +1178,10 @@ class Lowering:
         else:
             x, y = args[:2]
         out = node.outputs[0]
-        shape = self._shape(out)
+        whole = shape = self._shape(out)
         if name in ("mv", "addmv"):
-            raise Unlowered("a matrix times a vector")
+            shape = torch.Size((*whole, 1))
+            y, bias = _reshaped(y, (-1, 1)), _reshaped(bias, shape)
         product = self._contracted(node, x, y, shape)
         if product is None:  # numbers along features
             product = self._fixed_matrix(node, x, y, shape)
@@ -1129,7 +1189,7 @@ class Lowering:
             product = self._added(product, bias, (float(alpha), float(beta)), shape)
             if product is None:
                 raise Unlowered("a bias that follows no feature")
-        return product
+        return product if shape == whole else _reshaped(product, whole)
 
     def _contracted(self, node: Node, x: Any, y: Any, shape: torch.Size) -> Field | None:
         if isinstance(y, Weights) and isinstance(x, Field | Known):
@@ -1180,6 +1240,7 @@ class Lowering:
 
     def _weighted(self, x: Field | Known, w: Weights, shape: Sequence[int]) -> Field | None:
         """x W for weights W."""
+        self._as_one([w])
         k = w.index.shape[-2]
         streams = isinstance(x, Field) and not varies(x.feature, [x.feature.ndim - 1])
         if isinstance(x, Field) and streams and x.site.ndim >= 2 and k > 1:  # or places
@@ -1235,13 +1296,18 @@ class Lowering:
     def _pairs(self, node: Node, x: Field, y: Field) -> Field:
         """The product of two fields."""
         shape = self._shape(node.outputs[0])
+        mixes = []
         for p, q, swapped in ((x, y, False), (y.transposed(), x.transposed(), True)):
             along_sites = not varies(q.feature, [q.feature.ndim - 2])
             along_weights = not swapped or not varies(p.feature, [p.feature.ndim - 1])
             disjoint = self._disjoint(p.variable, q.variable)
             if isinstance(p.variable, Sampled) and along_sites and along_weights and disjoint:
-                mix = self._mix(p, q, transposed_shape(shape) if swapped else shape)
-                return mix.transposed() if swapped else mix
+                spread = p.variable.features if varies(p.feature, [-2, -1]) else 1
+                mixes.append((spread * p.variable.sites, swapped, p, q))
+        if mixes:
+            _, swapped, p, q = min(mixes, key=lambda mix: mix[0])
+            mix = self._mix(p, q, transposed_shape(shape) if swapped else shape)
+            return mix.transposed() if swapped else mix
         self.sampled[f"{node.name} of two fields"] += 1
         labels = []
         for one, other in ((x.site, y.site), (x.feature, y.feature)):
@@ -1279,7 +1345,7 @@ class Lowering:
     def _mix(self, a: Field, x: Field, shape: Sequence[int]) -> Field:
         """Sampled weights times an independent field, summed over the field's sites."""
         full = torch.Size(shape)
-        if varies(a.feature, [a.feature.ndim - 2]):
+        if varies(a.feature, [-2, -1]):
             a = self._of_one_feature(a)
         rows = a.site.unsqueeze(-2).expand(*full, a.site.shape[-1])
         columns = x.site.transpose(-1, -2).unsqueeze(-3).expand(rows.shape)
@@ -1382,7 +1448,13 @@ class Lowering:
     # --- operations that are sampled --------------------------------------------------------------
 
     def _sampled(self, node: Node, name: str) -> list[State]:
-        fields = [s for s in map(self.states.get, node.inputs) if isinstance(s, Field)]
+        fields = [
+            Field(s.variable, *(of_rows(t, -1) for t in (s.site, s.feature)))
+            if self.graph.tensor(v).is_complex()
+            else s
+            for v in node.inputs
+            if isinstance(s := self.states.get(v), Field)
+        ]
         states: list[State] = []
         for v in node.outputs:
             labels = self._labels(name, fields, self._shape(v))
@@ -1456,6 +1528,12 @@ def _levels(tensor: Tensor, mean: float, variance: float) -> Tensor | None:
         return None
     means = torch.stack([part.mean() for part in z.sort().values.tensor_split(LEVELS)])
     return mean + variance**0.5 * means / means.square().mean().sqrt()
+
+
+def _first_places(label: Tensor) -> Tensor:
+    """The first place of every value of a label (flat)."""
+    places = torch.full((_count(label),), len(label))
+    return places.scatter_reduce(0, label, torch.arange(len(label)), "amin")
 
 
 def _count(label: Tensor) -> int:
@@ -1542,7 +1620,7 @@ def _fixed(values: Tensor, source: Known | Weights) -> Fixed:
         gaussian=True,
         alike=False,
         roots=frozenset([("numbers", id(source))]),
-        values=values.detach(),
+        values=values,
     )
 
 
@@ -1554,6 +1632,17 @@ def _curve(inner: Variable, function: Any) -> Curve:
         roots=inner.roots,
         inner=inner,
         function=function,
+    )
+
+
+def _detached(inner: Variable) -> Detached:
+    return Detached(
+        sites=inner.sites,
+        features=inner.features,
+        gaussian=inner.gaussian,
+        alike=inner.alike,
+        roots=inner.roots,
+        inner=inner,
     )
 
 
@@ -1585,23 +1674,29 @@ def _broadcast(shapes: list[torch.Size], shape: torch.Size) -> bool:
 
 
 def _cut(x: Field, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-    """Labels of a field that is reduced, or cut, along axes."""
-    site, feature = x.site, x.feature
-    if len(shape) > site.ndim:
+    """Labels of a field that is reduced, cut, or transformed along axes."""
+    site, feature, ndim = x.site, x.feature, x.site.ndim
+    if len(shape) > ndim:
         return None
-    if len(shape) < site.ndim:
-        fits = (
-            a for a in range(site.ndim) if [*site.shape[:a], *site.shape[a + 1 :]] == list(shape)
+    if len(shape) < ndim:
+        choices = itertools.combinations(range(ndim), ndim - len(shape))
+        rest = (
+            c for c in choices if [n for a, n in enumerate(site.shape) if a not in c] == [*shape]
         )
-        axis = next(fits, None)
-        if axis is None:
+        axes = next(rest, None)
+        if axes is None:
             return None
-        site, feature = (of_rows(t, axis) for t in (site, feature))
+        for axis in reversed(axes):
+            site, feature = (of_rows(t, axis) for t in (site, feature))
     else:
         for a, (n, m) in enumerate(zip(site.shape, shape, strict=True)):
-            if m > n:
-                return None
-            if m == 1 and n > 1:
+            if m > n:  # as by a Fourier transform
+                if varies(feature, [a]):
+                    return None
+                place = torch.arange(m).reshape([-1 if b == a else 1 for b in range(ndim)])
+                site = of_rows(site, a).unsqueeze(a) * m + place
+                feature = feature.narrow(a, 0, 1).expand(site.shape)
+            elif m == 1 and n > 1:
                 site, feature = (of_rows(t, a).unsqueeze(a) for t in (site, feature))
             elif m < n:
                 site, feature = site.narrow(a, 0, m), feature.narrow(a, 0, m)

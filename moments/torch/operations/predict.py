@@ -95,7 +95,8 @@ class ModulePrediction:
         unread: (operation, reason) of operations without a prediction, and how often; tensors
             behind them have no row, tensors before them no gradient.
         notes: on other approximations.
-        tokens, draws: of the pass, and of sampled operations.
+        tokens: of the pass, 0 for pictures.
+        draws: of sampled operations.
         gradient: the differentiated scalar in words.
     """
 
@@ -145,7 +146,8 @@ class ModulePrediction:
             numbers = (row.variance, row.correlation, row.grad_variance, row.grad_correlation)
             name = (row.module or "(the module)") + (" ~" if row.sampled else "")
             rows.append((name, *("" if x is None else f"{x:.3g}" for x in numbers)))
-        table = tabled(f"by submodule, {self.tokens} tokens", heads, rows, text=1)
+        title = "by submodule" + f", {self.tokens} tokens" * bool(self.tokens)
+        table = tabled(title, heads, rows, text=1)
         lines = [table, f"gradients are those of {self.gradient}"]
         lines += ["~ rests on operations without a law, which were drawn"] if self.sampled else []
         lines += [
@@ -446,7 +448,8 @@ def summary(followed: Lowered, draws: int) -> ModulePrediction:
         )
     if lowering.chosen:
         notes.append("rows that experts take are those that this pass chose for them")
-    tokens = next((v.tensor.shape[1] for v in graph.values if v.live and v.tensor.ndim > 1), 0)
+    live = (v.tensor.shape for v in graph.values if v.live and v.producer is None)
+    tokens = next((shape[1] for shape in live if len(shape) in (2, 3)), 0)
     return ModulePrediction(
         tuple(rows.values()),
         tuple(outputs),

@@ -6,7 +6,8 @@ module, so that they depend on the heads' width; averages over draws have a Mont
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +53,7 @@ def again(
                 x = x.to(graph.tensor(index).dtype)
         return graph.tensor(index) if x is None else x
 
-    if node.name in ("detach", "alias", "lift_fresh"):
-        tensors = [value(node.inputs[0])]
-    else:
-        tensors = node.rerun(value)
+    tensors = node.rerun(value)
     values.update(zip(node.outputs, tensors, strict=False))
     return tensors
 
@@ -63,11 +61,13 @@ def again(
 @dataclass
 class _Plan:
     """How a variable is drawn: by the operations `nodes` from the fields at `cuts`, whose Gaussian
-    variables are drawn jointly in `groups`."""
+    variables are drawn jointly in `groups`; `free`: with Gram matrices of their own, and matrices
+    between them drawn anew."""
 
     nodes: list[int]
     cuts: dict[int, Field]
     groups: list[list[Variable]]
+    free: bool = False
 
     @property
     def pairs(self) -> list[tuple[Variable, Variable]]:
@@ -105,8 +105,8 @@ class _Shared(torch.autograd.Function):
         sampler, shared = ctx.what
         at = shared.row.clamp_min(0)
         kernel = received[0][at][:, at] * shared.gram
-        there = shared.row >= 0
-        kernel = kernel * (there[:, None] & there[None])
+        used = shared.row >= 0
+        kernel = kernel * (used[:, None] & used[None])
         queries = sampler.laws.covariance(shared.queries, shared.queries)
         square = float((kernel * queries).sum()) / shared.key_variance
         sampler.add_square(shared.key_root, square * sampler.slope(shared.key_root))
@@ -164,6 +164,7 @@ class Sampler:
         self.error = 0.0
         self._plans: dict[int, _Plan] = {}
         self._laws: dict[int, tuple[Tensor, Tensor]] = {}
+        self._roots: dict[tuple[int, ...], Tensor] = {}
         self._choices: dict[int, Tensor] = {}
         self._shared: dict[int, list[_SharedSource]] = {}
         self._drifts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -183,6 +184,21 @@ class Sampler:
         """The operations from the nearest Gaussian variables with equal laws of all features."""
         if v.number in self._plans:
             return self._plans[v.number]
+        cuts, nodes = self._walk(v, frozenset())
+        opened = self._sharing(cuts, nodes)
+        if opened:
+            cuts, nodes = self._walk(v, opened)
+        groups: list[list[Variable]] = []
+        for variable in {f.variable.number: f.variable for f in cuts.values()}.values():
+            near = [g for g in groups if any(self._related(one, variable) for one in g)]
+            groups = [g for g in groups if g not in near]
+            groups.append([one for g in near for one in g] + [variable])
+        self._plans[v.number] = _Plan(sorted(nodes), cuts, groups, bool(opened))
+        return self._plans[v.number]
+
+    def _walk(self, v: Sampled, opened: frozenset[int]) -> tuple[dict[int, Field], set[int]]:
+        """The nearest Gaussian variables other than multiples of some matrix products (by their
+        number), and the operations behind them."""
         cuts: dict[int, Field] = {}
         nodes: set[int] = set()
         open_values, seen = [v.value], set()
@@ -193,7 +209,9 @@ class Sampler:
             seen.add(value)
             state = self.states.get(value)
             if isinstance(state, Field) and state.variable is not v:
-                if state.variable.gaussian and state.variable.alike:
+                product = _origin(state.variable) if opened else None
+                inside = product is not None and product.number in opened
+                if state.variable.gaussian and state.variable.alike and not inside:
                     cuts[value] = state
                     continue
             elif isinstance(state, Known | Weights):
@@ -202,13 +220,28 @@ class Sampler:
             if node is not None:
                 nodes.add(node.index)
                 open_values.extend(node.inputs)
-        groups: list[list[Variable]] = []
-        for variable in {f.variable.number: f.variable for f in cuts.values()}.values():
-            near = [g for g in groups if any(self._related(one, variable) for one in g)]
-            groups = [g for g in groups if g not in near]
-            groups.append([one for g in near for one in g] + [variable])
-        self._plans[v.number] = _Plan(sorted(nodes), cuts, groups)
-        return self._plans[v.number]
+        return cuts, nodes
+
+    def _sharing(self, cuts: Mapping[int, Field], nodes: Iterable[int]) -> frozenset[int]:
+        """Matrix products that are multiplied with others of the same tensor, or with that tensor,
+        other than in a softmax. Both have the Gram matrix of one draw of it, so that its variation
+        counts, a term tokens / width: they are drawn as products of one draw of the tensor."""
+        names = {self.graph.nodes[n].name for n in nodes}
+        if not names & {"bmm", "mul"} or any("softmax" in name for name in names):
+            return frozenset()
+        drawn = {f.variable.number: f.variable for f in cuts.values()}
+        origins = [o for v in drawn.values() if (o := _origin(v)) is not None and o.source]
+        read = Counter(o.source.number for o in origins if o.source)
+        return frozenset(
+            o.number
+            for o in origins
+            if o.source
+            and (
+                "bmm" in names  # of two parts of one fused product
+                or read[o.source.number] > 1
+                or any(p.number in drawn for p in _between(o.source))
+            )
+        )
 
     def passed(self) -> set[int]:
         """Recorded tensors inside sampled operations, which have no gradients of their own."""
@@ -224,17 +257,14 @@ class Sampler:
         size = (self.laws.variance(u).max() * self.laws.variance(v).max()).sqrt()
         return bool(self.laws.covariance(u, v).abs().max() > 1e-9 * size)
 
-    def fields(self, groups: list[list[Variable]], random: torch.Generator) -> dict[int, Tensor]:
+    def fields(
+        self, groups: list[list[Variable]], random: torch.Generator, free: bool = False
+    ) -> dict[int, Tensor]:
         """Joint draws (sites, features) of Gaussian variables, by their numbers."""
         made = {}
         for group in groups:
-            features = max(v.features for v in group)
-            rows = [torch.cat([self._gaussian(a, b) for b in group], 1) for a in group]
-            joint = torch.cat(rows)
-            z = torch.randn(joint.shape[0], features, dtype=F64, generator=random)
-            if features >= 2 * joint.shape[0]:  # fix the Gram matrix to its mean
-                z = torch.linalg.qr(z.T)[0].T * features**0.5
-            x, first = _root(joint) @ z, 0
+            features, root = max(v.features for v in group), self._root_of(group)
+            x, first = root @ _white(len(root), features, random, free), 0
             for v in group:
                 rows_of = x[first : first + v.sites, : v.features]
                 made[v.number] = rows_of + self.laws.mean(v)[:, None]
@@ -246,6 +276,14 @@ class Sampler:
                     made[v.number] += times * (levels - entries.mean)
                 first += v.sites
         return made
+
+    def _root_of(self, group: list[Variable]) -> Tensor:
+        """A square root of the joint covariance of all sites of a group."""
+        key = tuple(v.number for v in group)
+        if key not in self._roots:
+            rows = [torch.cat([self._gaussian(a, b) for b in group], 1) for a in group]
+            self._roots[key] = _root(torch.cat(rows))
+        return self._roots[key]
 
     def _gaussian(self, a: Variable, b: Variable) -> Tensor:
         """The covariance of two variables without that of a common non-Gaussian parameter."""
@@ -261,17 +299,32 @@ class Sampler:
         """One draw of the recorded tensors up to a variable's, and of the Gaussian variables; with
         `weights`, all are differentiable."""
         plan = self.plan(v)
-        fields = self.fields(plan.groups, random)
+        fields = self.fields(plan.groups, random, plan.free)
         for field in fields.values():
             field.requires_grad_(weights is not None)
         values = dict(weights or {})
         with torch.set_grad_enabled(weights is not None):
+            if plan.free:
+                values = self._redrawn(plan, values, random)
             for value, at in plan.cuts.items():
                 x = fields[at.variable.number][at.site, at.feature]
                 values[value] = self._spelled(value, x)
             for index in plan.nodes:
                 again(self.graph, self.graph.nodes[index], values, self.states)
         return values, fields
+
+    def _redrawn(
+        self, plan: _Plan, values: Mapping[int, Tensor], random: torch.Generator
+    ) -> dict[int, Tensor]:
+        """The matrices in the operations of a draw with their entries in another order."""
+        made = dict(values)
+        for n in sorted({n for i in plan.nodes for n in self.graph.nodes[i].inputs}):
+            state = self.states.get(n)
+            if isinstance(state, Weights) and state.tensor.ndim == 2:
+                tensor = made.get(n, state.tensor)
+                order = torch.randperm(tensor.numel(), generator=random)
+                made[n] = tensor.reshape(-1)[order].reshape(tensor.shape)
+        return made
 
     def _spelled(self, value: int, x: Tensor) -> Tensor:
         """Entries in the dtype of the recorded tensor."""
@@ -282,7 +335,9 @@ class Sampler:
         """A draw of the recorded tensor by site and feature."""
         state = self.states[v.value]
         assert isinstance(state, Field)
-        return by_label(drawn[v.value], state.site, state.feature, v.sites, v.features)
+        u = state.variable  # v, or v with its features as sites
+        x = by_label(drawn[v.value], state.site, state.feature, u.sites, u.features)
+        return x.reshape(v.sites, v.features)
 
     def _random(self, v: Variable) -> torch.Generator:
         order = list(self._plans).index(v.number) if v.number in self._plans else -1
@@ -415,31 +470,29 @@ class Sampler:
             len(sizes) < MORE * self.draws and _error(sizes) > SETTLED
         ):
             drawn, fields = self.run(v, random, weights)
-            z = torch.randn(v.sites, v.features, dtype=F64, generator=random)
-            if v.features >= 2 * v.sites:
-                z = torch.linalg.qr(z.T)[0].T * v.features**0.5
+            cotangent = root @ _white(v.sites, v.features, random)
             with torch.enable_grad():
-                ends = [*fields.values(), *weights.values()]
+                leaves = [*fields.values(), *weights.values()]
                 received = torch.autograd.grad(
-                    (self.field(v, drawn) * (root @ z)).sum(), ends, allow_unused=True
+                    (self.field(v, drawn) * cotangent).sum(), leaves, allow_unused=True
                 )
             self._count_weights(weights, received[len(fields) :], squares)
-            below = dict(zip(fields, received, strict=False))
+            cotangents = dict(zip(fields, received, strict=False))
             for n, (a, b) in enumerate(pairs):
-                one, other = below[a.number], below[b.number]
+                one, other = cotangents[a.number], cotangents[b.number]
                 if one is not None and other is not None and a.features == b.features:
                     totals[n] = totals[n] + one @ other.T
             for n, gain, x, share in gains:  # the gain's gradient is a signed sum over sites
                 a = pairs[n][0]
-                g = below[a.number]
+                g = cotangents[a.number]
                 if g is not None:
                     centred = fields[a.number].detach() - self.laws.mean(a)[:, None]
                     of_x = share[:, None] * centred + self.laws.mean(x)[:, None]
                     whole = float((g * of_x).sum(0).square().sum())
                     apart = whole - float((g @ g.T * self.laws.moment(x, x)).sum())
                     squares[gain.root] = squares.get(gain.root, 0.0) + apart
-            ends_of = [g.square().sum() for g in below.values() if g is not None]
-            sizes.append(torch.stack(ends_of) if ends_of else torch.ones(1))
+            squared = [g.square().sum() for g in cotangents.values() if g is not None]
+            sizes.append(torch.stack(squared) if squared else torch.ones(1))
         for name, square in squares.items():
             self.add_square(name, square / len(sizes))
         return [total / len(sizes) for total in totals]
@@ -740,6 +793,22 @@ def _error(sizes: list[Tensor]) -> float:
         return 0.0
     relative = x.std(0) / len(x) ** 0.5 / x.mean(0).abs().clamp_min(1e-300)
     return float(relative.nan_to_num(0.0, 0.0).max())
+
+
+def _white(sites: int, features: int, random: torch.Generator, free: bool = False) -> Tensor:
+    """Independent standard Gaussians (sites, features), whose Gram matrix is fixed to its mean if
+    there are at least twice as many features as sites, unless `free`."""
+    z = torch.randn(sites, features, dtype=F64, generator=random)
+    fixed = features >= 2 * sites and not free
+    return torch.linalg.qr(z.T)[0].T * features**0.5 if fixed else z
+
+
+def _between(v: Variable) -> Iterator[Variable]:
+    """A variable and those that it is a function of entry by entry, down to matrix products."""
+    yield v
+    if not isinstance(v, Product):
+        for parent in v.parents:
+            yield from _between(parent)
 
 
 def _root(kernel: Tensor) -> Tensor:

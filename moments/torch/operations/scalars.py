@@ -22,6 +22,7 @@ from .variables import (
     Combination,
     Curve,
     Drift,
+    Fixed,
     Joined,
     Known,
     Mix,
@@ -63,6 +64,11 @@ class Changes:
             case Product(source=Variable() as source):
                 change = self.of(source)
                 return None if change is None else replace(v, source=change, number=next(NUMBERS))
+            case Fixed():
+                values = self.of_numbers(v.moving)
+                if values is None:
+                    return None
+                return replace(v, values=values, moving=None, number=next(NUMBERS))
             case Combination():
                 return self._of_sum(v)
             case Blend():
@@ -156,10 +162,10 @@ class Changes:
         if moving is None or not moving.requires_grad:
             return None
         lowering = self._lowering
-        leaves = [leaf for _, leaf in lowering.owned.values()]
+        leaves = [lowering.numbers[self._name], *(leaf for _, leaf in lowering.owned.values())]
         zero = torch.zeros_like(moving)
-        used = torch.autograd.grad(moving, leaves, zero, retain_graph=True, allow_unused=True)
-        tangents = [(lowering.numbers[self._name], self._direction)]
+        _, *used = torch.autograd.grad(moving, leaves, zero, retain_graph=True, allow_unused=True)
+        tangents = [(leaves[0], self._direction)]
         for (key, (variable, leaf)), gradient in zip(lowering.owned.items(), used, strict=True):
             change = None if gradient is None else self._of_moment(variable, key[1])
             if change is not None:

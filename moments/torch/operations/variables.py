@@ -94,9 +94,15 @@ class Entries(Variable):
 
 @dataclass(eq=False, kw_only=True)
 class Fixed(Variable):
-    """Known numbers (sites, features) that differ between features, such as sinusoids."""
+    """Known numbers (sites, features) that differ between features, such as sinusoids; `moving` as
+    of a term."""
 
     values: Tensor
+    moving: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.requires_grad:
+            self.moving, self.values = self.values, self.values.detach()
 
 
 @dataclass
@@ -188,6 +194,17 @@ class Part(Variable):
     @property
     def parents(self) -> tuple[Variable, ...]:
         return (self.whole,)
+
+
+@dataclass(eq=False, kw_only=True)
+class Detached(Variable):
+    """A variable through which no gradient flows."""
+
+    inner: Variable
+
+    @property
+    def parents(self) -> tuple[Variable, ...]:
+        return (self.inner,)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -520,7 +537,7 @@ def holds_sampled(variable: Variable) -> bool:
     """Whether a variable is sampled, or a sum, product or part of one that is."""
     if isinstance(variable, Sampled):
         return True
-    transparent = Combination | Blend | Times | Part | Joined
+    transparent = Combination | Blend | Times | Part | Joined | Detached
     return isinstance(variable, transparent) and any(map(holds_sampled, variable.parents))
 
 
