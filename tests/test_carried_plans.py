@@ -83,6 +83,7 @@ CHANGES: list[tuple[str, str, Any]] = [
     ("gpt2", "layer_scale", True),
     ("bert", "shared_layers", True),
     ("gpt2", "streams", moments.HyperConnections(2)),
+    ("llama", "laurel", moments.Laurel(8, *(0.01,) * 2)),
     ("gpt2", "input_mix", (0.5, 0.5)),
     ("gpt2", "skips", [None, (0, 0.5)]),
     ("gpt2", "values", moments.Values(0.5, 0.5)),

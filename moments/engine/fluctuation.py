@@ -121,7 +121,7 @@ def shifted_overlaps(signal: Signal) -> ShiftedOverlaps | None:
 def shared_with(signal: Signal) -> tuple[Kernel, Kernel]:
     """`Fluctuation.shared`; if the branch begins here, that of the signal with itself."""
     assert signal.fluctuation is not None
-    norms, overlaps, _, shared = signal.fluctuation
+    norms, overlaps, _, shared, _ = signal.fluctuation
     if shared is not None:
         return shared
     assert overlaps is not None
@@ -140,12 +140,12 @@ def overlap_of_product(signal: Signal, output: Signal, gain: Array) -> Fluctuati
     assert signal.fluctuation is not None
     moment, added = output.second_moment(), 2 / output.width
     squared, square = moment * moment, gain * gain
-    norms, overlaps, _, _ = signal.fluctuation
+    norms, overlaps, _, _, drawn = signal.fluctuation
     norms = norms.mixed(square, squared, added)
     if overlaps is None:
         return Fluctuation(norms)
     overlaps = overlaps.mixed(square, squared, added)
-    return Fluctuation(norms, overlaps, shared=scaled_shared(signal, gain))
+    return Fluctuation(norms, overlaps, shared=scaled_shared(signal, gain), drawn=drawn)
 
 
 def overlap_of_sum(
@@ -361,7 +361,7 @@ def overlap_of_activation(
         # are not if one activation follows another.
         return kernel.mixed(1.0, before, -entries / signal.width)
 
-    norms, overlaps, _, _ = signal.fluctuation
+    norms, overlaps, *_ = signal.fluctuation
     kept = inherited(norms, signal.kurtosis - 1)
     norms = squared.mixed((kurtosis - 1) / output.width, kept, ratio * ratio)
     if overlaps is None:
@@ -402,7 +402,7 @@ def overlap_of_dropout(signal: Signal, drop_prob: Any) -> Fluctuation:
         more, _ = kernel.lift(factor)
         return kernel.with_diagonal(kernel.diagonal + more * moment * moment)
 
-    norms, overlaps, _, _ = signal.fluctuation
+    norms, overlaps, *_ = signal.fluctuation
     masks = drop_prob / kept**3 * signal.kurtosis / signal.width
     norms = masked(norms.scaled(1 / kept**2), masks)
     if overlaps is None:

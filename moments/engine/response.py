@@ -606,7 +606,9 @@ def _added_norm_variance(path: Several[Record], entering: Signal, output: Signal
     """width times the relative variance of |branch|^2 that the branch's own matrices add."""
     # Behind a normalisation or attention, the tracked variance does not include the input's.
     reset = any(leaf.component.normalises or leaf.component.mixes_tokens for leaf in path)
-    inherited = 0.0 if reset else norm_variance(entering)
+    inherited: Array = 0.0 if reset else norm_variance(entering)
+    if output.fluctuation is not None:  # weights drawn for single tokens average out
+        inherited = inherited + output.kernel.average(output.fluctuation.drawn)
     return output.width * np.maximum(norm_variance(output) - inherited, 0.0)
 
 

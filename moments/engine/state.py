@@ -217,12 +217,15 @@ class Fluctuation(NamedTuple):
         shared: covariances of overlaps, and of squared norms, with those at the start of the
             branch, where the first token of a pair is taken and its squared norm divided by; None:
             the branch starts here.
+        drawn: relative variance of a token's squared norm, in `norms`, due to attention weights
+            that are drawn in every head; independent for every token.
     """
 
     norms: Kernel
     overlaps: Kernel | None = None
     free_norms: Kernel | None = None
     shared: tuple[Kernel, Kernel] | None = None
+    drawn: Array = 0.0
 
     @classmethod
     def of_gaussian(cls, kernel: Kernel, width: Array) -> Fluctuation:
@@ -241,7 +244,7 @@ class Fluctuation(NamedTuple):
 
     def scaled(self, factor: Array) -> Fluctuation:
         """Fluctuation of the tensor times sqrt(factor), inside a branch."""
-        square, (norms, overlaps, free, shared) = factor * factor, self
+        square, (norms, overlaps, free, shared, _) = factor * factor, self
         if shared is not None:
             shared = shared[0].scaled(factor), shared[1].scaled(factor)
         return Fluctuation(
@@ -249,6 +252,7 @@ class Fluctuation(NamedTuple):
             None if overlaps is None else overlaps.scaled(square),
             None if free is None else free.scaled(square),
             shared,
+            self.drawn,
         )
 
 

@@ -63,13 +63,14 @@ class Product(Component):
             of_token, of_pair = both.lift((2.0 + self.each) / first.width)
             excess_i, excess_j = both.over_tokens(excess + 0.0 * kernel.diagonal)
             added = both.weighted(excess * of_token, 0.5 * (excess_i + excess_j) * of_pair)
-            norms, overlaps, _, shared = first.fluctuation
+            norms, overlaps, _, shared, drawn = first.fluctuation
             if shared is not None:
                 shared = (shared[0] * square, shared[1] * square)
             fluctuation = Fluctuation(
                 norms * square * square + added,
                 None if overlaps is None else overlaps * square * square + added,
                 shared=shared,
+                drawn=drawn,
             )
         return first.replace(
             kernel=kernel * square,
@@ -90,7 +91,7 @@ class Product(Component):
             to_first = with_alignment(to_first, record.output, gradient, gate.output.kurtosis)
             to_gate = with_alignment(to_gate, record.output, gradient, 3.0 * slopes)
         back = (
-            first.backward(Gradient(to_first, length), run),
+            first.backward(Gradient(to_first, length, norm_response=gradient.norm_response), run),
             gate.backward(Gradient(to_gate, length), run),
         )
         grad_in = sum_of([factor.grad_in.kernel for factor in back])

@@ -123,7 +123,7 @@ class Site:
         signal = self.signal
         if signal is None or has_fixed_norms(signal) or signal.fluctuation is None:
             return 0.0
-        norms, overlaps, _, _ = signal.fluctuation
+        norms, overlaps, *_ = signal.fluctuation
         varies = norms if overlaps is None else overlaps
         size = 2 * float((self.kernel**2).sum())
         if size == 0.0:

@@ -134,6 +134,9 @@ TABLES = ("token", "position", "segment", "class", "relative_bias")
 """Roles that are looked up or added, not multiplied with."""
 
 
+_AFTER_LAYERS = ("head", "final")
+
+
 @dataclass(frozen=True)
 class Role:
     """One matrix or vector of a module.
@@ -157,6 +160,11 @@ class Role:
     fan_out: int = 0
     transposed: bool = False
     unit: bool | None = None
+
+    def __str__(self) -> str:
+        """In words: "query of layer 3", "token", "final.norm.gain"."""
+        inside = self.layer > 0 and not self.name.startswith(_AFTER_LAYERS)
+        return f"{self.full_name} of layer {self.layer}" if inside else self.full_name
 
     @property
     def full_name(self) -> str:

@@ -31,7 +31,6 @@ from ...engine.response import SINGLE, Elementwise, GradientUnits, Response, Seq
 from ...engine.state import Array, Fluctuation, Gradient, Kernel, Signal, ratio_or_zero
 from ...engine.trace import Record
 from ...errors import domain_error
-from ...formulas.algebra import is_number
 from ...formulas.linear import LINEAR
 from ...formulas.normalization import RMSNORM
 from ...model.positions import RelativeBias, Rotary
@@ -194,7 +193,6 @@ class AttentionPullback:
             self-attention.
         mixed: second moments per feature of sum_j a_ij y_j, y the tokens attended to.
         layer: with the gradient paths of the attention weights.
-        spread: relative variance of the output's squared norm due to the weights drawn in a head.
         aligned: fraction of the values' unshared second moment that is along the tokens of their
             keys: only this part is moved by fluctuating overlaps.
     """
@@ -206,7 +204,6 @@ class AttentionPullback:
     output: Signal
     mixed: Kernel
     layer: Any
-    spread: Any = 0.0
     aligned: Any = 1.0
 
     def __call__(self, gradient: Gradient) -> PullbackResult:
@@ -218,10 +215,11 @@ class AttentionPullback:
     def _weighted(self, gradient: Gradient) -> Gradient:
         """The gradient, weighted by sum_j a_ij^2: through attention it returns in proportion to
         that, and decreases with the output's squared norm, which is proportional to it too."""
-        if is_number(self.spread) and self.spread == 0.0:
+        fluctuation = self.output.fluctuation
+        if fluctuation is None or fluctuation.overlaps is None:
             return gradient
         response, _, _ = at_tokens(gradient.kernel, gradient.norm_response)
-        kernel = gradient.kernel.weighted(1 / (1 + response * self.spread), 1.0)
+        kernel = gradient.kernel.weighted(1 / (1 + response * fluctuation.drawn), 1.0)
         return gradient.with_kernel(kernel)
 
     def to_both(self, gradient: Gradient) -> tuple[PullbackResult, Gradient]:
@@ -438,12 +436,12 @@ def attended(
     notes += law.notes
     if turned_alike(leaf, law):
         notes += (TURNED_ALIKE,)
-    output, spread = concatenated(leaf, signal, read, mixed, layer, notes)
+    output = concatenated(leaf, signal, read, mixed, layer, notes)
     if values is not None and output.fluctuation is not None:
         alone = of_averages(signal, layer.weights(), leaf.memory_width * leaf.value * own)
         shared = None if alone is None else alone.shared
         output = output.replace(fluctuation=output.fluctuation._replace(shared=shared))
-    return AttentionPullback(leaf, law, signal, memory, output, mixed, layer, spread)
+    return AttentionPullback(leaf, law, signal, memory, output, mixed, layer)
 
 
 def _check_exchangeable(leaf: Any, length: int) -> None:
@@ -474,8 +472,8 @@ def _with_bias(leaf: Any, heads: Kernel, squares: Array, rows: Kernel | None) ->
 
 def concatenated(
     leaf: Any, signal: Signal, memory: Signal, mixed: Kernel, layer: Any, notes: tuple[str, ...]
-) -> tuple[Signal, Any]:
-    """Concatenated heads of a `SelfAttention` or `CrossAttention`; `AttentionPullback.spread`.
+) -> Signal:
+    """The concatenated heads of a `SelfAttention` or `CrossAttention`.
 
     Args:
         signal, memory: the tokens of the queries, and those of keys and values.
@@ -483,7 +481,7 @@ def concatenated(
     """
     width, gain = leaf.value_width, leaf.memory_width * leaf.value
     kernel = _with_bias(leaf, mixed.scaled(gain), layer.sum_square, layer.rows)
-    fluctuation, spread = None, 0.0
+    fluctuation: Fluctuation | None = None
     if signal.fluctuation is not None:
         # Given the averaged tokens, entries are Gaussian: 2/width of the squared moment. Heads that
         # share keys and values also correlate by the overlap of their mean outputs.
@@ -501,9 +499,9 @@ def concatenated(
             norms, overlaps = (x.resolved_as(kernel) for x in (averages.norms, averages.overlaps))
             drawn = _of_drawn_weights(mixed, memory, layer, leaf.heads)
             of_norms, of_overlaps = (one.scaled(gain * gain) for one in drawn)
-            spread = ratio_or_zero(of_norms.diagonal, kernel.diagonal * kernel.diagonal)
+            relative = ratio_or_zero(of_norms.diagonal, kernel.diagonal * kernel.diagonal)
             norms, overlaps = fresh + norms + of_norms, fresh + overlaps + of_overlaps
-            fluctuation = Fluctuation(norms, overlaps, shared=shared)
+            fluctuation = Fluctuation(norms, overlaps, shared=shared, drawn=relative)
     return Signal(
         kernel,
         signal.seq_len,
@@ -512,7 +510,7 @@ def concatenated(
         fluctuation=fluctuation,
         diagnostics=layer.diagnostics(),
         notes=notes,
-    ), spread
+    )
 
 
 def _of_drawn_weights(
@@ -523,7 +521,7 @@ def _of_drawn_weights(
     The deviation of a row is a vector over its n keys, drawn in every head. The overlaps of such
     vectors vary as those of n Gaussian features, a squared norm as sum_j a_j^2.
     """
-    rows, per_row = layer.weights(), np.asarray(1.0 / memory.seq_len)
+    rows, per_row = layer.weights(), 1.0 / memory.seq_len + 0.0 * np.asarray(mixed.diagonal)
     if isinstance(rows, ClassRows):
         assert mixed.classes is not None
         per_row = mixed.classes.tiled((rows.counted * rows.weights).sum(-1))
