@@ -158,7 +158,9 @@ def widened(model: moments.Transformer) -> moments.Transformer | None:
             transform_variance=head.transform_variance and head.transform_variance / wider,
         )
     if model.rotary is not None:
-        changes["rotary"] = NarrowRotary(**vars(model.rotary), narrow=model.d_head)
+        changes["rotary"] = [
+            one and NarrowRotary(**vars(one), narrow=model.d_head) for one in model.rotaries
+        ]
     if model.encoder is not None:
         encoder = widened(model.encoder)
         if encoder is None:
