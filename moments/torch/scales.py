@@ -87,7 +87,7 @@ class AppliedScales:
         logits: factor of the logits.
         dropouts: block -> the probability of dropout that its hook applies instead of the module's
             code; in the submodule that holds the probability it is 0 until `remove`.
-        natives: block -> the factor of its output in the module's code.
+        natives: (stack, layer, block) -> the factor of its output in the module's code.
         handles: of the hooks.
     """
 
@@ -95,7 +95,7 @@ class AppliedScales:
     handles: list[RemovableHandle]
     logits: float = 1.0
     dropouts: dict[ModuleBranch, DropProbability] = field(default_factory=dict, repr=False)
-    natives: dict[ModuleBranch, float] = field(default_factory=dict)
+    natives: dict[tuple[str, int, str], float] = field(default_factory=dict)
 
     def remove(self) -> None:
         """Remove every hook, so that the module runs by its own code alone."""
@@ -182,7 +182,8 @@ def apply_scales(
     for drop in dropouts.values():
         drop.set(0.0)
     placed = tuple(row for row, _ in planned)
-    applied = AppliedScales(placed, handles, factor, dropouts, native)
+    of_code = {_place_of(block): value for block, value in native.items()}
+    applied = AppliedScales(placed, handles, factor, dropouts, of_code)
     setattr(module, ATTRIBUTE, applied)
     return applied
 
@@ -276,7 +277,12 @@ def natives(module: nn.Module, blocks: Iterable[ModuleBranch]) -> dict[ModuleBra
     """The factor of every block's output in the module's code, without that of its hooks."""
     applied = applied_scales(module)
     known = {} if applied is None else applied.natives
-    return {block: known.get(block, block.native) for block in blocks}
+    return {block: known.get(_place_of(block), block.native) for block in blocks}
+
+
+def _place_of(block: ModuleBranch) -> tuple[str, int, str]:
+    """What names a block with hooks on its module as without; its paths may differ."""
+    return block.stack, block.layer, block.name
 
 
 def _norm(block: ModuleBranch) -> str:
