@@ -67,7 +67,7 @@ def gpt(initializer_range: float = 0.08) -> moments.Transformer:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [llama(), gpt()], ids=["llama", "tied gpt2"])
 def test_a_text_word_by_word(model: moments.Transformer) -> None:
-    """By classes as by token."""
+    """By classes as by token; the band within what docs/theory/repeats.md has measured."""
     text = zipf_text(5)
     by_token, by_word = (predicted(model, token_ids=text, tokens=kind) for kind in (True, None))
     assert isinstance(by_word.layout.classes, TextClasses)
@@ -80,7 +80,7 @@ def test_a_text_word_by_word(model: moments.Transformer) -> None:
         "key.bias", level="weight", errors="ignore"
     )
     assert ratio.to_numpy() == pytest.approx(1.0, abs=0.1)
-    np.testing.assert_allclose(deviation(by_word), deviation(by_token), rtol=0.08)
+    np.testing.assert_allclose(deviation(by_word), deviation(by_token), rtol=0.1)
 
 
 def deviation(found: moments.Prediction) -> np.ndarray:
