@@ -581,10 +581,10 @@ ROUNDING = 1e-6
 
 
 class Averaging(NamedTuple):
-    """Averages of tokens, without their unshared overlaps' own fluctuation.
+    """Averages of tokens by weights that are uniform under the mask.
 
     Attributes:
-        unshared: unshared variance of the averages.
+        unshared: unshared variance of the averages; 0 if all rows attend to all keys equally.
         elasticity: squared correlation of two tokens' unshared overlap with that of the averages.
     """
 
@@ -593,10 +593,9 @@ class Averaging(NamedTuple):
 
 
 def averaging(weights: Any, tokens: Signal, real: Array | None = None) -> Averaging:
-    """Averages under mean weights.
+    """Moments of the averages W x.
 
-    With M = C W^T between tokens and averages W x, Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
-    It is 0 if all rows attend to all keys equally, but not under a causal mask.
+    With M = C W^T between tokens and averages, Cov(o_ab, (W o W^T)_ab) = nu (M_aa M_bb + ...).
     """
     kernel = tokens.second_moment()
     if kernel.classes is not None:
